@@ -1,0 +1,48 @@
+"""What Hydra does around a job, for a worker: the frozen config, logging, directory, environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log, env_override, setup_globals
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from hpc_elastic.rundir import RunDir
+
+
+@contextmanager
+def hydra_job(run: RunDir) -> Iterator[DictConfig]:
+    """Give the task's config, with ``HydraConfig`` and logging as inside a Hydra job.
+
+    Rank 0 alone writes the job's log file; every rank logs to its console, which its agent
+    captures. The working directory changes to the run directory where ``hydra.job.chdir`` says so.
+    """
+    setup_globals()
+    task = OmegaConf.load(run.hydra / "config.yaml")
+    hydra = OmegaConf.load(run.hydra / "hydra.yaml")
+    assert isinstance(task, DictConfig) and isinstance(hydra, DictConfig)
+    whole = OmegaConf.merge(task, hydra)
+    assert isinstance(whole, DictConfig)
+    HydraConfig.instance().set_config(whole)
+    if os.environ["RANK"] != "0":
+        _log_to_console_only(hydra)
+    configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
+    if hydra.hydra.job.chdir:
+        os.chdir(run.path)
+    OmegaConf.set_struct(task, True)
+    with env_override(dict(hydra.hydra.job.env_set)):
+        yield task
+
+
+def _log_to_console_only(hydra: DictConfig) -> None:
+    logging_ = hydra.hydra.job_logging
+    if not logging_ or "root" not in logging_:
+        return
+    with read_write(logging_), open_dict(logging_):
+        handlers = logging_.root.get("handlers") or []
+        logging_.root.handlers = [h for h in handlers if h != "file"]
+        if "handlers" in logging_:
+            logging_.handlers.pop("file", None)

@@ -1,0 +1,69 @@
+"""Failed workers as the run's report shows them: what, where, and the traceback."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+_MAX_TEXT = 20_000
+_TAIL_LINES = 20
+
+
+class ProcessFailure(Protocol):
+    """The part of torch's ProcessFailure that is read here."""
+
+    local_rank: int
+    exitcode: int
+    error_file: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent's workers run."""
+
+    task: str
+    host: str
+    logs: Path
+
+
+def describe(failure: ProcessFailure, rank: int, place: Place) -> dict[str, Any]:
+    """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time."""
+    told = _told_by_worker(Path(failure.error_file))
+    err = Path(failure.error_file.removesuffix(".error.json") + ".err")
+    died_of = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
+    how = f"ended by {died_of}" if died_of else f"exited with code {failure.exitcode}"
+    return {
+        "task": place.task,
+        "host": place.host,
+        "rank": rank,
+        "local_rank": failure.local_rank,
+        "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
+        "message": str(told.get("message", how))[:_MAX_TEXT],
+        "exception": told.get("exception"),
+        "traceback": str(told.get("traceback") or _tail(err))[-_MAX_TEXT:] or None,
+        "exit_code": None if died_of else failure.exitcode,
+        "signal": died_of,
+        "phase": told.get("phase", "run"),
+        "log": str(err),
+    }
+
+
+def _told_by_worker(error_file: Path) -> dict[str, Any]:
+    """Return what the worker itself wrote of its failure; nothing if it had no chance to."""
+    try:
+        told = json.loads(error_file.read_text())["hpc_elastic"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_TAIL_LINES:])

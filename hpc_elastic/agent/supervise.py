@@ -1,0 +1,201 @@
+"""Wires a task together: the session with the leader, torch's agent, the run directory.
+
+One call, `supervise`, lives as long as the task. It returns the task's exit code, and has told the
+leader why this node goes, whatever the reason was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from hpc_elastic.agent.agent import RunAgent
+from hpc_elastic.agent.report import Place
+from hpc_elastic.agent.task import Task
+from hpc_elastic.agent.tasks import tasks_of
+from hpc_elastic.config import Nproc
+from hpc_elastic.control import DIRECTORY_VARIABLE
+from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmError
+from hpc_elastic.events import EventLog
+from hpc_elastic.rendezvous import address
+from hpc_elastic.rendezvous.endpoint import Endpoint, EndpointDir
+from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.leader import Leader, Surroundings
+from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
+from hpc_elastic.rendezvous.session import Candidacy, Session
+
+_log = logging.getLogger(__name__)
+
+TAKEN = 128 + signal.SIGTERM
+
+
+def supervise(task: Task) -> int:
+    """Run the agent of one node until the run has ended or the node is taken."""
+    signal.signal(signal.SIGTERM, _raise_signal)
+    events = EventLog(task.run.events(task.name), task.name)
+    events.write("task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid())
+    with tempfile.TemporaryDirectory(prefix="hpc_elastic-", dir=_memory_folder()) as folder:
+        try:
+            return _Node(task, events, Path(folder)).run()
+        except SignalException as e:
+            _log.warning("this node is taken: %s", e)
+            events.write("taken", signal=e.sigval.name)
+            return TAKEN
+        except (RendezvousError, HpcElasticError) as e:
+            events.write("gave up", why=str(e))
+            print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
+            return 1
+
+
+class _Node:
+    """The parts of one task, made in the order in which they need each other."""
+
+    def __init__(self, task: Task, events: EventLog, control: Path) -> None:
+        self._task = task
+        self._spec = task.spec
+        self._events = events
+        self._control = control
+        self._tasks = tasks_of(task.spec)
+        self._interface = _interface(task)
+        self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
+        self._secret = task.run.secret.read_bytes()
+        self._stores = RoundStores(self._interface.address)
+        self._agent: RunAgent | None = None
+
+    def run(self) -> int:
+        self._prepare_environment()
+        session = self._open_session()
+        try:
+            return self._run_agent(session)
+        except SignalException as e:
+            session.leave(f"taken by {e.sigval.name}")
+            raise
+        finally:
+            session.leave("its agent ended")
+
+    def _run_agent(self, session: Session) -> int:
+        handler = SlurmRendezvousHandler(
+            session, self._spec.run_id, self._spec.rendezvous.join_timeout_s
+        )
+        self._agent = RunAgent(
+            self._worker_spec(handler), handler,
+            place=Place(self._task.name, self._task.slurm.node_name, self._task.logs),
+            control=self._control, stop_timeout_s=self._spec.agent.stop_timeout_s,
+        )  # fmt: skip
+        self._agent.run()
+        verdict = session.verdict
+        return 0 if verdict is not None and verdict.status == "succeeded" else 1
+
+    def _worker_spec(self, handler: SlurmRendezvousHandler) -> WorkerSpec:
+        return WorkerSpec(
+            role="default",
+            local_world_size=self._nproc,
+            rdzv_handler=handler,
+            entrypoint=sys.executable,
+            args=("-u", "-m", "hpc_elastic.agent.worker", str(self._task.run.path)),
+            max_restarts=self._spec.max_restarts,
+            monitor_interval=self._spec.agent.monitor_interval_s,
+        )
+
+    def _open_session(self) -> Session:
+        task, slurm = self._task, self._task.slurm
+        me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
+        candidacy = Candidacy(
+            self._interface.address, 0, self._make_leader, self._tasks.is_running
+        )
+        return Session(
+            me, EndpointDir(task.run.rdzv, self._secret), candidacy, self._spec.rendezvous,
+            secret=self._secret, progress=self._progress,
+        )  # fmt: skip
+
+    def _make_leader(self, epoch: int, before: Endpoint | None) -> Leader:
+        spec = self._spec
+        machine = Machine(
+            Rules(
+                spec.min_nodes, spec.max_nodes, spec.max_restarts,
+                spec.rendezvous.start_timeout_s, spec.rendezvous.last_call_s,
+            )
+        )  # fmt: skip
+        journal = Journal(self._task.run, spec.run_id, self._events)
+        journal.restore(machine)
+        if before is not None:
+            machine.lost[before.task] = before.attempt
+        surroundings = Surroundings(
+            make_store=self._stores.make,
+            running_tasks=self._tasks.running,
+            latest_epoch=EndpointDir(self._task.run.rdzv, self._secret).latest_epoch,
+            cancel_pending=self._cancel_pending,
+        )
+        return Leader(
+            machine, journal, spec.rendezvous,
+            secret=self._secret, epoch=epoch, surroundings=surroundings,
+        )  # fmt: skip
+
+    def _cancel_pending(self) -> None:
+        try:
+            self._tasks.cancel_pending()
+        except SlurmError as e:
+            _log.warning("pending tasks of the run were not cancelled: %s", e)
+
+    def _progress(self) -> dict[str, Any]:
+        """Return what the first of this node's workers last reported."""
+        if self._agent is None or not self._agent.pages:
+            return {}
+        progress = self._agent.pages[min(self._agent.pages)].read()
+        return {"step": progress.step, "loss": progress.loss}
+
+    def _prepare_environment(self) -> None:
+        cpus = self._task.slurm.cpus_on_node
+        threads = self._spec.agent.omp_num_threads or max(1, cpus // self._nproc)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
+        os.environ[DIRECTORY_VARIABLE] = str(self._control)
+        os.environ.update(self._spec.env)
+
+
+def num_workers(wanted: Nproc, cpus: int) -> int:
+    """Return how many workers a node runs, as torchrun's ``--nproc-per-node`` has it.
+
+    Args:
+        wanted: A number; ``gpu``, ``cpu``; ``auto`` for the GPUs if there are any, else the CPUs.
+        cpus: The CPUs that Slurm gave the task on this node.
+
+    Raises:
+        ConfigError: ``gpu`` on a node where torch sees none.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "gpu" and gpus == 0:
+        raise ConfigError(
+            "nproc_per_node", wanted, "torch sees no GPU on this node: set launcher.gpus_per_node"
+        )
+    return gpus or cpus
+
+
+def _interface(task: Task) -> address.Interface:
+    if task.spec.launcher == "local":
+        return address.LOOPBACK
+    name = task.slurm.node_name
+    wanted = task.spec.rendezvous.interface
+    return address.choose(name, wanted, address.interfaces(), address.resolve(name))
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _raise_signal(number: int, _: object) -> None:
+    raise SignalException(f"signal {number}", signal.Signals(number))

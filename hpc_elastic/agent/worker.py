@@ -1,0 +1,171 @@
+"""The process that calls the user's function: ``python -m hpc_elastic.agent.worker RUN_DIR``.
+
+The script is loaded under the name ``__mp_main__``, as multiprocessing does for a spawned child:
+its ``if __name__ == "__main__"`` block does not run, and a data loader's own children find the
+script again. A Hydra function is called with the config frozen at submission.
+
+What went wrong is written for the agent, in the file and form of torch's `record` decorator, with
+our own fields beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic import control
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rundir import Entry, RunDir, write_atomic
+
+ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+
+
+def main(argv: list[str]) -> int:
+    """Run one worker; return its exit code."""
+    _die_with_agent()
+    run = RunDir(Path(argv[0]))
+    phase = "import"
+    try:
+        entry = run.load().entry
+        function = load_function(entry)
+        if "torch" in sys.modules:
+            control.count_optimizer_steps()
+        phase = "run"
+        value = call(function, entry, run)
+        _write_value(run, value)
+    except SystemExit as e:
+        return _exit_code(e, phase)
+    except BaseException as e:
+        _write_failure(e, phase)
+        traceback.print_exception(_without_our_frames(e))
+        return 1
+    return 0
+
+
+def load_function(entry: Entry) -> Callable[..., Any]:
+    """Import the user's script or module and return the function named in the entry.
+
+    Raises:
+        HpcElasticError: the script has no function of that name.
+    """
+    os.chdir(entry.cwd)
+    sys.path[:0] = [p for p in entry.sys_path if p not in sys.path]
+    module = _load_script(entry.script) if entry.script else _load_module(str(entry.module))
+    function: Any = module
+    for name in entry.qualname.split("."):
+        function = getattr(function, name, None)
+    if not callable(function):
+        where = entry.script or entry.module
+        raise HpcElasticError(f"{where} has no function {entry.qualname!r} at module level")
+    return function  # type: ignore[no-any-return]
+
+
+def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:
+    """Call the user's function as it would be called without us."""
+    if entry.kind == "function":
+        return function(*entry.args)
+    from hpc_elastic.agent.hydra_job import hydra_job
+
+    with hydra_job(run) as config:
+        return function(config)
+
+
+def _load_script(path: str) -> types.ModuleType:
+    module = types.ModuleType("__mp_main__")
+    module.__file__ = path
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    sys.argv[:] = [path]
+    module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+    return module
+
+
+def _load_module(name: str) -> types.ModuleType:
+    module = importlib.import_module(name)
+    sys.argv[:] = [module.__file__ or name]
+    return module
+
+
+def _write_value(run: RunDir, value: Any) -> None:
+    folder = run.results / f"round-{os.environ[ROUND_VARIABLE]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = os.environ["RANK"]
+    write_atomic(folder / f"rank-{rank}.json", to_json(value) + "\n")
+
+
+def to_json(value: Any) -> str:
+    """Return a worker's return value as JSON text; one-element tensors and arrays are numbers.
+
+    Raises:
+        TypeError: the value is nothing that JSON can carry; says what to return instead.
+    """
+
+    def plain(item: Any) -> Any:
+        if hasattr(item, "tolist"):  # tensors and arrays, of torch and NumPy
+            return item.tolist()
+        raise TypeError(
+            f"the function returned a {type(item).__module__}.{type(item).__qualname__}, which can "
+            "not be sent back: return numbers, strings, lists and dicts, or save it to a file"
+        )
+
+    return json.dumps(value, default=plain)
+
+
+def _write_failure(error: BaseException, phase: str) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    text = "".join(traceback.format_exception(_without_our_frames(error)))
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    message = f"{type(error).__qualname__}: {error}"
+    ours = {
+        "exception": kind, "message": message, "traceback": text, "time": now, "phase": phase,
+    }  # fmt: skip
+    record = {"message": {"message": message, "extraInfo": extra}, "hpc_elastic": ours}
+    with contextlib.suppress(OSError):
+        write_atomic(Path(path), json.dumps(record))
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """Cut the frames that lead to the user's code, which only this module's reader knows."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_OURS:
+        frames = frames.tb_next
+    return error.with_traceback(frames) if frames is not None else error
+
+
+def _exit_code(exit_: SystemExit, phase: str) -> int:
+    if exit_.code is None:
+        return 0
+    if isinstance(exit_.code, int):
+        return exit_.code
+    _write_failure(exit_, phase)
+    print(exit_.code, file=sys.stderr)
+    return 1
+
+
+def _die_with_agent() -> None:
+    """Ask Linux to end this process with its agent: torch starts workers in their own sessions."""
+    agent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent or agent == 1:
+        os._exit(1)  # it died before the request
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""The settings of a run: what a user may write, as dataclasses, before anything is resolved.
+
+Hydra merges the user's YAML and command line into the groups ``launcher=slurm`` and
+``launcher=local``; `hpc_elastic.settings` turns that tree into these dataclasses, and refuses
+what can not work with a `ConfigError` that names the key, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Nproc = int | Literal["auto", "gpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """How many nodes a run may have: it starts with ``min`` and grows to ``max``."""
+
+    min: int
+    max: int
+
+
+@dataclass
+class RendezvousSettings:
+    """How the agents of a run find each other (``launcher.rendezvous``)."""
+
+    join_timeout_s: float = 1800.0
+    """An agent gives up when no round with at least min nodes has formed for this long."""
+    start_timeout_s: float = 60.0
+    """A task that Slurm calls RUNNING but that has not joined is waited for at most this long."""
+    last_call_s: float = 5.0
+    """Wait for further nodes where Slurm does not say which tasks are RUNNING."""
+    heartbeat_s: float = 0.5
+    """Interval at which each agent tells the leader that it lives."""
+    lost_after_s: float = 3.0
+    """An agent silent for this long is dropped from the group."""
+    interface: str | None = None
+    """Network interface the agents reach each other by, such as ``ib0``; null finds it."""
+
+
+@dataclass
+class AgentSettings:
+    """How an agent supervises its workers (``launcher.agent``)."""
+
+    monitor_interval_s: float = 0.1
+    """Interval at which the agent looks at its workers."""
+    stop_timeout_s: int = 30
+    """Between SIGTERM and SIGKILL when workers are stopped."""
+    omp_num_threads: int | None = None
+    """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
+
+
+@dataclass
+class ContainerSettings:
+    """The container the tasks run in (``launcher.container``)."""
+
+    runtime: Literal["apptainer", "pyxis"] | None = None
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    args: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LauncherSettings:
+    """What ``launcher=slurm`` and ``launcher=local`` have in common (``launcher.*``)."""
+
+    max_restarts: int = 3
+    """Restarts after a worker's own failure; the run's, not each node's. Nodes lost are free."""
+    wait: bool = True
+    """Block until the runs have ended; false returns once they are submitted."""
+    spread: Literal["runs", "nodes"] = "runs"
+    """Order in the queue: every run gets a first node first, or one run after the other."""
+    snapshot: bool = False
+    """Run from a copy of the code taken at submission."""
+    dry_run: bool = False
+    """Freeze and render everything, submit nothing."""
+    poll_s: float = 1.0
+    """Interval of the progress display; each poll asks Slurm once for all runs."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the workers."""
+    rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+
+
+@dataclass
+class SlurmSettings(LauncherSettings):
+    """``launcher=slurm``: every node is one task of a job array."""
+
+    job_name: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """Wall time of one task: minutes, ``'MM:SS'``, ``'HH:MM:SS'`` or ``'D-HH:MM:SS'``."""
+    gpus_per_node: int | str | None = None
+    """``2`` or ``'a100:2'``."""
+    cpus_per_node: int | None = None
+    mem: str | None = None
+    """Memory of a node, such as ``64G``."""
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    array_parallelism: int | None = None
+    """At most this many tasks of the array at a time."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the task, such as ``module load cuda``."""
+    container: ContainerSettings = field(default_factory=ContainerSettings)
+    sbatch: dict[str, str | int | bool | None] = field(default_factory=dict)
+    """Further sbatch flags: ``{reservation: night, contiguous: true}``."""
+    srun_args: list[str] = field(default_factory=list)
+    python: str | None = None
+    """Python on the nodes; null is the one that submits."""
+    template: str | None = None
+    """Path of a Jinja2 template to use in place of the packaged one."""
+
+
+@dataclass
+class LocalSettings(LauncherSettings):
+    """``launcher=local``: every node is a process on this machine."""
+
+    cpus_per_node: int = 1
+    max_agents: int | None = None
+    """At most this many nodes at a time over all runs; null: twice the CPUs, one run at least."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The settings of one run, checked: what submission and the agents go by."""
+
+    nodes: NodeRange
+    nproc_per_node: Nproc
+    launcher: SlurmSettings | LocalSettings

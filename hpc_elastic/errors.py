@@ -1,0 +1,95 @@
+"""Every error that hpc_elastic raises on purpose, as one tree.
+
+    HpcElasticError
+    |- ConfigError (ValueError)          a setting is wrong; names the key and the remedy
+    |- SubmissionError                   the run could not be handed to the scheduler
+    |- RunDirectoryError                 a run directory is missing, unwritable or not ours
+    |- SlurmError
+    |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
+    |  `- SlurmCommandError              a Slurm command failed, timed out or is not installed
+    `- WorkerGroupError                  the training itself failed: first failure, and victims
+
+Rendezvous errors are torch's own (torch.distributed.elastic.rendezvous), because torch's agent
+acts on their types.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class HpcElasticError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(HpcElasticError, ValueError):
+    """A setting has a value that can not work.
+
+    Attributes:
+        key: The dotted key as the user writes it, such as ``launcher.partition``.
+        value: The value that was refused.
+    """
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        self.key = key
+        self.value = value
+        super().__init__(f"{key}={value!r}: {remedy}")
+
+
+class SubmissionError(HpcElasticError):
+    """The run could not be handed to the scheduler; nothing was started."""
+
+
+class RunDirectoryError(HpcElasticError, OSError):
+    """A run directory is missing, unwritable, or was not made by hpc_elastic."""
+
+
+class SlurmError(HpcElasticError):
+    """Base of what goes wrong between us and Slurm."""
+
+
+class SlurmEnvironmentError(SlurmError, ValueError):
+    """The SLURM_* variables of this process are absent or malformed."""
+
+
+class SlurmCommandError(SlurmError):
+    """A Slurm command failed, timed out, or is not installed.
+
+    Attributes:
+        argv: The command line.
+        exit_code: Its exit code; None if it timed out or could not be started.
+        stderr: What it wrote to standard error.
+    """
+
+    def __init__(self, argv: Sequence[str], exit_code: int | None, stderr: str) -> None:
+        self.argv = list(argv)
+        self.exit_code = exit_code
+        self.stderr = stderr
+        how = "could not be run" if exit_code is None else f"exited with {exit_code}"
+        super().__init__(f"`{' '.join(argv)}` {how}: {stderr.strip()}")
+
+
+class WorkerGroupError(HpcElasticError):
+    """The training failed and may not be restarted.
+
+    Attributes:
+        failure: The first failure as recorded in result.json (host, rank, traceback...).
+        victims: Workers that died afterwards, in the same form.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        failure: dict[str, object] | None = None,
+        victims: Iterable[dict[str, object]] = (),
+    ) -> None:
+        self.failure = failure
+        self.victims = list(victims)
+        super().__init__(message)
+
+
+def near_miss(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the known word closest to ``word``, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,68 @@
+"""Which of several failed workers failed first, and which only followed (pure).
+
+When one worker raises, its peers' collectives break, the agents stop what is left, and many
+workers end with an error within milliseconds. The report must show the one that was the cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_PEER_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket closed"
+    r"|remote process (has )?exited|remote error|NCCL communicator was aborted"
+    r"|ncclRemoteError|ncclSystemError|Timed out waiting|wait timeout|DistNetworkError"
+    r"|failed to recv|Connection was (likely )?closed|recvValue failed|sendBytes failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed worker, as result.json shows it.
+
+    ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's function
+    has been entered, then ``run``. ``exit_code`` is None where a signal ended the worker, and
+    ``signal`` its name.
+    """
+
+    task: str
+    host: str
+    rank: int
+    local_rank: int
+    time: float
+    message: str
+    exception: str | None = None
+    traceback: str | None = None
+    exit_code: int | None = None
+    signal: str | None = None
+    phase: str = "run"
+    log: str | None = None
+
+    def summary(self) -> str:
+        """Return one line: who failed, and of what."""
+        how = self.signal or f"exit code {self.exit_code}"
+        return f"rank {self.rank} (local rank {self.local_rank}) on {self.host}, {how}: {self.message}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+def looks_like_victim(failure: Failure) -> bool:
+    """Tell whether the failure is what a worker shows when a *peer* is gone."""
+    if failure.signal in ("SIGTERM", "SIGKILL"):
+        return True
+    return bool(_PEER_LOST.search(failure.message))
+
+
+def first_failure(failures: Iterable[Failure]) -> tuple[Failure, list[Failure]]:
+    """Return the first cause, and the others as its victims, in order of time.
+
+    A worker that failed by itself comes before one that lost a peer, whatever their clocks say.
+    """
+    ordered = sorted(failures, key=lambda f: (looks_like_victim(f), f.time, f.rank))
+    return ordered[0], ordered[1:]

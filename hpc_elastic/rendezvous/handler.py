@@ -1,0 +1,108 @@
+"""torch's `RendezvousHandler` over a `Session`.
+
+Each round gets a fresh TCPStore, hosted by the leader's agent: torch's own handler caches the first
+one's address over all rounds, and a joiner then waits for an address that nobody writes.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from hpc_elastic.rendezvous.session import Round, Session, Verdict
+
+BACKEND = "slurm"
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class SlurmRendezvousHandler(RendezvousHandler):
+    """The ``slurm`` backend.
+
+    ``num_nodes_waiting`` is positive whenever the group must be formed anew: a node joins, or a
+    member was lost. It answers from memory, since torch asks at every monitor interval.
+    """
+
+    def __init__(self, session: Session, run_id: str, join_timeout_s: float) -> None:
+        self.session = session
+        self.round: Round | None = None
+        """The round this agent is a member of; None before the first."""
+        self._run_id = run_id
+        self._join_timeout_s = join_timeout_s
+
+    def get_backend(self) -> str:
+        """Return ``slurm``."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the round's store, rather than opening one on a port that may be taken."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node has a rank in a round.
+
+        Raises:
+            RendezvousTimeoutError: no round closed in time; names what it waited for.
+            RendezvousGracefulExitError: the run has ended.
+            RendezvousClosedError: somebody has closed the rendezvous.
+        """
+        try:
+            outcome = self.session.join(self._join_timeout_s)
+        except TimeoutError as e:
+            raise RendezvousTimeoutError(str(e)) from e
+        if isinstance(outcome, Verdict):
+            if outcome.status == "closed":
+                raise RendezvousClosedError("the rendezvous has been closed")
+            raise RendezvousGracefulExitError(f"the run has {outcome.status}")
+        self.round = outcome
+        address, port = outcome.store
+        store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+        return RendezvousInfo(
+            store, outcome.rank, outcome.world_size, RendezvousStoreInfo(address, port)
+        )
+
+    def is_closed(self) -> bool:
+        """Tell whether the run has ended."""
+        return self.session.verdict is not None
+
+    def set_closed(self) -> None:
+        """End the run for everybody."""
+        self.session.close_run()
+
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if the workers must be restarted in another group, else 0."""
+        return int(self.session.stop_requested and self.session.verdict is None)
+
+    def get_run_id(self) -> str:
+        """Return the run id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous, as torch's own backends do, and leave it."""
+        self.session.close_run()
+        self.session.leave("its agent has shut down")
+        return True
+
+
+class RoundStores:
+    """Makes the store of each round; the one before it is closed then, its workers being gone."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._current: TCPStore | None = None
+
+    def make(self) -> tuple[str, int]:
+        """Start a fresh store; return its address and port."""
+        self._current = TCPStore(
+            self._address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        return self._address, self._current.port

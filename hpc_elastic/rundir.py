@@ -1,0 +1,191 @@
+"""The run directory: every path in it and the frozen description of the run, in one place.
+
+Written by the submission (login node), read by every agent, worker and command. It lies on the
+shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
+folder for the submission itself.
+
+    <sweep>/.hpc_elastic/array-<k>.json   index in the array -> (run directory, slot)
+    <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
+    <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
+    <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
+    <run>/run.json                        RunSpec, frozen
+    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen
+    <run>/secret                          0600: authenticates every message between agents
+    <run>/rdzv/endpoint.<epoch>.json      who leads
+    <run>/rdzv/state.json                 rounds closed and restarts spent, kept by the leader
+    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker
+    <run>/events/<task>.jsonl             what happened, one JSON object a line
+    <run>/results/                        return values of the workers, by rank
+    <run>/status.json                     the group as the leader sees it, about once a second
+    <run>/result.json                     written once, when the run has ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
+from hpc_elastic.errors import RunDirectoryError
+
+SUBMISSION = ".hpc_elastic"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The user's function, as something that a fresh process can import.
+
+    ``script`` (a file) or ``module`` (a dotted name, for ``python -m``) is loaded, then
+    ``qualname`` is looked up in it. A ``hydra`` entry is called with the frozen config, a
+    ``function`` entry with ``args``.
+    """
+
+    kind: Literal["hydra", "function"]
+    qualname: str
+    script: str | None = None
+    module: str | None = None
+    args: list[Any] = field(default_factory=list)
+    cwd: str = "."
+    sys_path: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What was submitted. A requeued task runs exactly this."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: Nproc
+    max_restarts: int
+    entry: Entry
+    submission: str
+    """Absolute path of the sweep's ``.hpc_elastic``."""
+    tasks: list[tuple[int, int]]
+    """(array number k, index in it) of each slot of the run."""
+    launcher: Literal["slurm", "local"] = "slurm"
+    env: dict[str, str] = field(default_factory=dict)
+    rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Python, command line, git commit, dirty or not, host, user, time."""
+
+    def to_json(self) -> str:
+        """Return the text of run.json."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSpec:
+        """Read run.json back.
+
+        Raises:
+            ValueError: the text is no run description of this version.
+        """
+        raw = json.loads(text)
+        try:
+            return cls(
+                **{
+                    **raw,
+                    "entry": Entry(**raw["entry"]),
+                    "tasks": [(k, i) for k, i in raw["tasks"]],
+                    "rendezvous": RendezvousSettings(**raw["rendezvous"]),
+                    "agent": AgentSettings(**raw["agent"]),
+                }
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a run description: {e}") from e
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory, and atomic reads and writes of its files."""
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def hydra(self) -> Path:
+        return self.path / ".hydra"
+
+    @property
+    def secret(self) -> Path:
+        return self.path / "secret"
+
+    @property
+    def rdzv(self) -> Path:
+        return self.path / "rdzv"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    def attempt(self, task: str, attempt: int) -> Path:
+        """Return the log folder of one attempt of one task."""
+        return self.path / "tasks" / task / f"attempt-{attempt}"
+
+    def events(self, task: str) -> Path:
+        """Return the event log of one task."""
+        return self.path / "events" / f"{task}.jsonl"
+
+    def load(self) -> RunSpec:
+        """Return the frozen description of the run.
+
+        Raises:
+            RunDirectoryError: there is none, or it was written by another version.
+        """
+        try:
+            return RunSpec.from_json(self.spec.read_text())
+        except (OSError, ValueError) as e:
+            raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
+
+    def create(self, spec: RunSpec) -> None:
+        """Make the directory with its description and a fresh secret (login node, once)."""
+        for folder in (self.path, self.rdzv, self.results, self.path / "events"):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_private(self.secret, secrets.token_hex(32))
+        write_atomic(self.spec, spec.to_json())
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old text or the new, never a part."""
+    fd, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w") as f:
+            f.write(text)
+            os.fchmod(f.fileno(), 0o644)
+        Path(staged).replace(path)
+    except BaseException:
+        Path(staged).unlink(missing_ok=True)
+        raise
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read; an existing one is replaced."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
+        f.write(text)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file that is written atomically; None where there is none yet."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return value if isinstance(value, dict) else None

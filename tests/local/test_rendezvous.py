@@ -1,0 +1,234 @@
+"""The rendezvous over real sockets: sessions in threads of this process, no torch."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.config import RendezvousSettings
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous.endpoint import EndpointDir
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.leader import Leader, Surroundings
+from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
+from hpc_elastic.rendezvous.session import Candidacy, Round, Session, Verdict
+from hpc_elastic.rundir import RunDir
+
+SECRET = b"secret of this run"
+PATIENCE_S = 20.0
+
+
+class Group:
+    """A run's agents on this machine."""
+
+    def __init__(self, folder: Path, *, min_nodes: int = 1, max_nodes: int = 4) -> None:
+        self.run = RunDir(folder)
+        for sub in (self.run.rdzv, folder / "events"):
+            sub.mkdir()
+        self.rules = Rules(min_nodes, max_nodes, 1, 60.0, 0.5)
+        self.running: frozenset[str] | None = frozenset()
+        self.cancelled = threading.Event()
+        self.sessions: list[Session] = []
+        self.threads = ThreadPoolExecutor(16)
+
+    def agent(self, slot: int, attempt: int = 0) -> Session:
+        """Start an agent."""
+        me = Agent(f"7_{slot}", attempt, slot, f"node{slot}", 1)
+        files = EndpointDir(self.run.rdzv, SECRET)
+
+        def make_leader(epoch, before):
+            machine = Machine(self.rules)
+            journal = Journal(self.run, "run", EventLog(self.run.events(me.task), me.task))
+            journal.restore(machine)
+            if before is not None:
+                machine.lost[before.task] = before.attempt
+            world = Surroundings(
+                lambda: ("127.0.0.1", 1),
+                lambda: self.running,
+                files.latest_epoch,
+                self.cancelled.set,
+            )
+            return Leader(
+                machine, journal, settings, secret=SECRET, epoch=epoch, surroundings=world
+            )
+
+        settings = RendezvousSettings(heartbeat_s=0.1, lost_after_s=2.0)
+        candidacy = Candidacy("127.0.0.1", 0, make_leader, lambda _: None)
+        session = Session(me, files, candidacy, settings, secret=SECRET)
+        self.sessions.append(session)
+        return session
+
+    def join(self, *sessions: Session) -> list[Round | Verdict]:
+        """Let these agents join at the same time, and wait for what they are told."""
+        waiting = [self.threads.submit(s.join, PATIENCE_S) for s in sessions]
+        return [w.result(PATIENCE_S) for w in waiting]
+
+    def events(self, kind: str) -> list[dict]:
+        """The run's events of a kind."""
+        return [e for e in read_events(self.run.path / "events") if e["kind"] == kind]
+
+
+@pytest.fixture
+def group(tmp_path) -> Iterator[Callable[..., Group]]:
+    """Makes groups, and ends their agents."""
+    made: list[Group] = []
+
+    def make(**rules: int) -> Group:
+        made.append(Group(tmp_path, **rules))
+        return made[-1]
+
+    yield make
+    for g in made:
+        for session in g.sessions:
+            session.leave("the test is over")
+        g.threads.shutdown()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def kill(session: Session) -> None:
+    """Do to a session what the end of its process does: sockets close, nothing is said."""
+
+    def drop() -> None:
+        if session._leader is not None:
+            session._leader._step_down()
+        session._main.cancel()
+
+    session._loop.call_soon_threadsafe(drop)
+    session._thread.join(PATIENCE_S)
+
+
+def test_agents_get_distinct_ranks_in_one_round(group):
+    """Four agents that start at once agree on one round."""
+    g = group()
+    rounds = g.join(*(g.agent(slot) for slot in range(4)))
+    assert sorted(r.rank for r in rounds) == [0, 1, 2, 3]
+    assert {(r.number, r.world_size) for r in rounds} == {(1, 4)}
+
+
+def test_a_late_agent_makes_the_group_larger(group):
+    """The members are asked to stop, and the next round has them all."""
+    g = group()
+    g.running = frozenset({"7_0"})
+    a = g.agent(0)
+    assert g.join(a)[0].world_size == 1
+    g.running = frozenset({"7_0", "7_1"})
+    b = g.agent(1)
+    waiting = g.threads.submit(b.join, PATIENCE_S)
+    eventually(lambda: a.stop_requested)
+    assert [r.rank for r in g.join(a)] == [0]
+    assert (waiting.result().rank, waiting.result().world_size) == (1, 2)
+
+
+def test_the_run_ends_for_all_when_all_are_done(group):
+    """Verdict, result.json, and the pending tasks are taken back."""
+    g = group(max_nodes=2)
+    a, b = g.agent(0), g.agent(1)
+    g.join(a, b)
+    a.finished()
+    b.finished()
+    eventually(lambda: a.verdict and b.verdict)
+    assert a.verdict == Verdict("succeeded", None)
+    assert json.loads(g.run.result.read_text())["status"] == "succeeded"
+    assert g.cancelled.wait(PATIENCE_S)
+    late = g.agent(2)
+    assert g.join(late) == [Verdict("succeeded", None)]
+
+
+def test_a_follower_that_dies_is_dropped(group):
+    """The others are asked to stop and go on without it."""
+    g = group(max_nodes=3)
+    agents = [g.agent(slot) for slot in range(3)]
+    rounds = g.join(*agents)
+    follower = next(s for s in agents if s._leader is None)
+    others = [s for s in agents if s is not follower]
+    kill(follower)
+    for s in others:
+        eventually(lambda s=s: s.stop_requested)
+    g.running = frozenset({"7_0", "7_1", "7_2"})
+    again = g.join(*others)
+    assert {r.world_size for r in again} == {2} and rounds[0].number + 1 == again[0].number
+
+
+def test_a_leader_that_dies_is_replaced(group):
+    """The next leader counts rounds on, in the next epoch."""
+    g = group(max_nodes=3)
+    agents = [g.agent(slot) for slot in range(3)]
+    g.join(*agents)
+    leader = next(s for s in agents if s._leader is not None)
+    others = [s for s in agents if s is not leader]
+    g.running = frozenset({"7_0", "7_1", "7_2"})
+    kill(leader)
+    for s in others:
+        eventually(lambda s=s: s.stop_requested)
+    again = g.join(*others)
+    assert {(r.number, r.world_size) for r in again} == {(2, 2)}
+    assert [e["epoch"] for e in g.events("leader")] == [1, 2]
+
+
+def test_a_polite_leave_is_told_to_the_others(group):
+    """Why a node went is in the event log."""
+    g = group(max_nodes=2)
+    agents = [g.agent(0), g.agent(1)]
+    g.join(*agents)
+    follower = next(s for s in agents if s._leader is None)
+    leader = next(s for s in agents if s._leader is not None)
+    follower.leave("taken by SIGTERM")
+    eventually(lambda: leader.stop_requested)
+    eventually(lambda: g.events("gone"))
+    assert g.events("gone")[0]["why"] == "taken by SIGTERM"
+
+
+def test_a_failure_report_reaches_the_result(group):
+    """After the last restart the run fails with the reported failure."""
+    g = group(max_nodes=1)
+    a = g.agent(0)
+    for restarts in (0, 1):
+        (round_,) = g.join(a)
+        assert round_.restarts == restarts
+        a.failed([
+            {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0, "age_s": 0.0, "message": "boom"}
+        ])  # fmt: skip
+        eventually(lambda: a.stop_requested)
+    (verdict,) = g.join(a)
+    assert verdict.status == "failed" and "boom" in verdict.failure
+    assert json.loads(g.run.result.read_text())["failure"]["message"] == "boom"
+
+
+def test_strangers_change_nothing(group):
+    """Garbage, a wrong secret, or silence on the leader's port neither joins nor disturbs."""
+    g = group(max_nodes=2)
+    a = g.agent(0)
+    waiting = g.threads.submit(a.join, PATIENCE_S)
+    eventually(lambda: EndpointDir(g.run.rdzv, SECRET).latest())
+    endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
+    silent = socket.create_connection((endpoint.address, endpoint.port))
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, b"ab" * 16 + b"\n{}\n"):
+        with socket.create_connection((endpoint.address, endpoint.port)) as s:
+            with contextlib.suppress(OSError):
+                s.sendall(garbage)
+    assert not waiting.done()
+    b = g.agent(1)
+    assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2
+    silent.close()
+
+
+def test_a_time_out_says_what_it_waited_for(group):
+    """The error counts who has joined and names who has not."""
+    g = group(min_nodes=3)
+    g.running = frozenset({"7_0", "7_5"})
+    a = g.agent(0)
+    with pytest.raises(TimeoutError, match=r"1 of at least 3 nodes have joined; awaited: 7_5"):
+        a.join(2.5)

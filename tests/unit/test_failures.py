@@ -1,0 +1,28 @@
+"""Which failure is the cause."""
+
+from hpc_elastic.rendezvous.failures import Failure, first_failure
+
+
+def failed(rank: int, time: float, message: str, signal: str | None = None) -> Failure:
+    """One failed worker."""
+    return Failure(f"7_{rank}", f"node{rank}", rank, 0, time, message, signal=signal)
+
+
+def test_the_earliest_failure_is_the_cause():
+    """Among workers that failed by themselves the clock decides."""
+    late, early = failed(0, 2.0, "ValueError: a"), failed(1, 1.0, "ValueError: b")
+    assert first_failure([late, early]) == (early, [late])
+
+
+def test_a_worker_that_lost_its_peer_is_a_victim_whatever_its_clock_says():
+    """Broken connections and SIGTERM from the agent are consequences."""
+    cause = failed(3, 9.0, "ValueError: boom")
+    broken = failed(0, 1.0, "RuntimeError: [gloo/tcp/pair.cc] Connection closed by peer [10.0.0.1]")
+    stopped = failed(1, 2.0, "ended by SIGTERM", signal="SIGTERM")
+    assert first_failure([broken, stopped, cause]) == (cause, [broken, stopped])
+
+
+def test_a_segmentation_fault_is_no_victim():
+    """A signal that nobody sends is a cause."""
+    cause = failed(2, 9.0, "ended by SIGSEGV", signal="SIGSEGV")
+    assert first_failure([failed(0, 1.0, "Broken pipe"), cause])[0] is cause

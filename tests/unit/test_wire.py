@@ -1,0 +1,63 @@
+"""Frames: what a holder of the secret writes is read; everything else is refused."""
+
+import pytest
+
+from hpc_elastic.rendezvous.wire import BadFrame, Cipher, session_key
+
+
+def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Cipher, Cipher]:
+    """Both ends of a session; their secrets may differ."""
+    return (
+        Cipher(session_key(secret, 1, "n1", "n2"), "agent"),
+        Cipher(session_key(other, 1, "n1", "n2"), "leader"),
+    )
+
+
+def test_messages_arrive_in_order():
+    """Either side opens what the other has sealed."""
+    agent, leader = pair()
+    for i in range(3):
+        assert leader.open(agent.seal({"i": i})) == {"i": i}
+        assert agent.open(leader.seal({"i": -i})) == {"i": -i}
+
+
+def test_a_replayed_frame_is_refused():
+    """A frame is good once."""
+    agent, leader = pair()
+    frame = agent.seal({"type": "join"})
+    leader.open(frame)
+    with pytest.raises(BadFrame):
+        leader.open(frame)
+
+
+def test_a_reflected_frame_is_refused():
+    """An agent's frame is not taken for the leader's."""
+    agent, _ = pair()
+    with pytest.raises(BadFrame):
+        agent.open(agent.seal({"type": "end"}))
+
+
+@pytest.mark.parametrize(
+    ("epoch", "nonce", "secret"), [(2, "n2", b"s"), (1, "n3", b"s"), (1, "n2", b"t")]
+)
+def test_another_session_epoch_or_secret_is_refused(epoch, nonce, secret):
+    """A key is good for one connection in one epoch of one run."""
+    stranger = Cipher(session_key(secret, epoch, "n1", nonce), "agent")
+    _, leader = pair()
+    with pytest.raises(BadFrame):
+        leader.open(stranger.seal({"type": "join"}))
+
+
+@pytest.mark.parametrize("garbage", [b"\n", b"GET / HTTP/1.1\r\n", b"\xff\xfe \x00\n", b"ab {}\n"])
+def test_garbage_is_refused(garbage):
+    """Bytes that were never a frame raise the same error as a forged one."""
+    _, leader = pair()
+    with pytest.raises(BadFrame):
+        leader.open(garbage)
+
+
+def test_a_message_that_no_frame_can_hold_is_refused_by_the_sender():
+    """The limit shows where the message is made."""
+    agent, _ = pair()
+    with pytest.raises(ValueError, match="exceeds"):
+        agent.seal({"x": "y" * (1 << 20)})

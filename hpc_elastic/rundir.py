@@ -109,30 +109,37 @@ class RunDir:
 
     @property
     def spec(self) -> Path:
+        """The frozen description, run.json."""
         return self.path / "run.json"
 
     @property
     def hydra(self) -> Path:
+        """Folder of Hydra's frozen config."""
         return self.path / ".hydra"
 
     @property
     def secret(self) -> Path:
+        """The key that agents authenticate each other by."""
         return self.path / "secret"
 
     @property
     def rdzv(self) -> Path:
+        """Folder of the leader's files."""
         return self.path / "rdzv"
 
     @property
     def results(self) -> Path:
+        """Folder of the workers' return values."""
         return self.path / "results"
 
     @property
     def status(self) -> Path:
+        """The group as the leader sees it."""
         return self.path / "status.json"
 
     @property
     def result(self) -> Path:
+        """How the run ended; exists once it has."""
         return self.path / "result.json"
 
     def attempt(self, task: str, attempt: int) -> Path:

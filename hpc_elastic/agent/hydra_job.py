@@ -1,4 +1,4 @@
-"""What Hydra does around a job, for a worker: the frozen config, logging, directory, environment."""
+"""What Hydra does around a job, done for a worker: frozen config, logging, directory."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ _PEER_LOST = re.compile(
 class Failure:
     """One failed worker, as result.json shows it.
 
-    ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's function
-    has been entered, then ``run``. ``exit_code`` is None where a signal ended the worker, and
-    ``signal`` its name.
+    ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
+    function has been entered, then ``run``. ``exit_code`` is None where a signal ended the worker,
+    and ``signal`` its name.
     """
 
     task: str
@@ -45,7 +45,8 @@ class Failure:
     def summary(self) -> str:
         """Return one line: who failed, and of what."""
         how = self.signal or f"exit code {self.exit_code}"
-        return f"rank {self.rank} (local rank {self.local_rank}) on {self.host}, {how}: {self.message}"
+        where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
+        return f"{where}, {how}: {self.message}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

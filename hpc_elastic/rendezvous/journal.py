@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -78,13 +77,9 @@ class Journal:
         await self._write(self._run.result, result)
         self.note("end", status=end.status, rounds=machine.round, restarts=machine.restarts)
 
-    async def flush(self, then: Callable[[], None] = lambda: None) -> None:
-        """Wait until all that was handed over has been written, then call ``then`` in the thread."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, then)
-
-    def close(self) -> None:
-        """Write what is left and end the thread."""
-        self._thread.shutdown(wait=True)
+    async def flush(self) -> None:
+        """Wait until all that was handed over so far has been written."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
 
     def _started(self) -> float:
         state = read_json(self._state_file) or {}

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.rendezvous.endpoint import Endpoint
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.machine import (
@@ -30,7 +29,7 @@ from hpc_elastic.rendezvous.machine import (
     StopRound,
 )
 from hpc_elastic.rendezvous.stream import HANDSHAKE_TIMEOUT_S, Stream, accept
-from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrame
+from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrameError
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ class Leader:
             stream = await accept(reader, writer, self._secret, self._epoch)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 agent = Agent(**(await stream.receive())["agent"])
-        except (OSError, TimeoutError, BadFrame, ValueError, KeyError, TypeError) as e:
+        except (OSError, TimeoutError, BadFrameError, ValueError, KeyError, TypeError) as e:
             _log.info("refused a connection from %s: %s", writer.get_extra_info("peername"), e)
             writer.close()
             return
@@ -162,7 +161,7 @@ class Leader:
                 if message["type"] == "leave":
                     why = str(message["why"])
                 await self._act(self._events(agent, peer, message))
-        except (OSError, BadFrame, ValueError, KeyError, TypeError) as e:
+        except (OSError, BadFrameError, ValueError, KeyError, TypeError) as e:
             _log.info("connection to %s ended: %s", agent.task, e)
         finally:
             stream.close()

@@ -18,9 +18,9 @@ FORMING -> RUNNING  A round *closes* once
   3. max nodes have joined; or every task that Slurm calls RUNNING has joined; or, where
      Slurm does not say, nobody has joined for ``last_call_s``.
 
-A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and does
-not come back, hold the others up for ``start_timeout_s`` at most. A task whose agent was lost is
-not waited for, whatever Slurm says: Slurm learns of a dead node late.
+A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and
+does not come back, hold the others up for ``start_timeout_s`` at most. A task whose agent was lost
+is not waited for, whatever Slurm says: Slurm learns of a dead node late.
 
 RUNNING -> FORMING  The round *breaks* when a member is lost or leaves, when a worker fails, when a
 member asks to join anew, or when a newcomer joins and there is room for it. Everybody else in the
@@ -28,9 +28,9 @@ round is told to stop its workers and to join again.
 
 Restarts. A broken round is judged once every member has settled (joined again or gone). If somebody
 was lost, workers' failures in that round are its consequences, and nothing is spent. Otherwise the
-workers failed on their own: that spends one of the run's ``max_restarts``, and when none is left the
-run fails with that failure. It fails at once when, in the very first round, the user's script can
-not even be imported: another try would not change that.
+workers failed on their own: that spends one of the run's ``max_restarts``, and when none is left
+the run fails with that failure. It fails at once when, in the very first round, the user's script
+can not even be imported: another try would not change that.
 
 RUNNING -> ENDED    All members are done, or restarts have run out, or somebody closes it.
 

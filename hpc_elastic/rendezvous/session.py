@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.endpoint import Endpoint
 from hpc_elastic.rendezvous.leader import Leader
 from hpc_elastic.rendezvous.machine import Agent
 from hpc_elastic.rendezvous.stream import Stream, connect
-from hpc_elastic.rendezvous.wire import BadFrame
+from hpc_elastic.rendezvous.wire import BadFrameError
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +52,18 @@ class Verdict:
 class Endpoints(Protocol):
     """Where endpoints are published (`endpoint.EndpointDir`, `endpoint.FixedEndpoint`)."""
 
-    def latest_epoch(self) -> int: ...
-    def latest(self) -> Endpoint | None: ...
-    def claim(self, endpoint: Endpoint) -> bool: ...
+    def latest_epoch(self) -> int:
+        """Return the highest epoch that anybody has claimed; 0 if none."""
+
+    def latest(self) -> Endpoint | None:
+        """Return the endpoint of the leader; None if there is none yet."""
+
+    def claim(self, endpoint: Endpoint) -> bool:
+        """Try to become the leader of an epoch."""
 
     @property
-    def can_claim(self) -> bool: ...
+    def can_claim(self) -> bool:
+        """Whether this agent may lead."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,7 @@ class Session:
             stream = await self._reach_leader()
             try:
                 await self._attend(stream)
-            except (OSError, BadFrame, ValueError, KeyError) as e:
+            except (OSError, BadFrameError, ValueError, KeyError) as e:
                 self._lost_leader(e)
             finally:
                 self._stream = None
@@ -290,7 +296,7 @@ class Session:
                 return await connect(
                     endpoint.address, endpoint.port, self._secret, endpoint.epoch
                 )
-            except (OSError, TimeoutError, BadFrame) as e:
+            except (OSError, TimeoutError, BadFrameError) as e:
                 silent_s = time.monotonic() - out_of_reach_since
                 self._news = f"{endpoint.task} leads, but can not be reached: {e!r}"
                 if await self._is_dead(endpoint, e, silent_s):

@@ -10,7 +10,7 @@ from typing import Any
 from hpc_elastic.rendezvous.wire import (
     MAX_FRAME_BYTES,
     NONCE_BYTES,
-    BadFrame,
+    BadFrameError,
     Cipher,
     new_nonce,
     session_key,
@@ -39,7 +39,7 @@ class Stream:
 
         Raises:
             ConnectionError: the peer is gone.
-            BadFrame: the frame is not the peer's.
+            BadFrameError: the frame is not the peer's.
         """
         return self._cipher.open(await _line(self._reader))
 
@@ -63,14 +63,14 @@ async def accept(
     """Take the leader's part of the handshake (see `wire`); the first message proves the agent.
 
     Raises:
-        ConnectionError, TimeoutError, BadFrame: whoever connected is none of the run's agents.
+        ConnectionError, TimeoutError, BadFrameError: whoever connected is none of the run's agents.
     """
     mine = new_nonce()
     writer.write(json.dumps({"nonce": mine, "epoch": epoch}).encode() + b"\n")
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         theirs = (await _line(reader)).decode(errors="replace").strip()
     if len(theirs) != 2 * NONCE_BYTES:
-        raise BadFrame("no nonce")
+        raise BadFrameError("no nonce")
     return Stream(reader, writer, Cipher(session_key(secret, epoch, mine, theirs), "leader"))
 
 
@@ -80,7 +80,7 @@ async def connect(address: str, port: int, secret: bytes, epoch: int) -> Stream:
     Raises:
         OSError: nobody listens there.
         TimeoutError: no answer in time.
-        BadFrame: somebody else listens there.
+        BadFrameError: somebody else listens there.
     """
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=MAX_FRAME_BYTES)
@@ -90,7 +90,7 @@ async def connect(address: str, port: int, secret: bytes, epoch: int) -> Stream:
         theirs = str(json.loads(greeting)["nonce"])
     except (ValueError, KeyError, TypeError) as e:
         writer.close()
-        raise BadFrame("no greeting") from e
+        raise BadFrameError("no greeting") from e
     writer.write(mine.encode() + b"\n")
     return Stream(reader, writer, Cipher(session_key(secret, epoch, theirs, mine), "agent"))
 
@@ -99,7 +99,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as e:
-        raise BadFrame("longer than a frame may be") from e
+        raise BadFrameError("longer than a frame may be") from e
     except asyncio.IncompleteReadError as e:
         raise ConnectionResetError("the peer closed the connection") from e
     return line

@@ -113,9 +113,9 @@ def _settings(parameters: RendezvousParameters) -> RendezvousSettings:
 
 
 def _endpoint(slurm: SlurmEnvironment, my_address: str) -> FixedEndpoint:
-    first = slurm.nodes[0]
+    first = slurm.first_host
     leads = slurm.node_name == first
-    port = _FIRST_PORT + (int(slurm.job_id) * 31 + int(slurm.step_id or 0)) % _NUM_PORTS
+    port = _FIRST_PORT + (slurm.job_id * 31 + (slurm.step_id or 0)) % _NUM_PORTS
     where = my_address if leads else _resolve(first)
     return FixedEndpoint(Endpoint(1, where, port, f"{slurm.job_id}.0", slurm.restart_count), leads)
 

@@ -23,7 +23,7 @@ _MAC_CHARS = 32
 Side = Literal["agent", "leader"]
 
 
-class BadFrame(Exception):
+class BadFrameError(Exception):
     """A frame is not from somebody who holds the run's secret, or out of order."""
 
 
@@ -74,17 +74,17 @@ class Cipher:
         """Return the message in a signed line.
 
         Raises:
-            BadFrame: not signed with this session's key, replayed, or no JSON object.
+            BadFrameError: not signed with this session's key, replayed, or no JSON object.
         """
         peer: Side = "leader" if self.me == "agent" else "agent"
         mac, _, body = frame.decode(errors="replace").rstrip("\n").partition(" ")
         expected = self._mac(peer, self.received, body)
         if not hmac.compare_digest(mac.encode(errors="replace"), expected.encode()):
-            raise BadFrame("signature does not match")
+            raise BadFrameError("signature does not match")
         self.received += 1
         message = json.loads(body)
         if not isinstance(message, dict):
-            raise BadFrame("not an object")
+            raise BadFrameError("not an object")
         return message
 
     def _mac(self, side: Side, number: int, body: str) -> str:

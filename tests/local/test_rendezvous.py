@@ -198,9 +198,8 @@ def test_a_failure_report_reaches_the_result(group):
     for restarts in (0, 1):
         (round_,) = g.join(a)
         assert round_.restarts == restarts
-        a.failed([
-            {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0, "age_s": 0.0, "message": "boom"}
-        ])  # fmt: skip
+        where = {"task": "7_0", "host": "n", "rank": 0, "local_rank": 0}
+        a.failed([{**where, "age_s": 0.0, "message": "boom"}])
         eventually(lambda: a.stop_requested)
     (verdict,) = g.join(a)
     assert verdict.status == "failed" and "boom" in verdict.failure
@@ -215,10 +214,13 @@ def test_strangers_change_nothing(group):
     eventually(lambda: EndpointDir(g.run.rdzv, SECRET).latest())
     endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
     silent = socket.create_connection((endpoint.address, endpoint.port))
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, b"ab" * 16 + b"\n{}\n"):
-        with socket.create_connection((endpoint.address, endpoint.port)) as s:
-            with contextlib.suppress(OSError):
-                s.sendall(garbage)
+    unsigned = b"ab" * 16 + b"\n{}\n"
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((endpoint.address, endpoint.port)) as s,
+        ):
+            s.sendall(garbage)
     assert not waiting.done()
     b = g.agent(1)
     assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2

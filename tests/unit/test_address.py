@@ -28,7 +28,7 @@ def test_the_wanted_interface_is_taken():
 
 def test_a_wanted_interface_that_is_missing_is_named_beside_those_there_are():
     """The error lists what could have been meant."""
-    with pytest.raises(ConfigError, match="ib1.*docker0, eth0, ib0, lo"):
+    with pytest.raises(ConfigError, match=r"ib1.*docker0, eth0, ib0, lo"):
         choose("n5", "ib1", HERE, {})
 
 

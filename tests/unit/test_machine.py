@@ -44,7 +44,7 @@ def decisions(actions: list[Action]) -> list[Action]:
     return [a for a in actions if not isinstance(a, Note)]
 
 
-def failure(agent: Agent, message: str = "ValueError: boom", time: float = 1.0, **fields) -> Failure:
+def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Failure:
     """One failed worker of an agent."""
     return Failure(agent.task, agent.host, agent.slot, 0, time, message, **fields)
 
@@ -152,7 +152,7 @@ def test_a_requeued_task_comes_back_as_a_newcomer():
 
 
 def test_a_workers_own_failure_spends_one_restart_of_the_run():
-    """However many workers die of it, one failure is one restart, and it is judged once all settled."""
+    """However many workers die of it, one failure is one restart."""
     m = training(A, B)
     stopped = m.worker_failed([failure(B, "Connection closed by peer", 1.0)], B, 1.0)
     assert decisions(stopped) == [StopRound((A, B), "a worker failed on node2")]

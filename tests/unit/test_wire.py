@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.rendezvous.wire import BadFrame, Cipher, session_key
+from hpc_elastic.rendezvous.wire import BadFrameError, Cipher, session_key
 
 
 def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Cipher, Cipher]:
@@ -26,14 +26,14 @@ def test_a_replayed_frame_is_refused():
     agent, leader = pair()
     frame = agent.seal({"type": "join"})
     leader.open(frame)
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         leader.open(frame)
 
 
 def test_a_reflected_frame_is_refused():
     """An agent's frame is not taken for the leader's."""
     agent, _ = pair()
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         agent.open(agent.seal({"type": "end"}))
 
 
@@ -44,7 +44,7 @@ def test_another_session_epoch_or_secret_is_refused(epoch, nonce, secret):
     """A key is good for one connection in one epoch of one run."""
     stranger = Cipher(session_key(secret, epoch, "n1", nonce), "agent")
     _, leader = pair()
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         leader.open(stranger.seal({"type": "join"}))
 
 
@@ -52,7 +52,7 @@ def test_another_session_epoch_or_secret_is_refused(epoch, nonce, secret):
 def test_garbage_is_refused(garbage):
     """Bytes that were never a frame raise the same error as a forged one."""
     _, leader = pair()
-    with pytest.raises(BadFrame):
+    with pytest.raises(BadFrameError):
         leader.open(garbage)
 
 

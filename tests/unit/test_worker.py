@@ -1,0 +1,144 @@
+"""The worker's entry: what it imports, what it returns, what it reports when it fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_elastic.agent.report import Place, describe
+from hpc_elastic.agent.worker import load_function, to_json
+from hpc_elastic.config import AgentSettings
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+
+SCRIPT = '''
+import os, sys
+
+def add(a, b):
+    return a + b
+
+def fail(_):
+    raise ValueError("boom from the user's code")
+
+def leave(_):
+    sys.exit("no data here")
+
+def crash(_):
+    os.kill(os.getpid(), 11)
+
+def who():
+    return [__name__, __file__, sys.argv]
+
+if __name__ == "__main__":
+    raise SystemExit("the main block must not run")
+'''
+
+
+class Job:
+    """A run directory with one script, and its worker as a real process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "script.py"
+        self.script.write_text(SCRIPT)
+
+    def worker(self, qualname: str, args: list[object]) -> subprocess.CompletedProcess[str]:
+        """Run a worker to its end."""
+        entry = Entry("function", qualname, str(self.script), args=args, cwd=str(self.folder))
+        run = RunDir(self.folder / "run")
+        run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=AgentSettings()))
+        env = {
+            **os.environ, "RANK": "0", "LOCAL_RANK": "0", "HPC_ELASTIC_ROUND": "1",
+            "TORCHELASTIC_ERROR_FILE": str(self.error_file),
+        }  # fmt: skip
+        argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+
+    @property
+    def error_file(self) -> Path:
+        """Where the worker leaves its failure."""
+        return self.folder / "round-1.rank-0.error.json"
+
+    def failure(self, exit_code: int) -> dict:
+        """What the agent makes of it."""
+
+        class Ended:
+            local_rank, exitcode, error_file = 0, exit_code, str(self.error_file)
+
+        return describe(Ended, 3, Place("7_1", "node2", self.folder))
+
+
+@pytest.fixture
+def job(tmp_path) -> Job:
+    """A job in a fresh directory."""
+    return Job(tmp_path)
+
+
+def test_the_return_value_is_kept_by_rank(job):
+    """What the function returns is in the round's results."""
+    done = job.worker("add", [2, 3])
+    assert done.returncode == 0, done.stderr
+    assert json.loads((job.folder / "run/results/round-1/rank-0.json").read_text()) == 5
+
+
+def test_the_script_is_loaded_as_a_spawned_child_would(job):
+    """Its main block does not run, and it sees its own file and arguments."""
+    job.worker("who", [])
+    value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
+    assert value == ["__mp_main__", str(job.script), [str(job.script)]]
+
+
+def test_an_exception_is_reported_with_the_users_frames_only(job):
+    """Class, message and traceback reach the report; our own frames do not."""
+    done = job.worker("fail", [0])
+    failure = job.failure(done.returncode)
+    assert (failure["exception"], failure["rank"], failure["host"]) == ("ValueError", 3, "node2")
+    assert failure["message"] == "ValueError: boom from the user's code"
+    assert "in fail" in failure["traceback"] and "worker.py" not in failure["traceback"]
+    assert failure["exit_code"] == 1 and failure["phase"] == "run"
+    assert "boom from the user's code" in done.stderr
+
+
+def test_sys_exit_with_a_message_is_a_failure_with_that_message(job):
+    """`sys.exit("why")` is how scripts give up."""
+    done = job.worker("leave", [0])
+    assert done.returncode == 1 and "no data here" in job.failure(1)["message"]
+
+
+def test_a_signal_is_reported_by_name(job):
+    """A crash leaves no exception: the signal is named."""
+    done = job.worker("crash", [0])
+    failure = job.failure(done.returncode)
+    assert (failure["signal"], failure["exit_code"]) == ("SIGSEGV", None)
+
+
+def test_a_missing_module_is_an_import_failure(job):
+    """What fails before the function is entered is marked so."""
+    job.script.write_text("import nosuchmodule\n")
+    done = job.worker("add", [1, 2])
+    failure = job.failure(done.returncode)
+    assert failure["phase"] == "import" and "nosuchmodule" in failure["message"]
+
+
+def test_a_function_that_is_not_there_is_named(job):
+    """The error says which function which script lacks."""
+    with pytest.raises(HpcElasticError, match="no function 'nosuch'"):
+        load_function(Entry("function", "nosuch", str(job.script), cwd=str(job.folder)))
+
+
+def test_tensors_and_arrays_come_back_as_numbers():
+    """A loss tensor is a float, a vector a list."""
+    assert json.loads(to_json({"loss": torch.tensor(0.5), "v": torch.arange(2)})) == {
+        "loss": 0.5,
+        "v": [0, 1],
+    }
+
+
+def test_a_value_that_can_not_be_sent_back_says_what_can():
+    """A model is refused with a remedy, not pickled."""
+    with pytest.raises(TypeError, match=r"torch.nn.*Linear.*return numbers"):
+        to_json(torch.nn.Linear(1, 1))

@@ -1,0 +1,144 @@
+"""The command line: ``scripts/slurm_sandbox.py COMMAND``. What is for a machine goes to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from . import requirements
+from .config import SandboxConfig
+from .errors import SandboxError
+from .lifecycle import Status, is_up
+from .sandbox import SlurmSandbox
+from .state import DEFAULT_ROOT, load
+
+_FAULTS = {
+    "kill-node": ("kill_node", "end a node at once, with every process on it"),
+    "start-node": ("start_node", "start a dead node and wait until Slurm has it back"),
+    "pause-node": ("pause_node", "stop every process of a node"),
+    "resume-node": ("resume_node", "let a paused node go on"),
+    "partition": ("partition", "cut a node off from the network"),
+    "heal": ("heal", "give a node its network back"),
+}
+_EPILOG = 'try: eval "$(scripts/slurm_sandbox.py up | tail -1)" && srun -N4 hostname'
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="slurm_sandbox", description="A real multi-node Slurm on this machine.", epilog=_EPILOG
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_up(_command(commands, "up", "start it, and print how to use it"))
+    _command(commands, "down", "end it and remove everything it made")
+    shown = _command(commands, "status", "tell how it is")
+    shown.add_argument("--json", action="store_true", help="for programs")
+    _command(commands, "heal-all", "undo every fault and cancel every job")
+    for name, (_, help_text) in _FAULTS.items():
+        _command(commands, name, help_text).add_argument("node", help="2 or node2")
+    preempt = _command(commands, "preempt", "take nodes away for a job of the high partition")
+    preempt.add_argument("nodes", nargs="+", metavar="node", help="2 or node2")
+    preempt.add_argument("--for-s", type=float, default=30.0, help="seconds (default 30)")
+    return top
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help_text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=help_text, description=help_text)
+    command.add_argument("--name", default="default", help="which sandbox (default: default)")
+    command.add_argument("--root", type=Path, default=DEFAULT_ROOT, help=argparse.SUPPRESS)
+    return command
+
+
+def _add_up(command: argparse.ArgumentParser) -> None:
+    """Add the settings; one that is not given keeps its value in a sandbox that is up."""
+    command.add_argument("--nodes", type=int, help="number of nodes (default 4)")
+    command.add_argument("--gpus-per-node", type=int, help="pretended GPUs (default 2)")
+    command.add_argument("--grace-s", type=int, help="preemption's grace time (default 5)")
+    command.add_argument(
+        "--accounting",
+        action=argparse.BooleanOptionalAction,
+        help="run slurmdbd and a database, so that sacct answers (default no)",
+    )
+    command.add_argument("--install", action="store_true", help="install missing packages")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return _dispatch(arguments)
+    except PermissionError as error:
+        _say(f"slurm_sandbox: {arguments.command} needs root: {error}")
+        return 1
+    except (SandboxError, ValueError) as error:
+        _say(f"slurm_sandbox: {error}")
+        return 1
+
+
+def _dispatch(arguments: argparse.Namespace) -> int:
+    if arguments.command == "up":
+        return _up(arguments)
+    sandbox = SlurmSandbox(arguments.name, arguments.root)
+    if arguments.command == "status":
+        return _status(sandbox, as_json=arguments.json)
+    if arguments.command == "down":
+        sandbox.down()
+    elif arguments.command == "heal-all":
+        sandbox.heal_all()
+    elif arguments.command == "preempt":
+        print(sandbox.preempt(arguments.nodes, arguments.for_s))
+    else:
+        getattr(sandbox, _FAULTS[arguments.command][0])(arguments.node)
+    return 0
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    config = _asked_config(arguments)
+    missing = requirements.missing_packages(config.accounting)
+    if missing and arguments.install:
+        requirements.install(missing)
+    sandbox = SlurmSandbox.up(config, root=arguments.root, report=_say)
+    _say(f"{len(sandbox.nodes)} nodes are idle; to use them in this shell:")
+    print(f"export SLURM_CONF={sandbox.env['SLURM_CONF']}")
+    return 0
+
+
+def _asked_config(arguments: argparse.Namespace) -> SandboxConfig:
+    """Return the settings asked for, the others as they are or as they are by default."""
+    config = SandboxConfig(name=arguments.name)
+    found = load(arguments.name, arguments.root)
+    if found is not None and is_up(found):
+        config = found.config
+    names = ("nodes", "gpus_per_node", "grace_s", "accounting")
+    given = {name: getattr(arguments, name) for name in names}
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
+
+
+def _status(sandbox: SlurmSandbox, *, as_json: bool) -> int:
+    """Print the status; the exit code is 0 only for a sandbox that is up."""
+    status = sandbox.status()
+    print(json.dumps(status, indent=1) if as_json else human(status))
+    return 0 if status["up"] else 1
+
+
+def human(status: Status) -> str:
+    """Return a status as text for people."""
+    head = f"sandbox {status['name']}: {'up' if status['up'] else 'not up'}"
+    if not status["nodes"]:
+        return head
+    rows = [
+        f"{node['name']:8} {node['address']:14} processes {node['processes']:8} "
+        f"link {node['link']:5} slurm {node['slurm']}"
+        for node in status["nodes"]
+    ]
+    return "\n".join([head, f"SLURM_CONF={status['slurm_conf']}", *rows])
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,133 @@
+"""The sandbox's network: which part of 10/8 it takes, and the commands that build and remove it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import zlib
+from collections.abc import Iterable
+
+from .commands import run
+from .config import Layout, SandboxConfig
+from .errors import SandboxError
+
+Network = ipaddress.IPv4Network
+_FIRST_OCTET = 64
+_NUM_OCTETS = 128
+_FIRST_PORT = 20000  # below the ephemeral ports; ten for each octet
+_NUM_PORTS = 3  # slurmctld, slurmdbd, database
+
+
+def choose_octet(name: str, taken: Iterable[Network]) -> int:
+    """Return the octet X of the ``10.X.0.0/24`` that a sandbox of that name takes; pure.
+
+    A name always starts from the same octet and moves on while that network is taken. A wide
+    route (a VPN's 10/8) that would rule out all is overlooked in a second round.
+
+    Raises:
+        SandboxError: All are taken.
+    """
+    networks = list(taken)
+    start = zlib.crc32(name.encode())
+    candidates = [_FIRST_OCTET + (start + step) % _NUM_OCTETS for step in range(_NUM_OCTETS)]
+    for overlooked in (0, 24):
+        rivals = [network for network in networks if network.prefixlen >= overlooked]
+        for octet in candidates:
+            if not any(network.overlaps(Network(f"10.{octet}.0.0/24")) for network in rivals):
+                return octet
+    raise SandboxError("no free 10.x.0.0/24 network is left on this machine")
+
+
+def networks_in_use() -> list[Network]:
+    """Return the networks of all addresses and routes of the machine, the default route aside."""
+    addresses = json.loads(run(["ip", "-j", "-4", "addr", "show"]).stdout or "[]")
+    routes = json.loads(run(["ip", "-j", "-4", "route", "show", "table", "all"]).stdout or "[]")
+    texts = [f"{info['local']}/{info['prefixlen']}" for a in addresses for info in a["addr_info"]]
+    texts += [route["dst"] for route in routes if route["dst"] != "default"]
+    return [Network(text, strict=False) for text in texts]
+
+
+def choose_port(octet: int) -> int:
+    """Return the first of three consecutive free TCP ports.
+
+    Raises:
+        SandboxError: None of the ports tried is free.
+    """
+    first = _FIRST_PORT + 10 * (octet - _FIRST_OCTET)
+    for port in range(first, first + 10 * _NUM_OCTETS):
+        if all(_is_free(port + offset) for offset in range(_NUM_PORTS)):
+            return port
+    raise SandboxError(f"no free TCP ports at or after {first}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
+
+
+def build_commands(config: SandboxConfig, layout: Layout) -> list[list[str]]:
+    """Return the commands that build the network; pure."""
+    switch, leg = layout.switch, layout.host_leg
+    commands = [
+        f"ip netns add {switch}",
+        f"ip -n {switch} link set lo up",
+        f"ip -n {switch} link add br0 type bridge stp_state 0 forward_delay 0",
+        f"ip -n {switch} link set br0 up",
+        f"ip link add {leg} type veth peer name host netns {switch}",
+        f"ip -n {switch} link set host master br0 up",
+        f"ip addr add {layout.controller_address}/24 dev {leg}",
+        f"ip link set {leg} up",
+    ]
+    for node in config.node_names:
+        commands += _node_commands(node, layout)
+    return [command.split() for command in commands]
+
+
+def _node_commands(node: str, layout: Layout) -> list[str]:
+    switch, namespace = layout.switch, layout.namespace(node)
+    return [
+        f"ip netns add {namespace}",
+        f"ip -n {namespace} link set lo up",
+        f"ip -n {switch} link add {node} type veth peer name eth0 netns {namespace}",
+        f"ip -n {switch} link set {node} master br0 up",
+        f"ip -n {namespace} addr add {layout.address(node)}/24 dev eth0",
+        f"ip -n {namespace} link set eth0 up",
+    ]
+
+
+def build(config: SandboxConfig, layout: Layout) -> None:
+    """Build the sandbox's namespaces, switch and links."""
+    for command in build_commands(config, layout):
+        run(command)
+
+
+def remove(layout: Layout) -> None:
+    """Remove all namespaces and links of the sandbox, however much of them there is."""
+    run(["ip", "link", "del", layout.host_leg], check=False)
+    for namespace in namespaces(layout):
+        run(["ip", "netns", "del", namespace])
+
+
+def namespaces(layout: Layout) -> list[str]:
+    """Return the sandbox's network namespaces that exist."""
+    names = [line.split()[0] for line in run(["ip", "netns", "list"]).stdout.splitlines() if line]
+    return [name for name in names if name.startswith(layout.namespace_prefix)]
+
+
+def set_link(layout: Layout, node: str, *, up: bool) -> None:
+    """Plug a node's cable in or out, at the switch."""
+    state = "up" if up else "down"
+    run(["ip", "-n", layout.switch, "link", "set", node, state])
+
+
+def link_state(layout: Layout, node: str) -> str:
+    """Return ``up`` or ``down`` for a node's cable, ``unknown`` where only root could tell."""
+    shown = run(["ip", "-j", "-n", layout.switch, "link", "show", node], check=False).stdout
+    if not shown:
+        return "unknown"
+    return "up" if "UP" in json.loads(shown)[0]["flags"] else "down"

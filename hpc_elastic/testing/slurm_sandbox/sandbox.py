@@ -1,0 +1,197 @@
+"""`SlurmSandbox`: a real multi-node Slurm on this machine, as a Python object."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from . import client, faults, lifecycle, requirements
+from .commands import Completed, run
+from .config import SandboxConfig, check_name, node_name
+from .daemons import init_of
+from .errors import NotUpError, SandboxError
+from .lifecycle import Report, Status
+from .state import DEFAULT_ROOT, State, load, locked
+
+
+def _quiet(line: str) -> None:
+    """Report nothing."""
+
+
+class SlurmSandbox:
+    """A sandbox that is up; get one from `up` or `attach`.
+
+    It keeps no state of its own: every call reads the sandbox's state file, so several objects and
+    the command line may act on one sandbox. Nodes are given as ``2``, ``"2"`` or ``"node2"``; all
+    methods that take one raise ValueError for a node that is not there.
+
+    Attributes:
+        name: The sandbox's name.
+        root: The directory of all sandboxes.
+    """
+
+    def __init__(self, name: str = "default", root: Path = DEFAULT_ROOT) -> None:
+        check_name(name)
+        self.name = name
+        self.root = root
+
+    @classmethod
+    def up(
+        cls,
+        config: SandboxConfig | None = None,
+        *,
+        root: Path = DEFAULT_ROOT,
+        report: Report = _quiet,
+    ) -> SlurmSandbox:
+        """Bring a sandbox up, or take the one that is up with these settings.
+
+        Args:
+            config: The settings; None for the default ones.
+            root: The directory of all sandboxes.
+            report: Is given lines that tell a person what is going on.
+
+        Raises:
+            MissingPackagesError: Install what it names.
+            SandboxError: Not root, a daemon does not start, or it is up with other settings.
+        """
+        config = config or SandboxConfig()
+        requirements.check(config.accounting)
+        with locked(config.name, root):
+            lifecycle.up(config, root, report)
+        return cls(config.name, root)
+
+    @classmethod
+    def attach(cls, name: str = "default", *, root: Path = DEFAULT_ROOT) -> SlurmSandbox:
+        """Return the sandbox of that name.
+
+        Raises:
+            NotUpError: It is not up.
+        """
+        sandbox = cls(name, root)
+        sandbox._state()
+        return sandbox
+
+    def down(self) -> None:
+        """End and remove the sandbox, or what is left of it; no effect if there is none."""
+        with locked(self.name, self.root):
+            state = load(self.name, self.root)
+            if state is not None:
+                lifecycle.down(state)
+
+    def status(self) -> Status:
+        """Return how the sandbox is, up or not."""
+        return lifecycle.status(self.name, self.root)
+
+    @property
+    def config(self) -> SandboxConfig:
+        """The settings that it is up with."""
+        return self._state().config
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The variables that point Slurm's commands at it, to be merged into os.environ."""
+        return client.environment(self._state())
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names, ``node1`` first."""
+        return self.config.node_names
+
+    def address(self, node: str | int) -> str:
+        """Return a node's address."""
+        state = self._state()
+        return state.layout.address(node_name(node, state.config))
+
+    def node_states(self) -> dict[str, str]:
+        """Return Slurm's state of each node, such as ``idle``, ``mixed`` or ``down*``."""
+        return client.node_states(self._state())
+
+    def run(self, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60.0) -> Completed:
+        """Run a Slurm command against the sandbox.
+
+        Raises:
+            CommandError: It failed and `check` is set.
+            SandboxTimeoutError: It did not end in time.
+        """
+        return client.ask(self._state(), argv, check=check, timeout_s=timeout_s)
+
+    def exec_on(
+        self, node: str | int, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60.0
+    ) -> Completed:
+        """Run a command on a node, outside any job, in the present directory.
+
+        Raises:
+            CommandError: It failed and `check` is set.
+            SandboxError: The node is dead.
+            SandboxTimeoutError: It did not end in time.
+        """
+        state = self._state()
+        name = node_name(node, state.config)
+        init = init_of(state, name)
+        if init is None:
+            raise SandboxError(f"{name} is dead: start it first")
+        enter = ["nsenter", f"--target={init.pid}", "--net", "--uts", "--mount", "--pid"]
+        env = {**os.environ, **client.environment(state)}
+        last_with_us = ["setpriv", "--pdeathsig", "KILL"]
+        command = [*enter, *last_with_us, "env", f"--chdir={Path.cwd()}", *argv]
+        return run(command, env=env, check=check, timeout_s=timeout_s)
+
+    def kill_node(self, node: str | int) -> None:
+        """End a node at once with every process on it, as a power cut."""
+        self._act(faults.kill_node, node)
+
+    def start_node(self, node: str | int) -> None:
+        """Start a dead node and wait until Slurm has it back."""
+        self._act(faults.start_node, node)
+
+    def pause_node(self, node: str | int) -> None:
+        """Stop every process of a node, as a machine that hangs."""
+        self._act(faults.pause_node, node)
+
+    def resume_node(self, node: str | int) -> None:
+        """Let a paused node go on."""
+        self._act(faults.resume_node, node)
+
+    def partition(self, node: str | int) -> None:
+        """Cut a node off from the network; its processes go on."""
+        self._act(faults.partition, node)
+
+    def heal(self, node: str | int) -> None:
+        """Give a node its network back; `wait_idle` tells when Slurm has noticed."""
+        self._act(faults.heal, node)
+
+    def preempt(self, nodes: Sequence[str | int], for_s: float = 30.0) -> str:
+        """Take nodes away for a job of the `high` partition, and return that job's id."""
+        state = self._state()
+        return faults.preempt(state, [node_name(node, state.config) for node in nodes], for_s)
+
+    def wait_idle(self, timeout_s: float = faults.NODE_TIMEOUT_S) -> None:
+        """Wait until every node is idle.
+
+        Raises:
+            SandboxTimeoutError: Some are not.
+        """
+        state = self._state()
+        client.wait_nodes(state, state.config.node_names, client.is_idle, timeout_s)
+
+    def heal_all(self) -> None:
+        """Undo every fault, cancel all jobs, and wait until every node is idle."""
+        with self._locked_state() as state:
+            faults.heal_all(state)
+
+    def _act(self, fault: Callable[[State, str], object], node: str | int) -> None:
+        with self._locked_state() as state:
+            fault(state, node_name(node, state.config))
+
+    def _state(self) -> State:
+        state = load(self.name, self.root)
+        if state is None or not state.ready:
+            raise NotUpError(self.name)
+        return state
+
+    @contextlib.contextmanager
+    def _locked_state(self) -> Iterator[State]:
+        with locked(self.name, self.root):
+            yield self._state()

@@ -1,0 +1,237 @@
+"""The sandbox's pure parts: the files its daemons read, and what is decided without effects."""
+
+import os
+from dataclasses import replace
+from ipaddress import IPv4Network
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.testing import pytest_plugin
+from hpc_elastic.testing.slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError
+from hpc_elastic.testing.slurm_sandbox import config as texts
+from hpc_elastic.testing.slurm_sandbox.client import is_there, is_written_off
+from hpc_elastic.testing.slurm_sandbox.config import Layout
+from hpc_elastic.testing.slurm_sandbox.network import build_commands, choose_octet
+from hpc_elastic.testing.slurm_sandbox.processes import Process, end, identify, is_alive, send
+from hpc_elastic.testing.slurm_sandbox.requirements import check, install_command
+from hpc_elastic.testing.slurm_sandbox.state import State, from_json, to_json
+
+CONFIG = SandboxConfig(name="golden", nodes=2)
+LAYOUT = Layout("golden", Path("/run/sandbox/golden"), octet=77, port=20130)
+
+SLURM_CONF = """\
+ClusterName=hxs_golden
+SlurmctldHost=ctl(10.77.0.1)
+SlurmctldPort=20130
+SlurmdPort=6818
+CommunicationParameters=NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket=/run/sandbox/golden/munge/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation=/run/sandbox/golden/state
+SlurmdSpoolDir=/run/sandbox/golden/spool/%n
+SlurmctldPidFile=/run/sandbox/golden/pid/slurmctld.pid
+SlurmdPidFile=/run/sandbox/golden/pid/%n.pid
+SlurmctldLogFile=/run/sandbox/golden/log/slurmctld.log
+SlurmdLogFile=/run/sandbox/golden/log/%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+ReturnToService=2
+SlurmdTimeout=5
+MessageTimeout=5
+KillWait=5
+MinJobAge=300
+MaxArraySize=1001
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+GresTypes=gpu
+NodeName=node1 NodeAddr=10.77.0.11 CPUs=8 RealMemory=65536 Gres=gpu:2 State=UNKNOWN
+NodeName=node2 NodeAddr=10.77.0.12 CPUs=8 RealMemory=65536 Gres=gpu:2 State=UNKNOWN
+PartitionName=low Nodes=node1,node2 Default=YES MaxTime=INFINITE PriorityTier=1 \
+PreemptMode=REQUEUE GraceTime=5
+PartitionName=high Nodes=node1,node2 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+"""
+GRES_CONF = """\
+Name=gpu File=/run/sandbox/golden/dev/gpu0
+Name=gpu File=/run/sandbox/golden/dev/gpu1
+"""
+HOSTS = """\
+127.0.0.1 localhost
+::1 localhost ip6-localhost ip6-loopback
+10.77.0.1 ctl laptop
+10.77.0.11 node1
+10.77.0.12 node2
+"""
+
+
+def test_slurm_conf():
+    """The whole slurm.conf of the default settings, with two nodes."""
+    assert texts.slurm_conf(CONFIG, LAYOUT) == SLURM_CONF
+
+
+def test_gres_conf_and_hosts():
+    """Every GPU has a device of its own; every address has a name."""
+    assert texts.gres_conf(CONFIG, LAYOUT) == GRES_CONF
+    assert texts.hosts(CONFIG, LAYOUT, "laptop") == HOSTS
+
+
+def test_without_gpus_nothing_mentions_them():
+    """Zero GPUs leave no trace in slurm.conf and an empty gres.conf."""
+    config = replace(CONFIG, gpus_per_node=0)
+    assert "gpu" not in texts.slurm_conf(config, LAYOUT).lower()
+    assert texts.gres_conf(config, LAYOUT) == ""
+
+
+def test_settings_reach_slurm_conf():
+    """Grace time, array size, accounting and own lines end up in slurm.conf."""
+    config = replace(
+        CONFIG, grace_s=9, max_array_size=5, accounting=True, extra_lines=("TreeWidth=2",)
+    )
+    lines = texts.slurm_conf(config, LAYOUT).splitlines()
+    assert "MaxArraySize=5" in lines
+    assert any(line.endswith("GraceTime=9") for line in lines)
+    assert "AccountingStoragePort=20131" in lines
+    assert lines[-1] == "TreeWidth=2"
+
+
+def test_hosts_never_gives_a_taken_name_to_the_machine():
+    """A machine that is itself called node1 does not shadow the sandbox's node1."""
+    assert "10.77.0.1 ctl\n" in texts.hosts(CONFIG, LAYOUT, "node1")
+
+
+def test_cgroups_are_left_alone():
+    """Each Slurm gets the plugin that touches no cgroup, told by what `slurmd -V` says."""
+    assert texts.cgroup_conf(texts.parse_version("slurm-wlm 22.05.8")) == "CgroupPlugin=cgroup/v1\n"
+    assert texts.cgroup_conf(texts.parse_version("slurm 24.11.5")) == "CgroupPlugin=disabled\n"
+    with pytest.raises(ValueError, match="no version"):
+        texts.parse_version("")
+
+
+def test_nsswitch_keeps_users_and_drops_dns():
+    """Users are looked up as on the machine, hosts in files alone."""
+    text = texts.nsswitch_conf("passwd: files sss\nhosts: files dns\n")
+    assert text == "passwd: files sss\nhosts: files\n"
+
+
+@pytest.mark.parametrize("name", ["", "A", "a-b", "1a", "a" * 21, "../x"])
+def test_bad_names_are_refused(name):
+    """A name that cannot be a path and part of a namespace's name is refused."""
+    with pytest.raises(ValueError, match="sandbox name"):
+        SandboxConfig(name=name)
+
+
+@pytest.mark.parametrize(
+    "change", [{"nodes": 0}, {"nodes": 201}, {"grace_s": -1}, {"cpus_per_node": 0}]
+)
+def test_bad_settings_are_refused(change):
+    """Settings out of range are refused before anything is started."""
+    with pytest.raises(ValueError, match="must"):
+        SandboxConfig(**change)
+
+
+def test_nodes_are_given_by_number_or_name():
+    """2, "2" and "node2" are one node; node3 of two is none."""
+    assert [texts.node_name(node, CONFIG) for node in (2, "2", "node2")] == ["node2"] * 3
+    for absent in ("node3", "0", "", "node"):
+        with pytest.raises(ValueError, match="no node"):
+            texts.node_name(absent, CONFIG)
+
+
+def test_namespaces_of_two_sandboxes_differ():
+    """No sandbox's prefix begins another's, and links keep to the kernel's 15 characters."""
+    other = replace(LAYOUT, name="golden2")
+    assert not other.switch.startswith(LAYOUT.namespace_prefix)
+    assert len(replace(LAYOUT, octet=191).host_leg) <= 15
+
+
+def test_network_is_deterministic_and_avoids_what_is_taken():
+    """A name has its network; if that is taken, the next one; a wide route is overlooked."""
+    first = choose_octet("default", [])
+    assert choose_octet("default", []) == first
+    taken = IPv4Network(f"10.{first}.0.0/24")
+    assert choose_octet("default", [taken]) != first
+    assert choose_octet("default", [IPv4Network("10.0.0.0/8")]) == first
+    assert choose_octet("default", [IPv4Network("10.0.0.0/8"), taken]) != first
+
+
+def test_no_free_network_is_an_error():
+    """When all networks are taken, the error says so."""
+    with pytest.raises(SandboxError, match="no free"):
+        choose_octet("default", [IPv4Network(f"10.{octet}.0.0/24") for octet in range(256)])
+
+
+def test_every_node_gets_loopback_and_eth0():
+    """The network's commands bring up lo and eth0 with the node's address."""
+    commands = [" ".join(command) for command in build_commands(CONFIG, LAYOUT)]
+    for node, address in (("node1", "10.77.0.11"), ("node2", "10.77.0.12")):
+        assert f"ip -n hxs-golden-{node} link set lo up" in commands
+        assert f"ip -n hxs-golden-{node} addr add {address}/24 dev eth0" in commands
+
+
+def test_missing_packages_are_named_with_the_command():
+    """Nothing is installed silently: the error names the packages and what installs them."""
+    with pytest.raises(MissingPackagesError) as caught:
+        check(which=lambda program: None if program in ("slurmctld", "munged") else "/bin/true")
+    assert caught.value.packages == ("slurm-wlm", "munge")
+    assert " ".join(install_command(("slurm-wlm", "munge"))) in str(caught.value)
+
+
+def test_missing_packages_of_accounting():
+    """The database's packages are asked for only with accounting."""
+    absent = {"slurmdbd", "mariadbd"}
+    with pytest.raises(MissingPackagesError) as caught:
+        check(accounting=True, which=lambda program: None if program in absent else "/bin/true")
+    assert caught.value.packages == ("slurmdbd", "mariadb-server")
+
+
+def test_state_survives_its_file():
+    """What is read back is what was written."""
+    state = State(replace(CONFIG, extra_lines=("TreeWidth=2",)), LAYOUT)
+    state = state.with_process("node1", Process(pid=12, start_ticks=34))
+    assert from_json(to_json(state)) == state
+
+
+def test_a_recycled_pid_is_never_signalled():
+    """A process is its pid and its start: with another start it is gone, and is not signalled."""
+    myself = identify(os.getpid())
+    assert myself is not None
+    assert is_alive(myself)
+    former = replace(myself, start_ticks=myself.start_ticks - 1)
+    assert not is_alive(former)
+    assert not send(former, 9)
+    assert end(former)
+
+
+@pytest.mark.parametrize(
+    ("node_state", "there", "written_off"),
+    [
+        ("idle", True, False),
+        ("allocated", True, False),
+        ("idle*", False, False),
+        ("unknown", False, False),
+        ("down*", False, True),
+        ("drained", False, True),
+    ],
+)
+def test_node_states(node_state, there, written_off):
+    """Which of Slurm's node states count as there, and which need a resume."""
+    assert is_there(node_state) is there
+    assert is_written_off(node_state) is written_off
+
+
+def test_without_a_sandbox_tests_skip_loudly_and_fail_in_ci():
+    """A user without root sees skips with the reason; CI never passes without a real Slurm."""
+    with pytest.raises(pytest.skip.Exception, match=r"NO REAL SLURM.*needs root"):
+        pytest_plugin.refuse("needs root", in_ci=False)
+    with pytest.raises(pytest.fail.Exception, match=r"NO REAL SLURM.*needs root"):
+        pytest_plugin.refuse("needs root", in_ci=True)

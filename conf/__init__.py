@@ -1,0 +1,1 @@
+"""Packaged config groups: found by Hydra through pkg://hpc_elastic.conf."""

@@ -1,0 +1,1 @@
+"""The Slurm environment, states and commands, each in one place."""

@@ -1,0 +1,207 @@
+"""The SLURM_* variables, in one place: what a task reads of them, and what a local launch sets.
+
+Pure: everything works on a mapping that the caller hands in. Reading is lazy, so that a variable
+that nobody needs may be missing. Source: https://slurm.schedmd.com/sbatch.html (output environment)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_elastic.errors import SlurmEnvironmentError
+from hpc_elastic.slurm import nodelist
+
+_COMMAND_OPTIONS = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
+_OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
+"""No translation, full dates, and index sets of arrays at their full length."""
+_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER")
+
+
+@dataclass(frozen=True)
+class SlurmEnvironment:
+    """What Slurm tells a task through its environment.
+
+    Every property raises `SlurmEnvironmentError`, naming the variable, its value and what is
+    expected, if the variable is malformed, or missing where it may not be.
+
+    Attributes:
+        variables: The SLURM_* variables, and SLURMD_NODENAME.
+    """
+
+    variables: Mapping[str, str]
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> SlurmEnvironment:
+        """Return the Slurm part of an environment (every task, at its start).
+
+        Raises:
+            SlurmEnvironmentError: the process does not run under Slurm.
+        """
+        found = cls({k: v for k, v in env.items() if k.startswith(("SLURM_", "SLURMD_"))})
+        _ = found.job_id
+        return found
+
+    @property
+    def job_id(self) -> int:
+        """Slurm's number of this task; each task of an array has its own."""
+        return self._number("SLURM_JOB_ID")
+
+    @property
+    def array_job_id(self) -> int | None:
+        """The number that the tasks of an array share; None outside of arrays."""
+        return self._optional("SLURM_ARRAY_JOB_ID")
+
+    @property
+    def array_task_id(self) -> int | None:
+        """The index in the array; None outside of arrays."""
+        return self._optional("SLURM_ARRAY_TASK_ID")
+
+    @property
+    def task_name(self) -> str:
+        """``<array job id>_<index>``, as squeue prints it; ``<job id>.<node id>`` in a job step."""
+        if self.array_job_id is None:
+            return f"{self.job_id}.{self.node_id}"
+        return f"{self.array_job_id}_{self._number('SLURM_ARRAY_TASK_ID')}"
+
+    @property
+    def restart_count(self) -> int:
+        """How often the task was requeued; Slurm sets no variable before the first time."""
+        return self._optional("SLURM_RESTART_COUNT") or 0
+
+    @property
+    def node_name(self) -> str:
+        """The node that this process runs on."""
+        return self._text("SLURMD_NODENAME")
+
+    @property
+    def nodelist(self) -> str:
+        """The nodes that work together, as a host list: the step's if there is one, else the job's.
+
+        An array task has one node, and may carry a step's variables over from where it was
+        submitted: they are not looked at.
+        """
+        return self._text(self._of_step_or_job("NODELIST"))
+
+    @property
+    def hosts(self) -> list[str]:
+        """The nodes that work together."""
+        name = self._of_step_or_job("NODELIST")
+        try:
+            hosts = nodelist.expand(self._text(name))
+        except ValueError as e:
+            raise self._error(name, f"a host list such as n[1-3] ({e})") from e
+        return hosts
+
+    @property
+    def first_host(self) -> str:
+        """The node that all of a job step agree on without talking."""
+        return self.hosts[0]
+
+    @property
+    def node_id(self) -> int:
+        """The place of this node among `hosts`."""
+        return self._number("SLURM_NODEID")
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes work together."""
+        return self._number(self._of_step_or_job("NUM_NODES"))
+
+    @property
+    def cpus_on_node(self) -> int:
+        """CPUs that the task may use on this node."""
+        return self._number("SLURM_CPUS_ON_NODE")
+
+    @property
+    def step_id(self) -> int | None:
+        """The number of the job step; None in the batch script itself."""
+        return self._optional("SLURM_STEP_ID")
+
+    @property
+    def end_time_s(self) -> int | None:
+        """When the wall time ends, in seconds since the epoch; None before Slurm 23 or so."""
+        return self._optional("SLURM_JOB_END_TIME")
+
+    @property
+    def topology(self) -> tuple[str, ...]:
+        """The switches above this node, outermost first, then the node; empty if Slurm has none."""
+        address = self.variables.get("SLURM_TOPOLOGY_ADDR", "")
+        return tuple(address.split(".")) if address else ()
+
+    def _of_step_or_job(self, what: str) -> str:
+        """Return the name of the variable of the step, or the job's where no step is."""
+        step = f"SLURM_STEP_{what}"
+        of_step = self.array_job_id is None and self.step_id is not None
+        return step if of_step and step in self.variables else f"SLURM_JOB_{what}"
+
+    def _optional(self, name: str) -> int | None:
+        return self._number(name) if name in self.variables else None
+
+    def _number(self, name: str) -> int:
+        value = self.variables.get(name, "")
+        if not value.isdecimal():
+            raise self._error(name, "a number")
+        return int(value)
+
+    def _text(self, name: str) -> str:
+        value = self.variables.get(name, "")
+        if not value:
+            raise self._error(name, "a name")
+        return value
+
+    def _error(self, name: str, expected: str) -> SlurmEnvironmentError:
+        value = self.variables.get(name)
+        is_ = "is not set" if value is None else f"is {value!r}"
+        return SlurmEnvironmentError(
+            f"{name} {is_}, expected {expected}; is this process a task that Slurm started?"
+        )
+
+
+def as_array_task(
+    array_job_id: int,
+    index: int,
+    *,
+    node_name: str,
+    cpus: int,
+    restart_count: int = 0,
+) -> dict[str, str]:
+    """Return the variables that one task of a job array would find (local launch, per task).
+
+    To be laid over `outside` of the launching process's environment, so that nothing of a job
+    around it shows through.
+    """
+    return {
+        "SLURM_JOB_ID": str(array_job_id + 1 + index),
+        "SLURM_ARRAY_JOB_ID": str(array_job_id),
+        "SLURM_ARRAY_TASK_ID": str(index),
+        "SLURM_RESTART_COUNT": str(restart_count),
+        "SLURMD_NODENAME": node_name,
+        "SLURM_JOB_NODELIST": node_name,
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_CPUS_ON_NODE": str(cpus),
+        "SLURM_STEP_ID": "0",
+    }
+
+
+def outside(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the traces of a Slurm job around it (login node).
+
+    Whoever submits from within a job hands them on otherwise: sbatch exports all it sees, and
+    Slurm does not set, say, SLURM_RESTART_COUNT anew for a task's first attempt.
+    """
+    return {
+        name: value
+        for name, value in env.items()
+        if name in _OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_"))
+    }
+
+
+def for_commands(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which Slurm's commands print what `SlurmClient` expects."""
+    kept = {name: value for name, value in env.items() if not name.startswith(_COMMAND_OPTIONS)}
+    return {**kept, **_OUTPUT}

@@ -1,0 +1,129 @@
+"""Slurm's host lists (``n[1-3,07-09],gpu-a``) and array index sets (``1,3-5%4``). Pure.
+
+A host list is names separated by commas; each name may hold groups of ranges in brackets, and
+stands for every combination. Zeros in front are kept: ``[07-09]`` is 07 08 09. Source:
+https://slurm.schedmd.com/scontrol.html (show hostnames), https://slurm.schedmd.com/job_array.html
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+MAX_EXPANDED = 1 << 16
+"""More names than Slurm itself allows in one range; a malformed list may not eat the memory."""
+
+_NAME = re.compile(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_STEPPED = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
+_NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+
+
+def expand(hostlist: str) -> list[str]:
+    """Return the host names of a list, in its order; none for an empty one.
+
+    Raises:
+        ValueError: it is malformed, or too long to be meant.
+    """
+    if not hostlist:
+        return []
+    hosts: list[str] = []
+    for name in _names(hostlist):
+        hosts.extend(_combinations(name, MAX_EXPANDED - len(hosts)))
+    return hosts
+
+
+def _names(hostlist: str) -> Iterator[str]:
+    """Split at the commas outside of brackets."""
+    at = 0
+    while at <= len(hostlist):
+        m = _NAME.match(hostlist, at)
+        if m is None or (m.end() < len(hostlist) and hostlist[m.end()] != ","):
+            raise ValueError(f"malformed host list {hostlist!r} at character {at + 1}")
+        yield m[0]
+        at = m.end() + 1
+
+
+def _combinations(name: str, limit: int) -> list[str]:
+    """Return every name that one bracketed name stands for; the last group runs fastest."""
+    parts = [
+        _numbers(part[1:-1], limit) if part.startswith("[") else [part]
+        for part in re.split(r"(\[[^\]]*\])", name)
+        if part
+    ]
+    names = list(itertools.islice(map("".join, itertools.product(*parts)), limit + 1))
+    if len(names) > limit:
+        raise ValueError(f"host list has more than {MAX_EXPANDED} names")
+    return names
+
+
+def _numbers(ranges: str, limit: int) -> list[str]:
+    """Return the numbers of ``1-3,07`` as texts, padded as the first of each range is."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        m = _RANGE.fullmatch(part)
+        if m is None or int(m[2] or m[1]) < int(m[1]):
+            raise ValueError(f"malformed range {part!r} in a host list")
+        low, high = int(m[1]), int(m[2] or m[1])
+        if high - low >= limit:
+            raise ValueError(f"host list has more than {MAX_EXPANDED} names")
+        numbers.extend(f"{number:0{len(m[1])}}" for number in range(low, high + 1))
+    return numbers
+
+
+def compress(hosts: Iterable[str]) -> str:
+    """Return the shortest list that expands to these hosts; their order may change."""
+    grouped: dict[str, list[str]] = {}
+    for host in dict.fromkeys(hosts):
+        m = _NUMBERED.fullmatch(host)
+        prefix, digits = (m[1], m[2]) if m else (host, "")
+        grouped.setdefault(prefix, []).append(digits)
+    return ",".join(_bracketed(prefix, digits) for prefix, digits in grouped.items())
+
+
+def _bracketed(prefix: str, digits: Sequence[str]) -> str:
+    plain = [prefix] * ("" in digits)
+    runs = _runs(sorted((d for d in digits if d), key=lambda d: (len(d), int(d))))
+    ranges = [low if low == high else f"{low}-{high}" for low, high in runs]
+    if len(ranges) == 1 and "-" not in ranges[0]:
+        ranges_text = [prefix + ranges[0]]
+    else:
+        ranges_text = [f"{prefix}[{','.join(ranges)}]"] if ranges else []
+    return ",".join(plain + ranges_text)
+
+
+def _runs(numbers: Iterable[str]) -> list[tuple[str, str]]:
+    """Join numbers that follow each other as the padding of the first counts on."""
+    runs: list[tuple[str, str]] = []
+    for number in numbers:
+        if runs and number == f"{int(runs[-1][1]) + 1:0{len(runs[-1][0])}}":
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return runs
+
+
+def expand_indices(indices: str) -> tuple[list[int], int | None]:
+    """Return the array indices of ``1,3-5:2%4``, and the limit of tasks at a time (None: none).
+
+    Raises:
+        ValueError: it is malformed, or was cut short by squeue (``1-5,...``).
+    """
+    text, percent, limit = indices.strip("[]").partition("%")
+    if percent and not limit.isdecimal():
+        raise ValueError(f"malformed limit in the array indices {indices!r}")
+    found: list[int] = []
+    for part in text.split(","):
+        m = _STEPPED.fullmatch(part)
+        if m is None or int(m[2] or m[1]) < int(m[1]):
+            raise ValueError(f"malformed range {part!r} in the array indices {indices!r}")
+        found.extend(range(int(m[1]), int(m[2] or m[1]) + 1, int(m[3] or 1)))
+    return found, int(limit) if percent else None
+
+
+def compress_indices(indices: Iterable[int], limit: int | None = None) -> str:
+    """Return array indices as ``--array`` and scancel take them: ``0-3,7``, with ``%limit``."""
+    runs = _runs(str(index) for index in sorted(set(indices)))
+    text = ",".join(low if low == high else f"{low}-{high}" for low, high in runs)
+    return text if limit is None else f"{text}%{limit}"

@@ -1,0 +1,119 @@
+"""What Slurm says of a task, and what it means for a run. Pure.
+
+    PENDING   has no node to work on now, and may get one: queued, held, requeued, suspended, or its
+              node is still being booted. Nobody waits for it.
+    RUNNING   its processes run: it joins the rendezvous, or has.
+    LEAVING   its processes are being ended. It is PENDING next if it is requeued, else ENDED.
+    ENDED     it will not run again.
+
+LEAVING is apart because both other readings are wrong: a member that leaves is not waited for, and
+a run whose tasks all leave, for they were all preempted, has not ended.
+A state that a later Slurm may add counts as LEAVING: neither waited for, nor given up.
+Source: https://slurm.schedmd.com/job_state_codes.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.slurm.nodelist import expand_indices
+
+
+class Phase(Enum):
+    """The four things a run distinguishes."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    LEAVING = "leaving"
+    ENDED = "ended"
+
+
+_STATES: dict[Phase, tuple[str, ...]] = {
+    Phase.PENDING: (
+        *("PENDING", "CONFIGURING", "POWER_UP_NODE", "RESV_DEL_HOLD", "SUSPENDED", "STOPPED"),
+        *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "EXPEDITING"),
+    ),
+    Phase.RUNNING: ("RUNNING", "SIGNALING", "RESIZING", "UPDATE_DB"),
+    Phase.LEAVING: ("COMPLETING", "STAGE_OUT"),
+    Phase.ENDED: (
+        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE"),
+        *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+    ),
+}
+PHASES: dict[str, Phase] = {state: phase for phase, states in _STATES.items() for state in states}
+
+FIELDS = ("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "Reason")
+"""The fields asked of squeue; the reason comes last, for it is free text."""
+
+NO_ARRAY = "N/A"
+"""squeue's index of a job that is no element of an array."""
+
+SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
+"""For squeue -O: width 0 cuts nothing."""
+
+
+@dataclass(frozen=True)
+class TaskState:
+    """One task as squeue sees it.
+
+    Attributes:
+        task: ``<array job id>_<index>``, or the job id of a job that is no array.
+        state: Slurm's word, such as PENDING.
+        reason: Why it is in it, such as Resources; empty where Slurm says None.
+        node: Its node, a host list if it has several; empty if it has none.
+        restarts: How often it was requeued; None if squeue does not say.
+    """
+
+    task: str
+    state: str
+    reason: str = ""
+    node: str = ""
+    restarts: int | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What the state means for a run."""
+        return PHASES.get(self.state, Phase.LEAVING)
+
+
+def parse_squeue(output: str) -> dict[str, TaskState]:
+    """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
+
+    Without ``-r``: the pending elements of an array are one line then, and are taken apart here.
+    squeue itself loses the last of a set such as ``3-9:2`` (22.05). An array whose last pending
+    elements were cancelled leaves a line without an index, which is no task.
+
+    Raises:
+        ValueError: a line is not of that format.
+    """
+    lines = [_fields(line) for line in output.splitlines() if line.strip()]
+    arrays = {array_job for array_job, index, *_ in lines if index != NO_ARRAY}
+    tasks = [
+        task
+        for line in lines
+        if line[1] != NO_ARRAY or line[0] not in arrays
+        for task in _tasks(*line)
+    ]
+    return {task.task: task for task in tasks}
+
+
+def _fields(line: str) -> list[str]:
+    fields = line.split("|", len(FIELDS) - 1)
+    if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
+        raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
+    return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
+
+
+def _tasks(
+    array_job: str, indices: str, job: str, state: str, restarts: str, node: str, reason: str
+) -> Iterator[TaskState]:
+    """Yield what one line stands for."""
+    names = [job]
+    if indices != NO_ARRAY:
+        names = [f"{array_job}_{index}" for index in expand_indices(indices)[0]]
+    why = "" if reason == "None" else reason
+    num_restarts = int(restarts) if restarts.isdecimal() else None
+    for name in names:
+        yield TaskState(name, state, why, node, num_restarts)

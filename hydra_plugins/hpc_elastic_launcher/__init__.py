@@ -1,0 +1,1 @@
+"""Hydra's side of hpc_elastic: the launcher, its config groups and where they are found."""

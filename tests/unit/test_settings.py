@@ -1,0 +1,441 @@
+"""hpc_elastic.settings: what a user may write, and what the refusals say."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_elastic.config import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.settings import as_config, parse_nodes, parse_nproc, parse_time, resolve
+
+
+def slurm(nodes=None, **keys):
+    """Return a composed config of launcher=slurm."""
+    return {"nodes": nodes, "launcher": {"backend": "slurm", **keys}}
+
+
+def local(nodes=None, **keys):
+    """Return a composed config of launcher=local."""
+    return {"nodes": nodes, "launcher": {"backend": "local", **keys}}
+
+
+def refusal(config, **kwargs):
+    """Return the error that a config is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize("low", range(1, 100))
+def test_every_unquoted_range_in_yaml_is_understood_or_refused_with_its_spelling(low):
+    """No `nodes: a:b` of a YAML file ever becomes a count of nodes."""
+    for high in range(1, 100):
+        value = OmegaConf.create(f"nodes: {low}:{high}").nodes
+        try:
+            nodes = parse_nodes(value, from_yaml=True)
+        except ConfigError as e:
+            smaller, larger = sorted((low, high))
+            assert f"nodes: '{smaller}:{larger}'" in str(e)
+            assert low > high or isinstance(value, int)
+        else:
+            assert nodes == NodeRange(low, high)
+
+
+@pytest.mark.parametrize("low", range(1, 100))
+def test_every_quoted_range_in_yaml_is_understood(low):
+    """`nodes: 'a:b'` is that range, whatever the numbers are."""
+    for high in range(low, 100):
+        value = OmegaConf.create(f"nodes: '{low}:{high}'").nodes
+        assert parse_nodes(value, from_yaml=True) == NodeRange(low, high)
+
+
+@pytest.mark.parametrize(
+    ("value", "from_yaml", "nodes"),
+    [
+        (1, True, NodeRange(1, 1)),
+        (60, True, NodeRange(60, 60)),
+        (120, True, NodeRange(120, 120)),
+        ("4", True, NodeRange(4, 4)),
+        ("76", True, NodeRange(76, 76)),
+        (76, False, NodeRange(76, 76)),
+        ("1:16", True, NodeRange(1, 16)),
+        ("01:16", True, NodeRange(1, 16)),
+        (" 4:4 ", False, NodeRange(4, 4)),
+    ],
+)
+def test_forms_of_nodes(value, from_yaml, nodes):
+    """A count or a range, as a number or as a text."""
+    assert parse_nodes(value, from_yaml=from_yaml) == nodes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0,
+        -1,
+        "0",
+        "0:4",
+        "-1",
+        "4:1",
+        "",
+        ":",
+        "1:",
+        ":4",
+        "1:2:3",
+        "1-4",
+        1.5,
+        True,
+        None,
+        [4],
+        "x",
+    ],
+)
+@pytest.mark.parametrize("from_yaml", [True, False])
+def test_what_nodes_may_not_be(value, from_yaml):
+    """Anything else is refused, with the key and the value."""
+    with pytest.raises(ConfigError) as caught:
+        parse_nodes(value, from_yaml=from_yaml)
+    assert (caught.value.key, caught.value.value) == ("nodes", value)
+    assert "'" in str(caught.value)
+
+
+def test_both_readings_of_an_ambiguous_number_are_spelled_out():
+    """The message of 76 says how a range and how a count are written."""
+    message = str(refusal(slurm(nodes=76)))
+    assert "nodes: '1:16'" in message
+    assert "nodes: '76'" in message
+
+
+@pytest.mark.parametrize(
+    ("written", "spelling", "minutes"),
+    [
+        ("24:00:00", "'24:00:00'", "'86400'"),
+        ("1:30", "'1:30'", "'90'"),
+        ("1:00:05", "'1:00:05'", "'3605'"),
+        ("1:00", "'1:00'", "'60'"),
+        ("1440", "'24:00'", "'1440'"),
+    ],
+)
+def test_an_unquoted_clock_time_in_yaml_is_refused_with_both_readings(written, spelling, minutes):
+    """`time: 24:00:00` is 86400 for YAML, which may as well be minutes."""
+    launcher = OmegaConf.to_container(OmegaConf.create(f"time: {written}"))
+    message = str(refusal(slurm(**launcher)))
+    assert message.startswith("launcher.time=")
+    assert f"time: {spelling}" in message
+    assert f"time: {minutes}" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "time"),
+    [
+        (30, "30"),
+        ("90", "90"),
+        ("01:30", "01:30"),
+        ("24:00:00", "24:00:00"),
+        ("1-12", "1-12"),
+        ("1-12:30", "1-12:30"),
+        ("0-00:00:30", "0-00:00:30"),
+        ("unlimited", "UNLIMITED"),
+    ],
+)
+def test_forms_of_time(value, time):
+    """Every form of sbatch --time."""
+    assert parse_time(value, from_yaml=True) == time
+
+
+def test_a_number_on_the_command_line_is_minutes():
+    """Hydra's command line never reads base 60."""
+    settings = resolve(slurm(time=90), overrides=["launcher=slurm", "launcher.time=90"])
+    assert settings.launcher.time == "90"
+
+
+@pytest.mark.parametrize("value", [0, -5, "0:00", "1:75", "1:2:3:4", "soon", 1.5, True, "", [1]])
+def test_what_time_may_not_be(value):
+    """Anything else is refused, and the forms are listed."""
+    with pytest.raises(ConfigError, match="HH:MM:SS"):
+        parse_time(value, from_yaml=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "nproc"), [(1, 1), ("8", 8), ("auto", "auto"), ("gpu", "gpu"), ("cpu", "cpu")]
+)
+def test_forms_of_nproc_per_node(value, nproc):
+    """A count, or what is counted on the node."""
+    assert parse_nproc(value) == nproc
+
+
+@pytest.mark.parametrize("value", [0, -1, "gpus", 1.5, True, None, ""])
+def test_what_nproc_per_node_may_not_be(value):
+    """Anything else is refused, and the words are listed."""
+    with pytest.raises(ConfigError, match="auto, gpu or cpu"):
+        parse_nproc(value)
+
+
+def test_a_near_miss_of_nproc_per_node_is_named():
+    """`gpus` is taken for a slip of `gpu`."""
+    with pytest.raises(ConfigError, match="did you mean 'gpu'"):
+        parse_nproc("gpus")
+
+
+@pytest.mark.parametrize("nothing", [None, "???"])
+def test_what_is_not_given_takes_its_default(nothing):
+    """One node, as many workers as it has devices, and the dataclasses' own defaults."""
+    config = {
+        "nodes": nothing,
+        "nproc_per_node": nothing,
+        "launcher": {"backend": "slurm", "partition": "???", "rendezvous": {"interface": "???"}},
+    }
+    assert resolve(config) == RunSettings(NodeRange(1, 1), "auto", SlurmSettings())
+
+
+def test_settings_resolve_from_their_own_config():
+    """What is frozen for the workers means what was given, and needs no command line."""
+    config = slurm(
+        nodes=961,
+        time=90,
+        sbatch={"contiguous": True},
+        env={"A": "b"},
+        container={"runtime": "pyxis", "image": "x", "mounts": ["/a:/b"]},
+        gpus_per_node="a100:2",
+        rendezvous={"join_timeout_s": 10},
+    )
+    settings = resolve(config, overrides=["nodes=961", "launcher.time=90"])
+    assert resolve(as_config(settings)) == settings
+    assert resolve(as_config(resolve(local()))) == resolve(local())
+
+
+@pytest.mark.parametrize("override", ["nodes=76", "+nodes=76", "++nodes=76"])
+def test_a_count_on_the_command_line_is_taken_as_it_is(override):
+    """76 typed by a person is 76 nodes."""
+    assert resolve(slurm(nodes=76), overrides=[override]).nodes == NodeRange(76, 76)
+
+
+@pytest.mark.parametrize("overrides", [["nodes=${n}"], ["nodes=76", "nodes=${n}"], ["lr=76"], []])
+def test_a_number_that_the_command_line_fetches_from_yaml_is_from_yaml(overrides):
+    """An interpolation on the command line ends in a YAML file."""
+    assert refusal(slurm(nodes=76), overrides=overrides).key == "nodes"
+
+
+def test_a_sweep_written_in_yaml_is_from_yaml():
+    """hydra.sweeper.params becomes overrides, after YAML has read it."""
+    sweep = {"nodes": 76}
+    assert refusal(slurm(nodes=76), overrides=["nodes=76"], sweep_params=sweep).key == "nodes"
+    settings = resolve(slurm(nodes=4), overrides=["nodes=4"], sweep_params={"nodes": "4,8"})
+    assert settings.nodes == NodeRange(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (slurm(partion="x"), "launcher.partion='x': no such key (did you mean 'partition'?)"),
+        (
+            slurm(rendezvous={"join_timeout": 3}),
+            "launcher.rendezvous.join_timeout=3: no such key (did you mean 'join_timeout_s'?)",
+        ),
+        (slurm(container={"img": 3}), "(did you mean 'image'?)"),
+        (local(partition="x"), "launcher=local; it belongs to launcher=slurm"),
+        (local(container={}), "it belongs to launcher=slurm"),
+        (slurm(max_agents=2), "launcher=slurm; it belongs to launcher=local"),
+        (slurm(heartbeat_s=1), "(did you mean launcher.rendezvous.heartbeat_s?)"),
+        (slurm(nproc_per_node=2), "top level: nproc_per_node=..."),
+        (local(zzz=2), "launcher has max_restarts, wait"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message):
+    """A slip, another group's key, another launcher's, or the list of all."""
+    assert message in str(refusal(config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("wait", "yes", "true or false"),
+        ("wait", None, "true or false"),
+        ("spread", "node", "did you mean 'nodes'"),
+        ("max_restarts", -1, "at least 0"),
+        ("max_restarts", 1.5, "whole number"),
+        ("max_restarts", True, "whole number"),
+        ("poll_s", 0, "above 0"),
+        ("poll_s", float("inf"), "a number"),
+        ("poll_s", "fast", "a number"),
+        ("cpus_per_node", 0, "at least 1"),
+        ("array_parallelism", 0, "at least 1"),
+        ("gpus_per_node", 0, "'a100:2'"),
+        ("gpus_per_node", "a100", "'a100:2'"),
+        ("gpus_per_node", True, "'a100:2'"),
+        ("mem", 64, "64G"),
+        ("mem", "64 G", "64G"),
+        ("mem", "1.5G", "64G"),
+        ("account", 83, "quotes"),
+        ("partition", "a b", "without spaces"),
+        ("partition", "", "not empty"),
+        ("job_name", "a\n#SBATCH --wrap", "one line"),
+        ("constraint", True, "quotes"),
+        ("setup", "module load cuda", "list of texts"),
+        ("setup", [1], "list of texts"),
+        ("template", "/no/such/template.j2", "no such file"),
+        ("env", ["A=1"], "mapping"),
+        ("sbatch", "--hold", "mapping"),
+        ("srun_args", "-v", "list of texts"),
+        ("rendezvous", 3, "mapping"),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, allowed):
+    """Types come from the dataclasses, ranges and forms from a table."""
+    error = refusal(slurm(**{key: value}))
+    assert error.key == f"launcher.{key}"
+    assert str(error).startswith(f"launcher.{key}={value!r}: ")
+    assert allowed in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("cpus_per_node", "4", 4),
+        ("poll_s", "0.5", 0.5),
+        ("poll_s", 2, 2.0),
+        ("gpus_per_node", "2", 2),
+        ("gpus_per_node", "a100:2", "a100:2"),
+        ("mem", "64G", "64G"),
+        ("mem", 0, "0"),
+        ("setup", None, []),
+        ("env", None, {}),
+        ("env", {"A": 1, "B": "x y"}, {"A": "1", "B": "x y"}),
+        ("partition", "a,b", "a,b"),
+        ("partition", None, None),
+        ("constraint", "[a|b]&c", "[a|b]&c"),
+        ("template", __file__, __file__),
+        ("srun_args", ["--cpu-bind=none", "-v"], ["--cpu-bind=none", "-v"]),
+    ],
+)
+def test_good_values_are_read_as_their_type(key, value, read):
+    """A number may stand in quotes; nothing stands for an empty list."""
+    assert getattr(resolve(slurm(**{key: value})).launcher, key) == read
+
+
+def test_a_name_made_of_digits_is_accepted_from_the_command_line():
+    """`launcher.account=12345` is a number for Hydra, yet nothing is lost."""
+    settings = resolve(slurm(account=12345), overrides=["launcher.account=12345"])
+    assert settings.launcher.account == "12345"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("RANK", 1, "the agent sets this"),
+        ("TORCHELASTIC_RUN_ID", "x", "the agent sets this"),
+        ("A-B", 1, "not a variable name"),
+        ("1A", 1, "not a variable name"),
+        ("A", True, "quotes"),
+        ("A", None, "quotes"),
+    ],
+)
+def test_environment_variables_that_can_not_work(name, value, why):
+    """Names that no shell takes, names that the agent sets, values with no one spelling."""
+    error = refusal(slurm(env={name: value}))
+    assert error.key == f"launcher.env.{name}"
+    assert why in str(error)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("array", "0-3", "use the key nodes"),
+        ("output", "x", "logs in the run directory"),
+        ("open-mode", "append", "logs in the run directory"),
+        ("open_mode", "append", "logs in the run directory"),
+        ("requeue", True, "always requeued"),
+        ("no-requeue", True, "always requeued"),
+        ("nodes", 2, "use the key nodes"),
+        ("ntasks", 2, "nproc_per_node"),
+        ("ntasks_per_node", 2, "nproc_per_node"),
+        ("--partition", "x", "use launcher.partition"),
+        ("time", "1:00", "use launcher.time"),
+        ("gpus-per-node", 2, "use launcher.gpus_per_node"),
+        ("nodelist", "n1", "launcher.exclude"),
+        ("clusters", "x", "login node"),
+        ("p", "x", "long name"),
+        ("two words", "x", "long name"),
+        ("reservation", 1.5, "whole number"),
+        ("reservation", "a\nb", "one line"),
+        ("time-min", 5400, "'1:30:00'"),
+    ],
+)
+def test_sbatch_flags_that_a_key_owns_or_that_would_break_a_run(flag, value, why):
+    """The refusal names the key to use instead."""
+    error = refusal(slurm(sbatch={flag: value}))
+    assert error.key == f"launcher.sbatch.{flag}"
+    assert why in str(error)
+
+
+def test_other_sbatch_flags_pass_under_their_long_names():
+    """Underscores and dashes in front are tolerated."""
+    flags = {"reservation": "night", "mail_type": "END", "--contiguous": True, "nice": 10}
+    assert resolve(slurm(sbatch=flags)).launcher.sbatch == {
+        "reservation": "night",
+        "mail-type": "END",
+        "contiguous": True,
+        "nice": 10,
+    }
+
+
+def test_an_sbatch_flag_given_twice_is_refused():
+    """Two spellings of one flag contradict each other."""
+    assert "twice" in str(refusal(slurm(sbatch={"mail_type": "END", "mail-type": "FAIL"})))
+
+
+@pytest.mark.parametrize("arg", ["-N2", "-n", "--nodes=2", "--ntasks", "--output=x", "-o"])
+def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
+    """One agent on one node, with logs of its own."""
+    assert refusal(slurm(srun_args=[arg])).key == "launcher.srun_args"
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (slurm(container={"image": "x"}), "launcher.container.image"),
+        (slurm(container={"runtime": "pyxis"}), "launcher.container.runtime"),
+        (slurm(container={"mounts": ["/a"]}), "launcher.container.mounts"),
+        (slurm(container={"runtime": "docker", "image": "x"}), "launcher.container.runtime"),
+        (slurm(mem="1G", sbatch={"mem-per-cpu": "1G"}), "launcher.sbatch.mem-per-cpu"),
+        (slurm(gpus_per_node=1, sbatch={"gres": "gpu:2"}), "launcher.sbatch.gres"),
+        (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
+        (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
+        (local(rendezvous={"lost_after_s": 0.5}), "launcher.rendezvous.lost_after_s"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(config, key):
+    """Each is allowed alone, but not together."""
+    assert refusal(config).key == key
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    """One line for each error; the attributes are the first one's."""
+    error = refusal(slurm(nodes=76, partion="x", wait="yes", rendezvous={"heartbeat_s": 0}))
+    lines = str(error).splitlines()
+    assert [line.partition("=")[0] for line in lines] == [
+        "nodes",
+        "launcher.partion",
+        "launcher.wait",
+        "launcher.rendezvous.heartbeat_s",
+    ]
+    assert (error.key, error.value) == ("nodes", 76)
+
+
+@pytest.mark.parametrize("config", [{}, {"launcher": "slurm"}, {"launcher": {"mine": 1}}])
+def test_without_a_launcher_the_error_says_how_to_choose_one(config):
+    """A group called launcher may be the user's own."""
+    error = refusal(config)
+    assert error.key == "launcher"
+    assert "+launcher=slurm" in str(error)
+
+
+def test_an_unknown_backend_is_refused():
+    """The key is the group's own, but may be overridden by mistake."""
+    assert "did you mean 'slurm'" in str(refusal({"launcher": {"backend": "slrum"}}))
+
+
+def test_local_settings_are_read_for_launcher_local():
+    """Each launcher has its own dataclass."""
+    assert resolve(local(max_agents=3)).launcher == LocalSettings(max_agents=3)

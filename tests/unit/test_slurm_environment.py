@@ -1,0 +1,158 @@
+"""hpc_elastic.slurm.environment: the SLURM_* variables in both directions."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.errors import SlurmEnvironmentError
+from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, for_commands, outside
+
+STEP = {
+    "SLURM_JOB_ID": "50",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_STEP_NODELIST": "n[2-3]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "n3",
+    "SLURM_CPUS_ON_NODE": "8",
+}
+
+
+def of(**variables):
+    """Return the environment of a job step with these variables changed."""
+    return SlurmEnvironment.from_env({**STEP, **variables})
+
+
+def test_a_task_reads_back_what_a_local_launch_sets():
+    """Both directions agree."""
+    env = as_array_task(40, 3, node_name="node3", cpus=2, restart_count=1)
+    task = SlurmEnvironment.from_env({"PATH": "/bin", **env})
+    assert task.task_name == "40_3"
+    assert (task.array_job_id, task.array_task_id, task.restart_count) == (40, 3, 1)
+    assert (task.node_name, task.hosts, task.first_host) == ("node3", ["node3"], "node3")
+    assert (task.node_id, task.num_nodes, task.cpus_on_node, task.step_id) == (0, 1, 2, 0)
+    assert (task.end_time_s, task.topology) == (None, ())
+
+
+def test_each_local_task_is_a_job_of_its_own():
+    """As in a real array, only the array's job id is shared."""
+    ids = {as_array_task(40, i, node_name="x", cpus=1)["SLURM_JOB_ID"] for i in range(5)}
+    assert len(ids) == 5
+
+
+def test_a_node_of_a_job_step_is_named_by_job_and_node():
+    """Outside of arrays the nodes of a step are the tasks."""
+    assert of().task_name == "50.1"
+    assert (of().array_job_id, of().array_task_id) == (None, None)
+
+
+def test_the_nodes_of_a_step_come_before_those_of_its_job():
+    """A step may use a part of the allocation."""
+    assert (of().nodelist, of().num_nodes, of().first_host) == ("n[2-3]", 2, "n2")
+
+
+def test_a_batch_script_sees_the_nodes_of_its_job():
+    """It is no step."""
+    batch = {name: value for name, value in STEP.items() if "STEP" not in name}
+    task = SlurmEnvironment.from_env(batch)
+    assert (task.nodelist, task.num_nodes, task.step_id) == ("n[1-4]", 4, None)
+
+
+def test_an_array_task_ignores_the_step_it_was_submitted_from():
+    """The call of sbatch hands on the variables of the shell it is called in."""
+    task = of(SLURM_ARRAY_JOB_ID="60", SLURM_ARRAY_TASK_ID="0", SLURM_JOB_NODELIST="n4")
+    assert task.hosts == ["n4"]
+
+
+def test_restarts_are_zero_before_the_first_requeue():
+    """Slurm sets the variable from the first requeue on."""
+    assert of().restart_count == 0
+    assert of(SLURM_RESTART_COUNT="2").restart_count == 2
+
+
+def test_end_time_and_topology_are_told_by_some_clusters():
+    """Newer Slurm knows the end; a topology plugin the switches."""
+    told = of(SLURM_JOB_END_TIME="1700000000", SLURM_TOPOLOGY_ADDR="s0.s1.n3")
+    assert told.end_time_s == 1700000000
+    assert told.topology == ("s0", "s1", "n3")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "read"),
+    [
+        ("SLURM_NODEID", "x", "node_id"),
+        ("SLURM_NODEID", "-1", "node_id"),
+        ("SLURM_CPUS_ON_NODE", "", "cpus_on_node"),
+        ("SLURM_STEP_NUM_NODES", "2(x2)", "num_nodes"),
+        ("SLURM_STEP_NODELIST", "n[1-", "hosts"),
+        ("SLURM_STEP_NODELIST", "", "first_host"),
+        ("SLURM_RESTART_COUNT", "many", "restart_count"),
+        ("SLURM_JOB_END_TIME", "soon", "end_time_s"),
+        ("SLURMD_NODENAME", "", "node_name"),
+    ],
+)
+def test_a_malformed_variable_is_named_with_its_value(variable, value, read):
+    """The error says what was expected."""
+    with pytest.raises(SlurmEnvironmentError) as caught:
+        getattr(of(**{variable: value}), read)
+    assert f"{variable} is {value!r}, expected a" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [
+        ("SLURM_NODEID", "node_id"),
+        ("SLURM_NODEID", "task_name"),
+        ("SLURM_CPUS_ON_NODE", "cpus_on_node"),
+        ("SLURMD_NODENAME", "node_name"),
+    ],
+)
+def test_a_missing_variable_is_named(variable, read):
+    """Only when somebody asks for it."""
+    task = SlurmEnvironment.from_env({k: v for k, v in STEP.items() if k != variable})
+    with pytest.raises(SlurmEnvironmentError, match=f"{variable} is not set"):
+        getattr(task, read)
+
+
+def test_half_an_array_task_is_an_error():
+    """The index is not made up."""
+    with pytest.raises(SlurmEnvironmentError, match="SLURM_ARRAY_TASK_ID is not set"):
+        _ = of(SLURM_ARRAY_JOB_ID="60").task_name
+
+
+def test_outside_of_slurm_the_first_look_says_so():
+    """A process that Slurm did not start has no job id."""
+    with pytest.raises(SlurmEnvironmentError, match="SLURM_JOB_ID is not set"):
+        SlurmEnvironment.from_env({"PATH": "/bin"})
+
+
+def test_the_environment_of_a_submission_has_no_trace_of_a_job_around_it():
+    """But it still finds the cluster."""
+    env = {
+        **STEP,
+        "SLURM_RESTART_COUNT": "3",
+        "SLURM_CONF": "/c",
+        "PATH": "/bin",
+        "SBATCH_QOS": "q",
+    }
+    assert outside(env) == {"SLURM_CONF": "/c", "PATH": "/bin", "SBATCH_QOS": "q"}
+
+
+def test_the_environment_of_commands_does_not_change_what_they_print():
+    """A user's SQUEUE_FORMAT is for his eyes."""
+    env = {
+        "SQUEUE_FORMAT": "%i",
+        "SQUEUE_STATES": "R",
+        "SCANCEL_INTERACTIVE": "1",
+        "SLURM_BITSTR_LEN": "64",
+        "LC_ALL": "de_DE.UTF-8",
+        "SLURM_CONF": "/c",
+    }
+    assert for_commands(env) == {
+        "SLURM_CONF": "/c",
+        "LC_ALL": "C",
+        "SLURM_TIME_FORMAT": "standard",
+        "SLURM_BITSTR_LEN": "0",
+    }

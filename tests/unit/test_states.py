@@ -1,0 +1,88 @@
+"""hpc_elastic.slurm.states: what Slurm's words mean for a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.slurm.states import FIELDS, SQUEUE_FORMAT, Phase, TaskState, parse_squeue
+
+
+@pytest.mark.parametrize(
+    ("state", "phase"),
+    [
+        ("PENDING", Phase.PENDING),
+        ("CONFIGURING", Phase.PENDING),
+        ("REQUEUED", Phase.PENDING),
+        ("REQUEUE_HOLD", Phase.PENDING),
+        ("SPECIAL_EXIT", Phase.PENDING),
+        ("SUSPENDED", Phase.PENDING),
+        ("STOPPED", Phase.PENDING),
+        ("RUNNING", Phase.RUNNING),
+        ("SIGNALING", Phase.RUNNING),
+        ("COMPLETING", Phase.LEAVING),
+        ("STAGE_OUT", Phase.LEAVING),
+        ("COMPLETED", Phase.ENDED),
+        ("FAILED", Phase.ENDED),
+        ("CANCELLED", Phase.ENDED),
+        ("TIMEOUT", Phase.ENDED),
+        ("NODE_FAIL", Phase.ENDED),
+        ("PREEMPTED", Phase.ENDED),
+        ("OUT_OF_MEMORY", Phase.ENDED),
+        ("A_STATE_OF_TOMORROW", Phase.LEAVING),
+    ],
+)
+def test_every_state_has_a_phase(state, phase):
+    """A state we do not know is neither waited for nor given up."""
+    assert TaskState("1_0", state).phase is phase
+
+
+def line(*fields):
+    """Return a line as squeue prints it in our format."""
+    return "|".join(fields) + "|\n"
+
+
+def test_the_format_cuts_nothing():
+    """Width 0 is squeue's word for as wide as it must be."""
+    assert ",".join(f"{name}:0|" for name in FIELDS) == SQUEUE_FORMAT
+
+
+def test_pending_elements_of_an_array_are_taken_apart():
+    """One line of squeue holds them all; a running element has its own."""
+    tasks = parse_squeue(
+        line("7", "3-7:2,9%2", "7", "PENDING", "0", "", "JobArrayTaskLimit")
+        + line("7", "1", "9", "RUNNING", "2", "n1", "None")
+    )
+    waiting = {
+        f"7_{i}": TaskState(f"7_{i}", "PENDING", "JobArrayTaskLimit", "", 0) for i in (3, 5, 7, 9)
+    }
+    assert tasks == {**waiting, "7_1": TaskState("7_1", "RUNNING", "", "n1", 2)}
+
+
+def test_a_job_that_is_no_array_goes_by_its_job_id():
+    """It may have several nodes, and a reason with spaces and bars."""
+    text = line("8", "N/A", "8", "PENDING", "", "", "Nodes down, DRAINED | reserved")
+    reason = "Nodes down, DRAINED | reserved"
+    assert parse_squeue(text) == {"8": TaskState("8", "PENDING", reason, "", None)}
+
+
+def test_what_is_left_of_cancelled_elements_is_no_task():
+    """One line without an index stands for them."""
+    tasks = parse_squeue(
+        line("7", "N/A", "7", "CANCELLED", "0", "", "None")
+        + line("7", "1", "9", "RUNNING", "0", "n1", "None")
+    )
+    assert list(tasks) == ["7_1"]
+
+
+def test_no_lines_are_no_tasks():
+    """Slurm has forgotten them all."""
+    assert parse_squeue("\n") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["squeue: hello", line("x", "1", "9", "RUNNING", "0", "n1", "None"), "7|1|9"]
+)
+def test_other_output_is_refused(text):
+    """A message in the place of a table is no task."""
+    with pytest.raises(ValueError, match="not a line of squeue"):
+        parse_squeue(text)

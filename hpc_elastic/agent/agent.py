@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from hpc_elastic.agent.report import Place, describe
+from hpc_elastic.agent.report import Place, WorkerFiles, describe
 from hpc_elastic.agent.worker import ROUND_VARIABLE
 from hpc_elastic.control import ControlPage
 from hpc_elastic.rendezvous.handler import SlurmRendezvousHandler
@@ -43,14 +43,17 @@ class RoundLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the files of the workers about to start, by local rank."""
-        number = os.environ[ROUND_VARIABLE]
-
-        def files(suffix: str) -> dict[int, str]:
-            stem = {local: f"round-{number}.rank-{env['RANK']}" for local, env in envs.items()}
-            return {local: str(self._folder / f"{stem[local]}.{suffix}") for local in envs}
-
+        number = int(os.environ[ROUND_VARIABLE])
+        files = {
+            local_rank: WorkerFiles(self._folder, number, int(env["RANK"]))
+            for local_rank, env in envs.items()
+        }
+        for local_rank, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = str(files[local_rank].error)
         return LogsDest(
-            stdouts=files("out"), stderrs=files("err"), error_files=files("error.json")
+            stdouts={local_rank: str(f.out) for local_rank, f in files.items()},
+            stderrs={local_rank: str(f.err) for local_rank, f in files.items()},
+            error_files={local_rank: str(f.error) for local_rank, f in files.items()},
         )
 
 
@@ -108,8 +111,12 @@ class RunAgent(LocalElasticAgent):
         if result.state is WorkerState.SUCCEEDED:
             self._session.finished()
         else:
-            failures = [describe(f, rank, self._place) for rank, f in result.failures.items()]
-            self._session.failed(failures)
+            self._session.failed([
+                describe(f, self._files(rank), self._place) for rank, f in result.failures.items()
+            ])  # fmt: skip
+
+    def _files(self, rank: int) -> WorkerFiles:
+        return WorkerFiles(self._place.logs, int(os.environ[ROUND_VARIABLE]), rank)
 
     def _as_result(self, verdict: Verdict, worker_group: WorkerGroup) -> RunResult:
         ranks = [w.global_rank for w in worker_group.workers]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -24,7 +25,8 @@ def hydra_job(run: RunDir) -> Iterator[DictConfig]:
     task = OmegaConf.load(run.hydra / "config.yaml")
     hydra = OmegaConf.load(run.hydra / "hydra.yaml")
     assert isinstance(task, DictConfig) and isinstance(hydra, DictConfig)
-    whole = OmegaConf.merge(task, hydra)
+    schema = OmegaConf.structured(HydraConf, flags={"struct": False})  # groups may add to it
+    whole = OmegaConf.merge({"hydra": schema}, task, hydra)
     assert isinstance(whole, DictConfig)
     HydraConfig.instance().set_config(whole)
     if os.environ["RANK"] != "0":

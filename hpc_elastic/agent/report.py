@@ -18,7 +18,33 @@ class ProcessFailure(Protocol):
 
     local_rank: int
     exitcode: int
-    error_file: str
+
+
+@dataclass(frozen=True)
+class WorkerFiles:
+    """The files of one worker in one round."""
+
+    folder: Path
+    round: int
+    rank: int
+
+    @property
+    def out(self) -> Path:
+        """Its standard output."""
+        return self._file("out")
+
+    @property
+    def err(self) -> Path:
+        """Its standard error."""
+        return self._file("err")
+
+    @property
+    def error(self) -> Path:
+        """What it wrote of its own failure."""
+        return self._file("error.json")
+
+    def _file(self, suffix: str) -> Path:
+        return self.folder / f"round-{self.round}.rank-{self.rank}.{suffix}"
 
 
 @dataclass(frozen=True)
@@ -30,25 +56,24 @@ class Place:
     logs: Path
 
 
-def describe(failure: ProcessFailure, rank: int, place: Place) -> dict[str, Any]:
+def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[str, Any]:
     """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time."""
-    told = _told_by_worker(Path(failure.error_file))
-    err = Path(failure.error_file.removesuffix(".error.json") + ".err")
+    told = _told_by_worker(files.error)
     died_of = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
     how = f"ended by {died_of}" if died_of else f"exited with code {failure.exitcode}"
     return {
         "task": place.task,
         "host": place.host,
-        "rank": rank,
+        "rank": files.rank,
         "local_rank": failure.local_rank,
         "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
         "message": str(told.get("message", how))[:_MAX_TEXT],
         "exception": told.get("exception"),
-        "traceback": str(told.get("traceback") or _tail(err))[-_MAX_TEXT:] or None,
+        "traceback": str(told.get("traceback") or _tail(files.err))[-_MAX_TEXT:] or None,
         "exit_code": None if died_of else failure.exitcode,
         "signal": died_of,
         "phase": told.get("phase", "run"),
-        "log": str(err),
+        "log": str(files.err),
     }
 
 

@@ -34,6 +34,8 @@ from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Leader, Surroundings
 from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
 from hpc_elastic.rendezvous.session import Candidacy, Session
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.requeue import depart
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ def supervise(task: Task) -> int:
         except SignalException as e:
             _log.warning("this node is taken: %s", e)
             events.write("taken", signal=e.sigval.name)
+            if task.spec.launcher == "slurm":
+                depart(task.name, SlurmClient())
             return TAKEN
         except (RendezvousError, HpcElasticError) as e:
             events.write("gave up", why=str(e))
@@ -156,7 +160,7 @@ class _Node:
         return {"step": progress.step, "loss": progress.loss}
 
     def _prepare_environment(self) -> None:
-        cpus = self._task.slurm.cpus_on_node
+        cpus = min(self._task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
         threads = self._spec.agent.omp_num_threads or max(1, cpus // self._nproc)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
@@ -166,10 +170,11 @@ class _Node:
 
 
 def num_workers(wanted: Nproc, cpus: int) -> int:
-    """Return how many workers a node runs, as torchrun's ``--nproc-per-node`` has it.
+    """Return how many workers a node runs.
 
     Args:
-        wanted: A number; ``gpu``, ``cpu``; ``auto`` for the GPUs if there are any, else the CPUs.
+        wanted: A number; ``gpu``: one a GPU; ``cpu``: one a CPU; ``auto``: one a GPU, or one
+            where there is none.
         cpus: The CPUs that Slurm gave the task on this node.
 
     Raises:
@@ -182,7 +187,7 @@ def num_workers(wanted: Nproc, cpus: int) -> int:
         raise ConfigError(
             "nproc_per_node", wanted, "torch sees no GPU on this node: set launcher.gpus_per_node"
         )
-    return gpus or cpus
+    return cpus if wanted == "cpu" else max(1, gpus)
 
 
 def _interface(task: Task) -> address.Interface:

@@ -11,6 +11,7 @@ from typing import Protocol
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.rundir import RunSpec
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.states import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class SlurmTasks:
             self._silent = True
             return None
         self._silent = False
-        return frozenset(t for t in self._names() if t in states and states[t].running)
+        return frozenset(t for t in self._names() if t in states and states[t].phase is Phase.RUNNING)
 
     def is_running(self, task: str) -> bool | None:
         """Ask squeue once."""

@@ -132,11 +132,11 @@ def _write_failure(error: BaseException, phase: str) -> None:
     text = "".join(traceback.format_exception(_without_our_frames(error)))
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
-    message = f"{type(error).__qualname__}: {error}"
+    theirs = {"message": f"{kind}: {error}", "extraInfo": extra}
     ours = {
-        "exception": kind, "message": message, "traceback": text, "time": now, "phase": phase,
+        "exception": kind, "message": str(error), "traceback": text, "time": now, "phase": phase,
     }  # fmt: skip
-    record = {"message": {"message": message, "extraInfo": extra}, "hpc_elastic": ours}
+    record = {"message": theirs, "hpc_elastic": ours}
     with contextlib.suppress(OSError):
         write_atomic(Path(path), json.dumps(record))
 

@@ -46,7 +46,8 @@ class Failure:
         """Return one line: who failed, and of what."""
         how = self.signal or f"exit code {self.exit_code}"
         where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
-        return f"{where}, {how}: {self.message}"
+        what = f"{self.exception}: {self.message}" if self.exception else self.message
+        return f"{where}, {how}: {what}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_elastic.agent.report import Place, describe
+from hpc_elastic.agent.report import Place, WorkerFiles, describe
 from hpc_elastic.agent.worker import load_function, to_json
 from hpc_elastic.config import AgentSettings
 from hpc_elastic.errors import HpcElasticError
@@ -53,23 +53,23 @@ class Job:
         run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=AgentSettings()))
         env = {
             **os.environ, "RANK": "0", "LOCAL_RANK": "0", "HPC_ELASTIC_ROUND": "1",
-            "TORCHELASTIC_ERROR_FILE": str(self.error_file),
+            "TORCHELASTIC_ERROR_FILE": str(self.files.error),
         }  # fmt: skip
         argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
 
     @property
-    def error_file(self) -> Path:
+    def files(self) -> WorkerFiles:
         """Where the worker leaves its failure."""
-        return self.folder / "round-1.rank-0.error.json"
+        return WorkerFiles(self.folder, 1, 3)
 
     def failure(self, exit_code: int) -> dict:
         """What the agent makes of it."""
 
         class Ended:
-            local_rank, exitcode, error_file = 0, exit_code, str(self.error_file)
+            local_rank, exitcode = 0, exit_code
 
-        return describe(Ended, 3, Place("7_1", "node2", self.folder))
+        return describe(Ended, self.files, Place("7_1", "node2", self.folder))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_an_exception_is_reported_with_the_users_frames_only(job):
     done = job.worker("fail", [0])
     failure = job.failure(done.returncode)
     assert (failure["exception"], failure["rank"], failure["host"]) == ("ValueError", 3, "node2")
-    assert failure["message"] == "ValueError: boom from the user's code"
+    assert failure["message"] == "boom from the user's code"
     assert "in fail" in failure["traceback"] and "worker.py" not in failure["traceback"]
     assert failure["exit_code"] == 1 and failure["phase"] == "run"
     assert "boom from the user's code" in done.stderr

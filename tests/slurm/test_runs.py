@@ -1,0 +1,263 @@
+"""Whole runs on a real Slurm: start with what is free, grow, lose nodes, fail, end."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.events import read_events
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+SLOWLY = ("epochs=16", "pause_s=0.04")  # some 20 s of training, whatever the group's size
+
+
+class Sweep:
+    """One `python train.py -m launcher=slurm ...`, as a user's own process."""
+
+    def __init__(self, folder: Path, env: dict[str, str], script: Path, *overrides: str) -> None:
+        self.folder = folder / "sweep"
+        argv = [
+            sys.executable, str(script), "-m", "launcher=slurm", "launcher.exclusive=true",
+            f"hydra.sweep.dir={self.folder}", *overrides,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            argv, env={**os.environ, **env}, cwd=folder, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, number: int = 0) -> Path:
+        """The directory of one run of the sweep."""
+        return self.folder / str(number)
+
+    def events(self, kind: str, number: int = 0) -> list[dict[str, Any]]:
+        """The events of a kind of one run."""
+        folder = self.run(number) / "events"
+        return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
+
+    def group_sizes(self, number: int = 0) -> list[int]:
+        """How many nodes each round of a run had."""
+        return [e["nodes"] for e in self.events("round", number)]
+
+    def result(self, number: int = 0) -> dict[str, Any]:
+        """How a run ended."""
+        return json.loads((self.run(number) / "result.json").read_text())
+
+    def value(self, number: int = 0) -> Any:
+        """What rank 0 of a run returned."""
+        return json.loads((self.run(number) / self.result(number)["results"] / "rank-0.json").read_text())
+
+    def output(self) -> str:
+        """Wait for the launcher, and return all that it printed."""
+        try:
+            return self.process.communicate(timeout=PATIENCE_S)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the launcher did not return: {self.process.communicate()[0]}")
+
+
+@pytest.fixture
+def sweep(slurm, tmp_path) -> Iterator[Callable[..., Sweep]]:
+    """Starts sweeps of train.py, or of another script."""
+    started: list[Sweep] = []
+
+    def start(*overrides: str, script: Path = ROOT / "train.py") -> Sweep:
+        started.append(Sweep(tmp_path, slurm.env, script, *overrides))
+        return started[-1]
+
+    yield start
+    for s in started:
+        if s.process.poll() is None:
+            s.process.kill()
+            s.process.communicate()
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.1)
+
+
+def hosts(sweep: Sweep) -> list[str]:
+    """The nodes of the last round, in rank order."""
+    return [m["host"] for m in sweep.events("round")[-1]["members"]]
+
+
+def leader_host(sweep: Sweep) -> str:
+    """The node whose agent leads."""
+    last = sweep.events("leader")[-1]
+    return next(e["host"] for e in sweep.events("task") if e["task"] == last["task"])
+
+
+def epochs_by_round(run: Path) -> dict[int, list[int]]:
+    """Which epochs' losses each round's rank 0 logged."""
+    logged: dict[int, list[int]] = {}
+    for path in run.glob("tasks/*/attempt-*/round-*.rank-0.out"):
+        number = int(re.search(r"round-(\d+)\.", path.name)[1])
+        epochs = [int(n) for n in re.findall(r"epoch (\d+): loss", path.read_text())]
+        logged.setdefault(number, []).extend(epochs)
+    return logged
+
+
+def busy(slurm, num_nodes: int) -> str:
+    """Take nodes away for a while; return the job's id."""
+    wait = ["--wrap", "sleep 300"]
+    out = slurm.run(["sbatch", "--parsable", f"-N{num_nodes}", "--exclusive", "-o", "/dev/null", *wait])
+    job = out.stdout.strip()
+    running = ["squeue", "-h", "-j", job, "-t", "RUNNING", "-o", "%i"]
+    eventually(lambda: slurm.run(running).stdout.strip() == job, "the other job runs")
+    return job
+
+
+def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
+    """With two of four nodes busy a run starts with two, and has four once they are free."""
+    job = busy(slurm, 2)
+    s = sweep("nodes=1:4", *SLOWLY)
+    eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
+    time.sleep(2)
+    slurm.run(["scancel", job])
+    output = s.output()
+    assert s.group_sizes()[-1] == 4, output
+    assert [n for n in s.group_sizes() if n > 1][0] == 2
+    assert s.result()["restarts"] == 0 and s.value() > 0.95
+    logged = epochs_by_round(s.run())
+    assert all(len(set(epochs)) == len(epochs) for epochs in logged.values())
+    assert max(max(epochs) for epochs in logged.values() if epochs) == 15
+
+
+def test_a_follower_that_dies_is_dropped(slurm, sweep):
+    """The others go on at the smaller size, spend no restart, and the model is as good."""
+    s = sweep("nodes=1:3", *SLOWLY)
+    eventually(lambda: s.group_sizes()[-1:] == [3], "three nodes train")
+    slurm.kill_node(next(h for h in hosts(s) if h != leader_host(s)))
+    s.output()
+    assert 2 in s.group_sizes()
+    assert s.result()["restarts"] == 0 and s.value() > 0.95
+
+
+def test_a_leader_that_dies_is_replaced(slurm, sweep):
+    """Another agent leads the next epoch, and the run ends as if nothing had been."""
+    s = sweep("nodes=1:3", *SLOWLY)
+    eventually(lambda: s.group_sizes()[-1:] == [3], "three nodes train")
+    slurm.kill_node(leader_host(s))
+    s.output()
+    assert [e["epoch"] for e in s.events("leader")][:2] == [1, 2]
+    assert s.result()["restarts"] == 0 and s.value() > 0.95
+
+
+def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
+    """Preemption costs no restart; the requeued task joins again in its next attempt."""
+    s = sweep("nodes=1:2", "epochs=30", "pause_s=0.05")
+    eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
+    taken = next(h for h in hosts(s) if h != leader_host(s))
+    slurm.preempt([taken], for_s=3)
+    eventually(lambda: s.group_sizes()[-1:] == [1], "one node goes on")
+    task = next(e["task"] for e in s.events("gone"))
+    pending = ["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]
+    eventually(lambda: task in slurm.run(pending).stdout.split(), "the task is requeued")
+    slurm.run(["scontrol", "update", f"jobid={task}", "starttime=now"])
+    s.output()
+    assert s.result()["restarts"] == 0 and s.value() > 0.95
+    assert s.group_sizes()[-1] == 2
+    assert {e["attempt"] for e in s.events("task") if e["task"] == task} == {0, 1}
+
+
+def test_a_sweep_gives_every_run_a_node_first(slurm, sweep):
+    """Three runs of up to four nodes on four nodes: all three train at the same time."""
+    s = sweep("nodes=1:4", "lr=0.1,0.05,0.02", *SLOWLY)
+    eventually(lambda: all(s.group_sizes(n) for n in range(3)), "all three runs train")
+    assert not any((s.run(n) / "result.json").exists() for n in range(3))
+    output = s.output()
+    assert all(s.value(n) > 0.95 for n in range(3)), output
+    jobs = list((s.folder / ".hpc_elastic").glob("array-*.jobid"))
+    assert len(jobs) == 1, "one array"
+    left = slurm.run(["squeue", "-h", "-j", jobs[0].read_text().strip()])
+    assert not left.stdout.strip(), "nothing of the runs stays in the queue"
+
+
+FAILING = """
+import os
+import hydra, torch, torch.distributed as dist
+
+def inner():
+    raise ValueError("boom on purpose")
+
+@hydra.main(version_base=None)
+def main(cfg):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 3:
+        inner()
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_first_failure_is_what_the_user_sees(sweep, tmp_path):
+    """Rank 3 raises: its host and traceback are shown, not those of the workers that followed."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.replace("launcher=slurm", ""))
+    s = _plus(sweep, script, "+nodes=4", "launcher.max_restarts=1")
+    output = s.output()
+    assert s.process.returncode != 0
+    failure = s.result()["failure"]
+    assert (failure["rank"], failure["exception"]) == (3, "ValueError")
+    assert failure["host"] in output and "boom on purpose" in output and "in inner" in output
+    assert s.result()["restarts"] == 1
+    assert all("boom" not in v["message"] for v in s.result()["victims"])
+
+
+def test_a_missing_module_ends_the_run_at_once(sweep, tmp_path):
+    """A script that can not be imported on the nodes is not tried again."""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import os\nif 'SLURM_JOB_ID' in os.environ:\n    import nosuchmodule\n" + FAILING
+    )
+    s = _plus(sweep, script, "+nodes=1")
+    output = s.output()
+    assert "nosuchmodule" in output and s.process.returncode != 0
+    assert s.result()["rounds"] == 1 and s.result()["failure"]["phase"] == "import"
+
+
+def _plus(sweep, script, *overrides):
+    """Start a script whose defaults list has no launcher."""
+    return sweep("+launcher=slurm", *overrides, script=script)
+
+
+def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
+    """`hpc-elastic render` prints a script; sbatch takes it, and it trains to the end."""
+    overrides = ["launcher=slurm", "nodes=1:2", "epochs=12", "launcher.exclusive=true"]
+    folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    argv = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py"), *overrides, folder]
+    env = {**os.environ, **slurm.env}
+    rendered = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert rendered.returncode == 0, rendered.stderr
+    assert not slurm.run(["squeue", "-h"]).stdout.strip(), "nothing is submitted"
+    script = tmp_path / "by-hand.sbatch"
+    script.write_text(rendered.stdout)
+    slurm.run(["sbatch", str(script)])
+    run = tmp_path / "sweep" / "0"
+    eventually((run / "result.json").exists, "the run ends")
+    assert json.loads((run / "result.json").read_text())["status"] == "succeeded"
+    eventually(lambda: not slurm.run(["squeue", "-h"]).stdout.strip(), "the queue is empty")
+
+
+def test_an_unknown_partition_is_refused_with_those_there_are(slurm, sweep):
+    """The answer comes at submission, in the submitting terminal, with a near miss."""
+    s = sweep("nodes=1", "launcher.partition=lwo")
+    output = s.output()
+    assert s.process.returncode != 0
+    assert "launcher.partition" in output and "'low'" in output
+    assert "Traceback" not in output

@@ -49,9 +49,7 @@ class ControlPage:
         staged.replace(path)
         return cls(path)
 
-    def report(
-        self, step: int | None, loss: SupportsFloat | None, samples: int | None
-    ) -> None:
+    def report(self, step: int | None, loss: SupportsFloat | None, samples: int | None) -> None:
         """Publish what is not None (worker)."""
         if samples is not None:
             struct.pack_into("=q", self._map, _SAMPLES, samples)
@@ -111,19 +109,10 @@ def report(
     _reporter.report(step, loss, samples)
 
 
-def count_optimizer_steps() -> None:
-    """Report every optimizer step of this process, until the script reports steps itself."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    steps = 0
-
-    def count(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        if not _reporter.by_user:
-            _reporter.report(steps, None, None)
-
-    register_optimizer_step_post_hook(count)
+def report_counted(step: int) -> None:
+    """Publish a step that was counted for the script, unless it reports its steps itself."""
+    if not _reporter.by_user:
+        _reporter.report(step, None, None)
 
 
 def _path(directory: Path, local_rank: int) -> Path:

@@ -115,9 +115,7 @@ class _Node:
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        candidacy = Candidacy(
-            self._interface.address, 0, self._make_leader, self._tasks.is_running
-        )
+        candidacy = Candidacy(self._interface.address, 0, self._make_leader, self._tasks.is_running)
         return Session(
             me, EndpointDir(task.run.rdzv, self._secret), candidacy, self._spec.rendezvous,
             secret=self._secret, progress=self._progress,

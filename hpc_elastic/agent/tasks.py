@@ -52,7 +52,8 @@ class SlurmTasks:
             self._silent = True
             return None
         self._silent = False
-        return frozenset(t for t in self._names() if t in states and states[t].phase is Phase.RUNNING)
+        running = {name for name, state in states.items() if state.phase is Phase.RUNNING}
+        return frozenset(running.intersection(self._names()))
 
     def is_running(self, task: str) -> bool | None:
         """Ask squeue once."""

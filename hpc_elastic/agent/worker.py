@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic import control
+from hpc_elastic.control import report_counted
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
         entry = run.load().entry
         function = load_function(entry)
         if "torch" in sys.modules:
-            control.count_optimizer_steps()
+            _count_optimizer_steps()
         phase = "run"
         value = call(function, entry, run)
         _write_value(run, value)
@@ -82,6 +83,14 @@ def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:
 
     with hydra_job(run) as config:
         return function(config)
+
+
+def _count_optimizer_steps() -> None:
+    """Report every optimizer step of this process, for scripts that report none themselves."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = itertools.count(1)
+    register_optimizer_step_post_hook(lambda *_: report_counted(next(steps)))
 
 
 def _load_script(path: str) -> types.ModuleType:

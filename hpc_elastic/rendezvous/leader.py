@@ -88,9 +88,7 @@ class Leader:
 
     async def listen(self, address: str, port: int) -> int:
         """Open the port (0: any free one) and return it."""
-        self._server = await asyncio.start_server(
-            self._serve, address, port, limit=MAX_FRAME_BYTES
-        )
+        self._server = await asyncio.start_server(self._serve, address, port, limit=MAX_FRAME_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
 
     def lead(self) -> None:

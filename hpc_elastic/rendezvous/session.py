@@ -293,9 +293,7 @@ class Session:
                 await self._stand(1 + await asyncio.to_thread(self._endpoints.latest_epoch), None)
                 continue
             try:
-                return await connect(
-                    endpoint.address, endpoint.port, self._secret, endpoint.epoch
-                )
+                return await connect(endpoint.address, endpoint.port, self._secret, endpoint.epoch)
             except (OSError, TimeoutError, BadFrameError) as e:
                 silent_s = time.monotonic() - out_of_reach_since
                 self._news = f"{endpoint.task} leads, but can not be reached: {e!r}"

@@ -52,7 +52,8 @@ class Sweep:
 
     def value(self, number: int = 0) -> Any:
         """What rank 0 of a run returned."""
-        return json.loads((self.run(number) / self.result(number)["results"] / "rank-0.json").read_text())
+        results = self.run(number) / self.result(number)["results"]
+        return json.loads((results / "rank-0.json").read_text())
 
     def output(self) -> str:
         """Wait for the launcher, and return all that it printed."""
@@ -60,7 +61,7 @@ class Sweep:
             return self.process.communicate(timeout=PATIENCE_S)[0]
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"the launcher did not return: {self.process.communicate()[0]}")
+            pytest.fail(f"the launcher did not return: {self.process.communicate()[0]}")
 
 
 @pytest.fixture
@@ -110,9 +111,9 @@ def epochs_by_round(run: Path) -> dict[int, list[int]]:
 
 def busy(slurm, num_nodes: int) -> str:
     """Take nodes away for a while; return the job's id."""
-    wait = ["--wrap", "sleep 300"]
-    out = slurm.run(["sbatch", "--parsable", f"-N{num_nodes}", "--exclusive", "-o", "/dev/null", *wait])
-    job = out.stdout.strip()
+    size = [f"-N{num_nodes}", "--exclusive"]
+    sleeper = ["sbatch", "--parsable", *size, "-o", "/dev/null", "--wrap", "sleep 300"]
+    job = slurm.run(sleeper).stdout.strip()
     running = ["squeue", "-h", "-j", job, "-t", "RUNNING", "-o", "%i"]
     eventually(lambda: slurm.run(running).stdout.strip() == job, "the other job runs")
     return job
@@ -127,7 +128,7 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     slurm.run(["scancel", job])
     output = s.output()
     assert s.group_sizes()[-1] == 4, output
-    assert [n for n in s.group_sizes() if n > 1][0] == 2
+    assert next(n for n in s.group_sizes() if n > 1) == 2
     assert s.result()["restarts"] == 0 and s.value() > 0.95
     logged = epochs_by_round(s.run())
     assert all(len(set(epochs)) == len(epochs) for epochs in logged.values())
@@ -240,7 +241,8 @@ def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic render` prints a script; sbatch takes it, and it trains to the end."""
     overrides = ["launcher=slurm", "nodes=1:2", "epochs=12", "launcher.exclusive=true"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
-    argv = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py"), *overrides, folder]
+    render = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py")]
+    argv = [*render, *overrides, folder]
     env = {**os.environ, **slurm.env}
     rendered = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert rendered.returncode == 0, rendered.stderr

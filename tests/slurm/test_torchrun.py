@@ -16,7 +16,8 @@ total = torch.ones(1)
 dist.all_reduce(total)
 said = f"rank {dist.get_rank()} of {int(total)} on {os.uname().nodename}"
 os.write(1, f"{said}\\n".encode())  # in one piece
-if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "--fail" in sys.argv:
+fails = "--fail" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if fails and dist.get_rank() == 1:
     raise SystemExit(3)
 dist.barrier()
 dist.destroy_process_group()
@@ -33,8 +34,7 @@ def torchrun(slurm, tmp_path):
         program = [str(Path(sys.executable).parent / "torchrun"), "--rdzv-backend=slurm"]
         conf = f"--rdzv-conf=key_file={tmp_path / 'key'}"
         done = subprocess.run(
-            ["srun", "-N2", "--ntasks-per-node=1", "-l", *program, conf, *options, str(script)]
-            + list(arguments),
+            ["srun", "-N2", "--ntasks-per-node=1", *program, conf, *options, str(script), *arguments],
             env={**os.environ, **slurm.env}, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

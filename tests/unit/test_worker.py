@@ -15,7 +15,7 @@ from hpc_elastic.config import AgentSettings
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 
 def add(a, b):
@@ -35,7 +35,7 @@ def who():
 
 if __name__ == "__main__":
     raise SystemExit("the main block must not run")
-'''
+"""
 
 
 class Job:

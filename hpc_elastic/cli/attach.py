@@ -1,0 +1,127 @@
+"""``hpc-elastic attach``: wait for runs that were submitted before, as the launcher would."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rundir import SUBMISSION, RunDir, read_json
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit.backend import Handle, TrackedRun
+from hpc_elastic.submit.local import TASKS_FILE
+
+
+def attach(sweep: Path, poll_s: float) -> int:
+    """Show progress until all runs of the sweep have ended.
+
+    Returns:
+        0 if all succeeded, else 1.
+
+    Raises:
+        RunDirectoryError: this is no sweep directory, or nothing was submitted from it.
+    """
+    from hpc_elastic.submit import session
+
+    submission = sweep.absolute() / SUBMISSION
+    job_ids = read_job_ids(submission)
+    runs, launcher = read_runs(submission, job_ids)
+    handle: Handle
+    if launcher == "slurm":
+        from hpc_elastic.slurm.client import SlurmClient
+        from hpc_elastic.submit.slurm_backend import SlurmHandle
+
+        handle = SlurmHandle(list(job_ids.values()), sweep.absolute(), SlurmClient())
+    else:
+        handle = LocalView(submission, list(job_ids.values()))
+    outcomes = session.wait(session.Submitted(handle, runs, poll_s))
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    for error in failed:
+        print(f"\n{error}")
+    return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """Somebody else's local launch: it can be looked at, and is left alone."""
+
+    submission: Path
+    job_ids: Sequence[str]
+
+    def tasks(self) -> Mapping[str, TaskState]:
+        """Return what the launcher has written down about its processes."""
+        listed = read_json(self.submission / TASKS_FILE) or {}
+        return {name: _state(name, task) for name, task in listed.items()}
+
+    def cancel(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+    def leave(self) -> str:
+        """Return how to come back."""
+        sweep = shlex.quote(str(self.submission.parent))
+        return f"The runs go on with their launcher; attach: hpc-elastic attach {sweep}"
+
+    def close(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+
+def _state(name: str, task: Mapping[str, object]) -> TaskState:
+    state, code = str(task.get("state")), task.get("exit_code")
+    if state != "ENDED":
+        return TaskState(name, state)
+    return TaskState(name, "COMPLETED" if code == 0 else "FAILED", f"exit code {code}")
+
+
+def read_job_ids(submission: Path) -> dict[int, str]:
+    """Return the job id of each array that was submitted.
+
+    Raises:
+        RunDirectoryError: there is none.
+    """
+    files = {_number(file): file for file in submission.glob("array-*.jobid")}
+    if not files:
+        what = "was never submitted" if submission.is_dir() else "is no sweep directory"
+        raise RunDirectoryError(f"{submission.parent} {what}: {submission} has no array-*.jobid")
+    return {number: files[number].read_text().strip() for number in sorted(files)}
+
+
+def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[TrackedRun], str]:
+    """Return the runs of the submitted arrays, and their launcher.
+
+    Raises:
+        RunDirectoryError: a file of the sweep is missing.
+    """
+    runs, launcher = [], "slurm"
+    for path in dict.fromkeys(_run_dirs(submission, job_ids)):
+        spec = RunDir(path).load()
+        launcher = spec.launcher
+        tasks = tuple(f"{job_ids[k]}_{index}" for k, index in spec.tasks if k in job_ids)
+        runs.append(TrackedRun(path, _label(path), tasks, submission))
+    return runs, launcher
+
+
+def _run_dirs(submission: Path, job_ids: Mapping[int, str]) -> Iterator[Path]:
+    for number in job_ids:
+        array = read_json(submission / f"array-{number}.json")
+        if array is None:
+            raise RunDirectoryError(f"{submission} has no array-{number}.json")
+        yield from (Path(run["dir"]) for run in array["runs"])
+
+
+def _label(run: Path) -> str:
+    """Return the overrides of a run; what a program launched has none."""
+    import yaml
+
+    from hpc_elastic.submit.session import overrides_label
+
+    try:
+        overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
+    except OSError:
+        return ""
+    return overrides_label([str(line) for line in overrides or []])
+
+
+def _number(file: Path) -> int:
+    return int(file.stem.removeprefix("array-"))

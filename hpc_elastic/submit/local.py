@@ -1,0 +1,275 @@
+"""launcher=local: the same plan as processes on this machine, with a queue of their own.
+
+Each array task is one process in a session of its own, with the SLURM_* variables that it would
+have in Slurm. At most ``max_agents`` run at a time, started in the order of the array; a task
+whose run has ended is not started any more. What the agents would ask squeue for, they read from
+``local-tasks.json``: {task name: {"state": "PENDING|RUNNING|ENDED", "pid", "exit_code"}}.
+
+A thread keeps the queue, so that a free place is filled however the launcher is busy. The
+processes end with the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.config import LocalSettings
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.rundir import RunDir, read_json, write_atomic
+from hpc_elastic.slurm.environment import as_array_task, outside
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit.plan import Plan
+from hpc_elastic.submit.prepare import Prepared, python_path
+from hpc_elastic.submit.processes import end_processes, wait_all
+from hpc_elastic.submit.sbatch import TASK_MODULE
+
+TASKS_FILE = "local-tasks.json"
+
+_TICK_S = 0.05
+_MARGIN_S = 5.0
+"""What an agent gets to finish by itself, and beyond its workers' stop time-out to be ended."""
+
+
+@dataclass
+class LocalTask:
+    """One array task in the queue of this machine."""
+
+    name: str
+    job_id: int
+    index: int
+    array_file: Path
+    run: RunDir
+    cpus: int
+    process: subprocess.Popen[bytes] | None = None
+    skipped: bool = False
+
+    @property
+    def running(self) -> bool:
+        """Return whether its process has started and not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pending(self) -> bool:
+        """Return whether it may still start."""
+        return self.process is None and not self.skipped
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return the exit code of its process, once it has ended."""
+        return None if self.process is None else self.process.poll()
+
+    def describe(self) -> dict[str, Any]:
+        """Return its entry in ``local-tasks.json``."""
+        state = "PENDING" if self.pending else "RUNNING" if self.running else "ENDED"
+        pid = self.process.pid if self.process else None
+        return {"state": state, "pid": pid, "exit_code": self.exit_code}
+
+    def seen_by_slurm(self) -> TaskState:
+        """Return the state that Slurm would give it."""
+        if self.pending:
+            return TaskState(self.name, "PENDING", "Resources")
+        if self.running:
+            return TaskState(self.name, "RUNNING", node=socket.gethostname())
+        if self.skipped:
+            return TaskState(self.name, "CANCELLED")
+        code = self.exit_code
+        state = "COMPLETED" if code == 0 else "FAILED"
+        return TaskState(self.name, state, "" if code == 0 else f"exit code {code}")
+
+
+def task_command(array_file: Path) -> list[str]:
+    """Return the command line of a task; the same as in a batch script."""
+    return [sys.executable, "-u", "-m", TASK_MODULE, str(array_file)]
+
+
+Command = Callable[[Path], Sequence[str]]
+
+
+def next_to_start(
+    pending: Iterable[LocalTask], *, num_running: int, max_agents: int
+) -> list[LocalTask]:
+    """Return the tasks to start now, in the order of the queue (pure)."""
+    return list(pending)[: max(0, max_agents - num_running)]
+
+
+def agent_limit(plan: Plan, num_cpus: int) -> int:
+    """Return how many agents may run at a time over all runs (pure)."""
+    limits = [r.settings.launcher for r in plan.runs]
+    given = [s.max_agents for s in limits if isinstance(s, LocalSettings) and s.max_agents]
+    largest = max(run.settings.nodes.max for run in plan.runs)
+    return min(given) if given else max(2 * num_cpus, largest)
+
+
+class LocalHandle:
+    """The processes of one submission and the thread that starts them.
+
+    Args:
+        tasks: All tasks, in the order of the queue.
+        submission: The sweep's ``.hpc_elastic``.
+        max_agents: At most so many processes at a time.
+        stop_after_s: Between SIGTERM and SIGKILL when they are ended.
+        command: Makes the command line of a task.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[LocalTask],
+        submission: Path,
+        *,
+        max_agents: int,
+        stop_after_s: float,
+        command: Command,
+    ) -> None:
+        self._tasks = list(tasks)
+        self._submission = submission
+        self._max_agents = max_agents
+        self._stop_after_s = stop_after_s
+        self._command = command
+        self._written: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_queue, name="local-queue", daemon=True)
+
+    @property
+    def job_ids(self) -> Sequence[str]:
+        """Return the made-up job id of each array."""
+        return list(dict.fromkeys(str(task.job_id) for task in self._tasks))
+
+    def start(self) -> None:
+        """Write the queue down and start its first tasks."""
+        self._tick()
+        self._thread.start()
+
+    def tasks(self) -> Mapping[str, TaskState]:
+        """Return all tasks in Slurm's words."""
+        return {task.name: task.seen_by_slurm() for task in self._tasks}
+
+    def cancel(self) -> None:
+        """End everything: SIGTERM, a bounded wait, SIGKILL."""
+        self._stop_queue()
+        for task in self._tasks:
+            task.skipped = task.skipped or task.process is None
+        running = [task.process for task in self._tasks if task.process and task.running]
+        end_processes(running, self._stop_after_s)
+        self._write()
+
+    def leave(self) -> str:
+        """End all processes: without the launcher nothing would start what still waits."""
+        self.cancel()
+        return "launcher=local: the runs were ended; their directories are complete up to here."
+
+    def close(self) -> None:
+        """Let the agents of runs that have ended finish; end what does not."""
+        self._stop_queue()
+        wait_all([task.process for task in self._tasks if task.process], _MARGIN_S)
+        self.cancel()
+
+    def _stop_queue(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _keep_queue(self) -> None:
+        while not self._stop.wait(_TICK_S):
+            self._tick()
+
+    def _tick(self) -> None:
+        for task in self._tasks:
+            task.skipped = task.skipped or (task.process is None and task.run.result.exists())
+        num_running = sum(task.running for task in self._tasks)
+        pending = (task for task in self._tasks if task.pending)
+        for task in next_to_start(pending, num_running=num_running, max_agents=self._max_agents):
+            task.process = self._spawn(task)
+        self._write()
+
+    def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
+        log = self._submission / "logs" / f"{task.name}.log"
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                list(self._command(task.array_file)),
+                env=task_environment(os.environ, task),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _write(self) -> None:
+        now = {task.name: task.describe() for task in self._tasks}
+        if now == self._written:
+            return
+        path = self._submission / TASKS_FILE
+        write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
+        self._written = now
+
+
+def task_environment(environ: Mapping[str, str], task: LocalTask) -> dict[str, str]:
+    """Return the environment of a task (pure).
+
+    The variables of a Slurm job around the launcher are hidden: this is another, made-up job.
+    gloo resolves the host's name to find its interface, which fails on laptops and in containers;
+    all processes are on this machine, so the loopback interface is right.
+    """
+    made_up = as_array_task(
+        task.job_id,
+        task.index,
+        node_name=socket.gethostname(),
+        cpus=task.cpus,
+        restart_count=0,
+    )
+    path = python_path(environ)
+    found = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
+    return {"GLOO_SOCKET_IFNAME": "lo", **outside(environ), **found, **made_up}
+
+
+def submit(prepared: Prepared) -> LocalHandle:
+    """Start the plan on this machine.
+
+    Args:
+        prepared: A plan whose files are written.
+
+    Raises:
+        ConfigError: ``launcher.wait=false``: nothing would keep the queue.
+    """
+    plan = prepared.plan
+    if not plan.launcher.wait:
+        remedy = "launcher=local runs as long as the launcher waits; leave the setting off"
+        raise ConfigError("launcher.wait", False, remedy)
+    stop_after_s = max(run.settings.launcher.agent.stop_timeout_s for run in plan.runs)
+    handle = LocalHandle(
+        _queue(plan),
+        plan.submission,
+        max_agents=agent_limit(plan, os.cpu_count() or 1),
+        stop_after_s=stop_after_s + _MARGIN_S,
+        command=task_command,
+    )
+    for array, job_id in zip(plan.arrays, handle.job_ids, strict=True):
+        write_atomic(plan.submission / f"array-{array.number}.jobid", job_id + "\n")
+    handle.start()
+    return handle
+
+
+def _queue(plan: Plan) -> list[LocalTask]:
+    """Return the tasks of all arrays in order, under job ids that no other launch has."""
+    first_id = time.time_ns() // 1_000_000
+    return [
+        LocalTask(
+            name=f"{first_id + array.number}_{index}",
+            job_id=first_id + array.number,
+            index=index,
+            array_file=plan.submission / f"array-{array.number}.json",
+            run=RunDir(plan.runs[task.run].dir),
+            cpus=getattr(array.launcher, "cpus_per_node", 1) or 1,
+        )
+        for array in plan.arrays
+        for index, task in enumerate(array.tasks)
+    ]

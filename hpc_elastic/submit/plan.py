@@ -1,0 +1,171 @@
+"""What will be submitted: runs become tasks of job arrays (pure).
+
+A run of up to n nodes is n array tasks, its *slots*. Runs that ask Slurm for the same resources
+share an array, so that a sweep is one sbatch call. The index of a task in its array is its place
+in the queue, hence the two orders:
+
+    spread=runs    slot 0 of every run, then slot 1 of every run that has one, and so on
+    spread=nodes   all slots of the first run, then all of the second
+
+Slurm numbers the tasks of an array from 0 to MaxArraySize - 1 at most: what does not fit goes to
+the next array, in the same order, and a run may lie across two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_elastic.config import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError
+
+SWEEP_WIDE = ("wait", "spread", "snapshot", "dry_run", "poll_s")
+"""Settings of the submission itself: one value for all runs of a sweep."""
+
+_OF_THE_RUN = {field.name for field in fields(LauncherSettings)}
+"""Settings that no #SBATCH line depends on: runs that differ in them may share an array."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run as it will be submitted.
+
+    Attributes:
+        dir: Absolute path of the run directory.
+        settings: What was asked for, checked.
+        overrides: The user's overrides of this run, for people to recognise it by.
+    """
+
+    dir: Path
+    settings: RunSettings
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One node of a run: the run's place in the plan, and which of its nodes."""
+
+    run: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class PlannedArray:
+    """One job array: its number k in the sweep, its settings, and its tasks by index."""
+
+    number: int
+    launcher: SlurmSettings | LocalSettings
+    tasks: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that one submission hands to the scheduler.
+
+    Attributes:
+        submission: Absolute path of the sweep's ``.hpc_elastic``.
+        runs: The runs, in the order of the sweep.
+        arrays: The job arrays, in the order of their submission.
+    """
+
+    submission: Path
+    runs: tuple[PlannedRun, ...]
+    arrays: tuple[PlannedArray, ...]
+
+    @property
+    def launcher(self) -> SlurmSettings | LocalSettings:
+        """Return the settings by which the submission itself goes (see `SWEEP_WIDE`)."""
+        return self.runs[0].settings.launcher
+
+    @property
+    def backend(self) -> Literal["slurm", "local"]:
+        """Return which launcher the plan is for."""
+        return "slurm" if isinstance(self.launcher, SlurmSettings) else "local"
+
+    def tasks(self) -> list[list[tuple[int, int]]]:
+        """Return for each run the (array number, index) of each of its slots."""
+        placed: list[dict[int, tuple[int, int]]] = [{} for _ in self.runs]
+        for array in self.arrays:
+            for index, task in enumerate(array.tasks):
+                placed[task.run][task.slot] = (array.number, index)
+        return [[slots[slot] for slot in sorted(slots)] for slots in placed]
+
+    def array_file(self, array: PlannedArray) -> dict[str, Any]:
+        """Return the content of ``array-<k>.json``: run directory and slot by index."""
+        return {"runs": [{"dir": str(self.runs[t.run].dir), "slot": t.slot} for t in array.tasks]}
+
+    def __str__(self) -> str:
+        """Return the plan in words, one line for each array."""
+        num_tasks = sum(len(array.tasks) for array in self.arrays)
+        head = f"{len(self.runs)} run(s), {num_tasks} task(s), {len(self.arrays)} array(s)"
+        return "\n".join([head, *(_describe(array) for array in self.arrays)])
+
+
+def make_plan(
+    runs: Sequence[PlannedRun],
+    submission: Path,
+    *,
+    max_array_size: int,
+    first_array: int = 0,
+) -> Plan:
+    """Lay the runs of one submission out as job arrays.
+
+    Args:
+        runs: The runs in the order of the sweep, at least one.
+        submission: Absolute path of the sweep's ``.hpc_elastic``.
+        max_array_size: Slurm's MaxArraySize: more tasks than this need another array.
+        first_array: Number of the first array; a sweep submitted in batches goes on counting.
+
+    Raises:
+        ConfigError: a setting of the whole submission differs between runs.
+    """
+    _require_one_submission(runs)
+    arrays: list[PlannedArray] = []
+    for group in _same_resources(runs):
+        launcher = runs[group[0]].settings.launcher
+        for tasks in _chunks(list(_in_order(group, runs)), max_array_size):
+            arrays.append(PlannedArray(first_array + len(arrays), launcher, tuple(tasks)))
+    return Plan(submission, tuple(runs), tuple(arrays))
+
+
+def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
+    first = runs[0].settings.launcher
+    for other in (run.settings.launcher for run in runs[1:]):
+        if type(other) is not type(first):
+            raise ConfigError("launcher", "slurm,local", "a sweep has one launcher for all runs")
+        for name in SWEEP_WIDE:
+            if getattr(other, name) != getattr(first, name):
+                values = [getattr(first, name), getattr(other, name)]
+                remedy = "all runs of a sweep are submitted together and need the same value"
+                raise ConfigError(f"launcher.{name}", values, remedy)
+
+
+def _same_resources(runs: Sequence[PlannedRun]) -> Iterable[list[int]]:
+    groups: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        groups.setdefault(_resources(run.settings.launcher), []).append(number)
+    return groups.values()
+
+
+def _resources(launcher: SlurmSettings | LocalSettings) -> str:
+    asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
+    return repr({name: value for name, value in asked.items() if name not in _OF_THE_RUN})
+
+
+def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot]:
+    num_nodes = {run: runs[run].settings.nodes.max for run in group}
+    if runs[group[0]].settings.launcher.spread == "nodes":
+        return (Slot(run, slot) for run in group for slot in range(num_nodes[run]))
+    most = max(num_nodes.values())
+    return (Slot(run, slot) for slot in range(most) for run in group if slot < num_nodes[run])
+
+
+def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
+    return (tasks[start : start + size] for start in range(0, len(tasks), size))
+
+
+def _describe(array: PlannedArray) -> str:
+    runs = {task.run for task in array.tasks}
+    return f"  array {array.number}: {len(array.tasks)} task(s) of {len(runs)} run(s)"

@@ -1,0 +1,180 @@
+"""Everything on disk that a submission needs, written before the scheduler hears of it.
+
+After `prepare`, ``<sweep>/.hpc_elastic`` and the run directories are complete: a script that is
+rendered and not submitted can be handed to sbatch by hand and does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic import resources
+from hpc_elastic.config import SlurmSettings
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, write_atomic
+from hpc_elastic.submit import sbatch
+from hpc_elastic.submit.plan import Plan, PlannedArray
+from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan whose files are written.
+
+    Attributes:
+        plan: What will be submitted.
+        scripts: The batch script of each array; none with ``launcher=local``.
+        name: Name of the jobs, from which run ids are made.
+    """
+
+    plan: Plan
+    scripts: tuple[Path, ...]
+    name: str
+
+
+def prepare(
+    plan: Plan, entry: Entry, *, name: str, provenance: Mapping[str, Any] | None = None
+) -> Prepared:
+    """Write the run directories, the array files and the batch scripts.
+
+    Args:
+        plan: What will be submitted.
+        entry: The user's function.
+        name: Name of the user's script or function.
+        provenance: Where the runs came from, for run.json.
+
+    Raises:
+        RunDirectoryError: a run directory can not be written, or holds another run.
+        ConfigError: a setting can not be written into the batch script.
+        SubmissionError: the snapshot of the code failed.
+    """
+    scripts = _render(plan, name)  # refuses before anything is written
+    try:
+        (plan.submission / "logs").mkdir(parents=True, exist_ok=True)
+        entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
+        _write_runs(plan, entry, name, dict(provenance or {}))
+        _write_arrays(plan, scripts)
+    except OSError as e:
+        remedy = "choose another folder with hydra.sweep.dir=..."
+        where = e.filename or plan.submission
+        raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
+    return Prepared(plan, tuple(_script(plan, k) for k in scripts), name)
+
+
+def next_array(submission: Path) -> int:
+    """Return the first free array number: a sweep may be submitted in several batches."""
+    taken = [path.stem.removeprefix("array-") for path in submission.glob("array-*.json")]
+    return max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+
+
+def make_run_id(name: str) -> str:
+    """Return a new identity for a run: unique, and readable in logs."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def make_spec(
+    plan: Plan, number: int, tasks: list[tuple[int, int]], *, entry: Entry, run_id: str
+) -> RunSpec:
+    """Return run.json of one run of the plan (pure), without its provenance."""
+    settings = plan.runs[number].settings
+    return RunSpec(
+        run_id=run_id,
+        min_nodes=settings.nodes.min,
+        max_nodes=settings.nodes.max,
+        nproc_per_node=settings.nproc_per_node,
+        max_restarts=settings.launcher.max_restarts,
+        entry=entry,
+        submission=str(plan.submission),
+        tasks=tasks,
+        launcher=plan.backend,
+        env=dict(settings.launcher.env),
+        rendezvous=settings.launcher.rendezvous,
+        agent=settings.launcher.agent,
+    )
+
+
+def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what PYTHONPATH must hold for a task to find this package and its dependencies.
+
+    The package itself only if it is used from a clone (``python train.py`` in it): there,
+    ``-m hpc_elastic...`` would not be found from another directory. And what the user has in
+    PYTHONPATH now, since torch may be there.
+    """
+    root = Path(resources.__file__).resolve().parent.parent
+    installed = any(part in ("site-packages", "dist-packages") for part in root.parts)
+    given = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    entries = [*([] if installed else [str(root)]), *(str(Path(p).absolute()) for p in given)]
+    return tuple(dict.fromkeys(entries))
+
+
+def _write_runs(plan: Plan, entry: Entry, name: str, provenance: dict[str, Any]) -> None:
+    tasks = plan.tasks()
+    for run in plan.runs:
+        if RunDir(run.dir).spec.exists():
+            remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
+            raise RunDirectoryError(f"{run.dir} holds a run already: {remedy}")
+    for number, run in enumerate(plan.runs):
+        spec = make_spec(plan, number, tasks[number], entry=entry, run_id=make_run_id(name))
+        spec.provenance.update(provenance)
+        RunDir(run.dir).create(spec)
+        if run.settings.launcher.snapshot:
+            link_snapshot(run.dir, plan.submission)
+
+
+def _write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
+    for array in plan.arrays:
+        text = json.dumps(plan.array_file(array), indent=1) + "\n"
+        write_atomic(plan.submission / f"array-{array.number}.json", text)
+    for number, text in scripts.items():
+        write_atomic(_script(plan, number), text)
+
+
+def _render(plan: Plan, name: str) -> dict[int, str]:
+    return {a.number: _render_array(plan, a, name) for a in plan.arrays if plan.backend == "slurm"}
+
+
+def _render_array(plan: Plan, array: PlannedArray, name: str) -> str:
+    settings = array.launcher
+    assert isinstance(settings, SlurmSettings)
+    script = sbatch.Script(
+        settings=settings,
+        job_name=settings.job_name or name,
+        num_tasks=len(array.tasks),
+        submission=plan.submission,
+        array=array.number,
+        python=sys.executable,
+        cwd=Path.cwd(),
+        python_path=python_path(os.environ),
+    )
+    return sbatch.render(script, read_template(settings.template))
+
+
+def read_template(path: str | None) -> str:
+    """Return the text of the packaged template, or of the user's own.
+
+    Raises:
+        ConfigError: the user's template can not be read.
+    """
+    packaged = resources.folder("sbatch_templates") / "array.sbatch.j2"
+    try:
+        return (Path(path) if path else packaged).read_text()
+    except OSError as e:
+        raise ConfigError("launcher.template", path, f"can not be read: {e.strerror}") from e
+
+
+def _script(plan: Plan, number: int) -> Path:
+    return plan.submission / f"array-{number}.sbatch"
+
+
+def overlapping(dirs: Sequence[Path]) -> Path | None:
+    """Return a directory that two runs would share; None if each has its own (pure)."""
+    seen: set[Path] = set()
+    return next((d for d in dirs if d in seen or seen.add(d)), None)  # type: ignore[func-returns-value]

@@ -1,0 +1,69 @@
+"""Ending processes that this process started: politely, then surely."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import psutil
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: float) -> None:
+    """End processes and all their descendants.
+
+    SIGTERM first, so that agents can stop their workers; after ``stop_after_s`` seconds, or at
+    once on a second Ctrl-C, SIGKILL for whatever is left.
+    """
+    if not processes:
+        return
+    for process in processes:
+        process.terminate()
+    family = [member for process in processes for member in _family(process.pid)]
+    with contextlib.suppress(KeyboardInterrupt):
+        wait_all(processes, stop_after_s)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil knows a pid that was reused
+            member.kill()
+    for process in processes:
+        process.wait()
+
+
+def wait_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Wait for processes to end, at most so long over all."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+@contextlib.contextmanager
+def terminated_as_interrupt() -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that one path ends what was started.
+
+    Without it SIGTERM ends Python at once, and its child processes would go on alone.
+    """
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread: whoever has it decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,229 @@
+"""The batch script of a job array, complete, as text (pure).
+
+Three grammars meet in it and each has its own quoting: the #SBATCH lines, which sbatch itself
+reads (`directive`); the command, which bash reads (`shlex`); and the lists of mounts, in which
+the container runtimes know no quoting at all, so that commas and colons are refused there.
+
+Why the flags are what they are:
+
+- one node and one task each: every array task is one elastic agent, alone on its node;
+- ``srun``: at a preemption Slurm signals the steps, not the batch script;
+- ``srun --cpus-per-task``: since Slurm 22.05 srun no longer takes it over from sbatch, and would
+  bind the agent and all its workers to a single CPU;
+- ``--requeue --open-mode=append``: a preempted task comes back and goes on in the same log.
+
+Nothing secret is in it: the variables of ``launcher.env`` travel in run.json.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.config import ContainerSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError
+
+TASK_MODULE = "hpc_elastic.agent.task"
+
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one batch script is made from.
+
+    Attributes:
+        settings: ``launcher.*`` of the array's runs.
+        job_name: Name in the queue.
+        num_tasks: Tasks of the array.
+        submission: Absolute path of the sweep's ``.hpc_elastic``.
+        array: Number k of the array in the sweep.
+        python: Interpreter outside of containers (``launcher.python`` goes before it).
+        cwd: Directory of the submission; setup lines run there.
+        python_path: What PYTHONPATH must begin with for the agent to be importable.
+    """
+
+    settings: SlurmSettings
+    job_name: str
+    num_tasks: int
+    submission: Path
+    array: int
+    python: str
+    cwd: Path
+    python_path: tuple[str, ...] = ()
+
+    @property
+    def array_file(self) -> Path:
+        """Return the path of ``array-<k>.json``."""
+        return self.submission / f"array-{self.array}.json"
+
+
+def render(script: Script, template: str) -> str:
+    """Return the text of the batch script.
+
+    Args:
+        script: What goes into it.
+        template: Text of the Jinja2 template, ours or the user's.
+
+    Raises:
+        ConfigError: a value holds a line break or can not be written in its place, or the
+            template itself is wrong.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    variables = _variables(script)
+    try:
+        text = environment.from_string(template).render(**variables)
+    except jinja2.TemplateError as e:
+        remedy = f"the template can not be rendered: {e}"
+        raise ConfigError("launcher.template", script.settings.template, remedy) from e
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _variables(script: Script) -> dict[str, object]:
+    return {
+        "directives": directives(script),
+        "setup": [_one_line("launcher.setup", line) for line in script.settings.setup],
+        "exports": exports(script),
+        "command": command(script),
+        "settings": script.settings,
+        "job_name": script.job_name,
+        "num_tasks": script.num_tasks,
+        "sweep": str(script.submission),
+        "array_file": str(script.array_file),
+        "task_argv": task_argv(script),
+    }
+
+
+def exports(script: Script) -> dict[str, str]:
+    """Return the environment variables of the task; the values are quoted for the shell.
+
+    PYTHONPATH is extended: modules that were loaded by the setup lines may have set it.
+    """
+    if not script.python_path:
+        return {}
+    path = shlex.quote(_one_line("PYTHONPATH", ":".join(script.python_path)))
+    return {"PYTHONPATH": path + "${PYTHONPATH:+:$PYTHONPATH}"}
+
+
+def directives(script: Script) -> list[str]:
+    """Return the sbatch flags, one for each #SBATCH line, quoted as sbatch reads them."""
+    settings = script.settings
+    flags = {**_array_flags(script), **_resource_flags(settings), **settings.sbatch}
+    return [directive(name, value) for name, value in flags.items() if value not in (None, False)]
+
+
+def directive(name: str, value: object) -> str:
+    """Return one flag as it stands in a #SBATCH line.
+
+    sbatch reads the line itself: it knows both quotes, and a backslash escapes the next
+    character everywhere, within single quotes too (unlike a shell).
+    """
+    if value is True:
+        return f"--{name}"
+    text = _one_line(f"sbatch flag --{name}", str(value))
+    if _PLAIN.fullmatch(text):
+        return f"--{name}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"--{name}='{escaped}'"
+
+
+def _array_flags(script: Script) -> dict[str, object]:
+    limit = script.settings.array_parallelism
+    # In file names % introduces a replacement symbol: a path's own is doubled.
+    logs = str(script.submission / "logs").replace("%", "%%")
+    return {
+        "job-name": script.job_name,
+        "array": f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else ""),
+        "nodes": 1,
+        "ntasks": 1,
+        "ntasks-per-node": 1,
+        "requeue": True,
+        "open-mode": "append",
+        "output": f"{logs}/%A_%a.log",
+        "chdir": script.cwd,
+    }
+
+
+def _resource_flags(settings: SlurmSettings) -> dict[str, object]:
+    return {
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "gpus-per-node": settings.gpus_per_node,
+        "cpus-per-task": settings.cpus_per_node,
+        "mem": settings.mem,
+        "constraint": settings.constraint,
+        "exclude": settings.exclude,
+        "exclusive": settings.exclusive,
+    }
+
+
+def command(script: Script) -> str:
+    """Return the command of the task, srun and container included, quoted for bash."""
+    settings = script.settings
+    cpus = settings.cpus_per_node
+    # SLURM_CPUS_ON_NODE is only known on the node: it must stay outside of the quotes.
+    num_cpus = str(cpus) if cpus else '"$SLURM_CPUS_ON_NODE"'
+    flags = ["srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={num_cpus}"]
+    own = [_one_line("launcher.srun_args", arg) for arg in settings.srun_args]
+    inner = [*own, *_in_container(script, task_argv(script))]
+    return " ".join([*flags, shlex.join(inner)])
+
+
+def task_argv(script: Script) -> list[str]:
+    """Return the command line of the task, without srun and container."""
+    inside = "python3" if script.settings.container.runtime else script.python
+    python = _one_line("launcher.python", script.settings.python or inside)
+    return [python, "-u", "-m", TASK_MODULE, _one_line("hydra.sweep.dir", str(script.array_file))]
+
+
+def _in_container(script: Script, argv: Sequence[str]) -> list[str]:
+    container = script.settings.container
+    if container.runtime is None:
+        return list(argv)
+    image = _image(container)
+    args = [_one_line("launcher.container.args", arg) for arg in container.args]
+    mounts = ",".join(_mounts(script))
+    if container.runtime == "pyxis":
+        return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
+    gpus = ["--nv"] if script.settings.gpus_per_node else []
+    return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
+
+
+def _image(container: ContainerSettings) -> str:
+    if not container.image:
+        remedy = f"launcher.container.runtime={container.runtime} needs an image"
+        raise ConfigError("launcher.container.image", container.image, remedy)
+    return _one_line("launcher.container.image", container.image)
+
+
+def _mounts(script: Script) -> list[str]:
+    """Return the user's mounts, and the folders without which no task can run."""
+    needed = [str(script.submission.parent), str(script.cwd)]
+    needed += script.python_path
+    ours = [f"{path}:{path}" for path in dict.fromkeys(needed)]
+    for path in needed:
+        if "," in path or ":" in path:
+            remedy = "a path that is mounted into a container may hold no ',' and no ':'"
+            raise ConfigError("hydra.sweep.dir", path, remedy)
+    given = script.settings.container.mounts
+    own = [_one_line("launcher.container.mounts", mount) for mount in given]
+    return list(dict.fromkeys([*own, *ours]))
+
+
+def _one_line(key: str, value: str) -> str:
+    if any(c in value for c in "\n\r\0"):
+        raise ConfigError(key, value, "a line break can not stand here; write one line an entry")
+    return value

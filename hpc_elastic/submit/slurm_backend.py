@@ -1,0 +1,107 @@
+"""launcher=slurm: the plan as job arrays, and what Slurm says of their tasks."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.config import SlurmSettings
+from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit.prepare import Prepared
+from hpc_elastic.submit.refusals import explain
+
+DEFAULT_MAX_ARRAY_SIZE = 1001
+"""Slurm's own default, for a machine without Slurm on which a script is only rendered."""
+
+
+@dataclass(frozen=True)
+class SlurmHandle:
+    """Submitted arrays: they go on whatever becomes of this process.
+
+    Attributes:
+        job_ids: The array job ids.
+        sweep: The sweep directory, which `hpc-elastic attach` takes.
+        client: The caller of Slurm's commands.
+    """
+
+    job_ids: Sequence[str]
+    sweep: Path
+    client: SlurmClient
+
+    def tasks(self) -> Mapping[str, TaskState]:
+        """Ask squeue once for all tasks of all runs."""
+        return self.client.tasks(self.job_ids) if self.job_ids else {}
+
+    def cancel(self) -> None:
+        """Cancel the arrays, running tasks included."""
+        if self.job_ids:
+            self.client.cancel(self.job_ids)
+
+    def leave(self) -> str:
+        """Return how to come back to the runs, which go on."""
+        return (
+            "The runs go on in Slurm.\n"
+            f"  attach: hpc-elastic attach {shlex.quote(str(self.sweep))}\n"
+            f"  cancel: scancel {' '.join(self.job_ids)}"
+        )
+
+    def close(self) -> None:
+        """Do nothing: tasks that are left over cancel themselves when their run has ended."""
+
+
+def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle:
+    """Submit every array of the plan.
+
+    Raises:
+        ConfigError: sbatch refused a setting; names the key.
+        SubmissionError: sbatch refused the job for another reason. In both cases the arrays that
+            were submitted before are cancelled.
+    """
+    from hpc_elastic.submit.executor import SbatchRefusedError, array_job_id, submit_script
+
+    client = client or SlurmClient()
+    sweep = prepared.plan.submission.parent
+    job_ids: list[str] = []
+    for array, script in zip(prepared.plan.arrays, prepared.scripts, strict=True):
+        assert isinstance(array.launcher, SlurmSettings)
+        try:
+            job_ids.append(array_job_id(submit_script(script, array.launcher, len(array.tasks))))
+        except BaseException as e:
+            SlurmHandle(job_ids, sweep, client).cancel()
+            if isinstance(e, SbatchRefusedError):
+                raise explain(e.stderr, array.launcher, _partitions(client)) from e
+            raise
+    return SlurmHandle(job_ids, sweep, client)
+
+
+def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
+    """Return the cluster's MaxArraySize.
+
+    Args:
+        dry_run: Nothing will be submitted: without Slurm, its default is assumed.
+        client: The caller of Slurm's commands.
+
+    Raises:
+        SubmissionError: Slurm does not answer, so nothing can be submitted.
+    """
+    try:
+        return (client or SlurmClient()).max_array_size()
+    except SlurmCommandError as e:
+        if dry_run:
+            note = f"Slurm does not answer here: MaxArraySize={DEFAULT_MAX_ARRAY_SIZE} is assumed"
+            print(note, file=sys.stderr)
+            return DEFAULT_MAX_ARRAY_SIZE
+        remedy = "launcher=slurm needs Slurm; launcher=local runs on this machine"
+        raise SubmissionError(f"{e} ({remedy})") from e
+
+
+def _partitions(client: SlurmClient) -> list[str]:
+    try:
+        return list(client.partitions())
+    except HpcElasticError:
+        return []

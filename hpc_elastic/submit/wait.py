@@ -1,0 +1,152 @@
+"""Wait until every run has ended: one question to the scheduler for all of them, each poll.
+
+A run has ended when its result.json is there. If all its tasks have left the queue and it is
+not, nobody is left to write it: after a grace period (the file may be on its way through a
+network file system) the run counts as lost. `judge` decides that; `Waiter` looks and remembers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_elastic.errors import SlurmError
+from hpc_elastic.rundir import read_json
+from hpc_elastic.slurm.states import Phase, TaskState
+from hpc_elastic.submit.backend import Handle, TrackedRun
+from hpc_elastic.submit.outcome import Outcome, log_tails, lost, read_outcome
+from hpc_elastic.submit.progress import Display, Row, row_of
+
+GRACE_S = 5.0
+"""How long a result may be on its way after the last task has gone."""
+
+Verdict = Literal["going", "gone", "lost"]
+
+
+def judge(
+    states: Iterable[TaskState], *, gone_since: float | None, now: float, grace_s: float = GRACE_S
+) -> Verdict:
+    """Say what has become of a run that has left no result so far (pure).
+
+    Args:
+        states: Its tasks, as far as the scheduler still lists them.
+        gone_since: When it was first seen without a task that runs or will; None if it was not.
+        now: On the same clock.
+        grace_s: How long its result may be on its way.
+    """
+    if any(state.phase is not Phase.ENDED for state in states):
+        return "going"
+    gone_for = 0.0 if gone_since is None else now - gone_since
+    return "lost" if gone_for > grace_s else "gone"
+
+
+@dataclass
+class _Memory:
+    """What is remembered of one run between two looks."""
+
+    gone_since: float | None = None
+    last_seen: dict[str, str] = field(default_factory=dict)
+    warned: bool = False
+
+
+class Waiter:
+    """Looks after the runs of one submission.
+
+    Args:
+        handle: The submission.
+        runs: Its runs.
+        display: Shows progress and messages.
+        poll_s: Interval between two looks.
+        clock: Seconds, monotonic.
+        sleep: Waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        runs: Sequence[TrackedRun],
+        display: Display,
+        *,
+        poll_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._handle = handle
+        self._runs = list(runs)
+        self._display = display
+        self._poll_s = poll_s
+        self._clock = clock
+        self._sleep = sleep
+        self._outcomes: dict[int, Outcome] = {}
+        self._rows: dict[int, Row] = {}
+        self._memory = [_Memory() for _ in self._runs]
+        self._silent = False
+
+    def wait(self) -> list[Outcome]:
+        """Block until every run has ended; return how, in the order of the runs."""
+        while True:
+            self.look()
+            if len(self._outcomes) == len(self._runs):
+                return [self._outcomes[number] for number in range(len(self._runs))]
+            self._sleep(self._poll_s)
+
+    def look(self) -> None:
+        """Poll once: the scheduler, then the files of every run that has not ended."""
+        tasks = self._ask()
+        for number, run in enumerate(self._runs):
+            if number not in self._outcomes:
+                self._look_at(number, run, tasks)
+        self._display.show([self._rows[number] for number in sorted(self._rows)])
+
+    def _ask(self) -> Mapping[str, TaskState] | None:
+        """Return what the scheduler lists; None while it does not answer, said once."""
+        try:
+            tasks = self._handle.tasks()
+        except SlurmError as e:
+            if not self._silent:
+                self._display.say(f"Slurm does not answer, the runs are not affected: {e}")
+            self._silent = True
+            return None
+        if self._silent:
+            self._display.say("Slurm answers again")
+        self._silent = False
+        return tasks
+
+    def _look_at(
+        self, number: int, run: TrackedRun, listed: Mapping[str, TaskState] | None
+    ) -> None:
+        outcome = read_outcome(run)
+        states = [listed[t] for t in run.tasks if t in listed] if listed is not None else None
+        if outcome is None and states is not None:
+            outcome = self._missing(number, run, states)
+        if outcome is not None:
+            self._outcomes[number] = outcome
+        before = self._rows.get(number)
+        status = read_json(run.paths.status)
+        self._rows[number] = row_of(run, status, states, outcome, before)
+
+    def _missing(self, number: int, run: TrackedRun, states: list[TaskState]) -> Outcome | None:
+        """Return the outcome of a run that has no result; None if one may still come."""
+        memory = self._memory[number]
+        memory.last_seen.update({state.task: _describe(state) for state in states})
+        self._warn(memory, run, states)
+        verdict = judge(states, gone_since=memory.gone_since, now=self._clock(), grace_s=GRACE_S)
+        if verdict == "going":
+            memory.gone_since = None
+        elif memory.gone_since is None:
+            memory.gone_since = self._clock()
+        return lost(run, memory.last_seen) if verdict == "lost" else None
+
+    def _warn(self, memory: _Memory, run: TrackedRun, states: Iterable[TaskState]) -> None:
+        """Tell of the first task that failed while others wait: they may wait for hours."""
+        failed = [state for state in states if state.state == "FAILED"]
+        if failed and not memory.warned:
+            memory.warned = True
+            head = f"task {failed[0].task} of {run.label or run.dir.name} failed"
+            self._display.say("\n".join([head, *log_tails(run, 1)]))
+
+
+def _describe(state: TaskState) -> str:
+    return f"{state.state} ({state.reason})" if state.reason else state.state

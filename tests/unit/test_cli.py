@@ -1,0 +1,230 @@
+"""The command hpc-elastic, and the programmatic launch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpc_elastic
+from hpc_elastic.cli.attach import LocalView, read_job_ids, read_runs
+from hpc_elastic.cli.main import main
+from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
+from hpc_elastic.rundir import Entry
+from hpc_elastic.submit import local
+from hpc_elastic.submit.plan import PlannedRun, make_plan
+from hpc_elastic.submit.prepare import prepare
+
+ROOT = Path(__file__).parents[2]
+FAKE_TASK = Path(__file__).parent / "fake_task.py"
+
+
+def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the clone on its path."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a user's Hydra script that prints something of its own."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import hydra\n"
+        "@hydra.main(version_base=None, config_path=None)\ndef main(cfg): pass\n"
+        "print('noise of the user')\n"
+        "if __name__ == '__main__': main()\n"
+    )
+    return path
+
+
+@pytest.fixture
+def no_slurm(tmp_path):
+    """A PATH without Slurm: rendering needs none."""
+    return {"PATH": str(tmp_path / "empty")}
+
+
+@pytest.mark.parametrize(
+    "module", ["hpc_elastic", "hpc_elastic.cli.main", "hpc_elastic.cli.attach"]
+)
+def test_the_command_imports_neither_torch_nor_hydra(module, tmp_path):
+    """A login node answers at once; what a command needs is imported when it runs."""
+    args = ["--help"] if module == "hpc_elastic" else []
+    done = python("-X", "importtime", "-m", module, *args, cwd=tmp_path)
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0
+    assert "hpc_elastic" in names
+    assert not names & {"torch", "hydra", "omegaconf", "submitit", "rich", "jinja2"}
+
+
+def test_submission_imports_no_torch(script, tmp_path, no_slurm):
+    """From the overrides to the batch script, torch is not touched."""
+    run = ["train.py", "+launcher=slurm", "nodes=1:2", "launcher.dry_run=true"]
+    done = python("-X", "importtime", *run, cwd=tmp_path, **no_slurm)
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hpc_elastic.submit.sweep" in names and done.returncode == 0
+    assert "torch" not in names
+
+
+def test_render_prints_the_script_and_nothing_else(script, tmp_path, no_slurm):
+    """Standard output can be piped to sbatch; notes, and the user's own prints, go elsewhere."""
+    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=slurm", "nodes=1:2"]
+    done = python(*render, "hydra.sweep.dir=out", cwd=tmp_path, **no_slurm)
+    assert done.returncode == 0
+    assert done.stdout == (tmp_path / "out/.hpc_elastic/array-0.sbatch").read_text()
+    assert done.stdout.startswith("#!/bin/bash\n#SBATCH ")
+    assert "noise of the user" in done.stderr
+    assert (tmp_path / "out" / "0" / "run.json").exists()
+    assert not list(tmp_path.rglob("*.jobid"))
+
+
+def test_render_of_several_arrays_needs_a_directory(script, tmp_path, no_slurm):
+    """Runs with different resources are different scripts: -o takes them all."""
+    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=slurm", "nodes=1"]
+    two = [*render, "launcher.partition=gpu,cpu"]
+    refused = python(*two, cwd=tmp_path, **no_slurm)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "-o DIR" in refused.stderr
+    written = python(*two, "hydra.sweep.dir=out", "-o", "scripts", cwd=tmp_path, **no_slurm)
+    assert (written.returncode, written.stdout) == (0, "")
+    names = sorted(path.name for path in (tmp_path / "scripts").iterdir())
+    assert names == ["array-0.sbatch", "array-1.sbatch"]
+
+
+def test_render_without_slurm_launcher_says_what_is_missing(script, tmp_path):
+    """launcher=local has no batch script."""
+    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=local", "nodes=1"]
+    done = python(*render, cwd=tmp_path)
+    assert done.returncode == 1 and "launcher=slurm" in done.stderr
+
+
+def test_render_hands_on_the_failure_of_the_script(tmp_path):
+    """The user's own error is shown, and its exit code returned."""
+    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    assert python("-m", "hpc_elastic", "render", "train.py", cwd=tmp_path).returncode == 7
+
+
+def test_attach_wants_a_sweep_directory(tmp_path, capsys):
+    """A folder that is none, or from which nothing was submitted, is named."""
+    assert main(["attach", str(tmp_path)]) == 1
+    assert f"{tmp_path} is no sweep directory" in capsys.readouterr().err
+    (tmp_path / ".hpc_elastic").mkdir()
+    assert main(["attach", str(tmp_path)]) == 1
+    assert "was never submitted" in capsys.readouterr().err
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A local sweep of two runs that was submitted by another process."""
+    settings = RunSettings(NodeRange(1, 2), 1, LocalSettings())
+    planned = [PlannedRun(tmp_path / name, settings) for name in "01"]
+    plan = make_plan(planned, tmp_path / ".hpc_elastic", max_array_size=1000)
+    prepare(plan, Entry("function", "main", module="x"), name="train")
+    (tmp_path / ".hpc_elastic" / "array-0.jobid").write_text("7\n")
+    return tmp_path
+
+
+def test_attach_finds_the_runs_and_their_tasks(sweep):
+    """All that is needed lies in the sweep directory."""
+    (sweep / "0" / ".hydra").mkdir()
+    (sweep / "0" / ".hydra" / "overrides.yaml").write_text("[launcher=local, lr=0.1]\n")
+    submission = sweep / ".hpc_elastic"
+    runs, launcher = read_runs(submission, read_job_ids(submission))
+    assert launcher == "local"
+    assert [(run.dir.name, run.label, run.tasks) for run in runs] == [
+        ("0", "lr=0.1", ("7_0", "7_2")),
+        ("1", "", ("7_1", "7_3")),
+    ]
+
+
+def test_attach_to_a_sweep_with_a_file_missing(sweep):
+    """A half-deleted sweep directory is told as such."""
+    (sweep / ".hpc_elastic" / "array-0.json").unlink()
+    with pytest.raises(RunDirectoryError, match=r"array-0\.json"):
+        read_runs(sweep / ".hpc_elastic", {0: "7"})
+
+
+def test_attach_waits_and_tells_how_runs_ended(sweep, capsys):
+    """The exit code is 1 if a run failed, and its failure is printed."""
+    (sweep / "0" / "result.json").write_text('{"status": "succeeded"}')
+    failure = {"host": "n9", "exit_code": 3}
+    (sweep / "1" / "result.json").write_text(json.dumps({"status": "failed", "failure": failure}))
+    assert main(["attach", str(sweep)]) == 1
+    assert "host n9: exit code 3" in capsys.readouterr().out
+
+
+def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
+    """Attaching does not own the processes."""
+    tasks = {
+        "7_0": {"state": "RUNNING", "pid": 1, "exit_code": None},
+        "7_1": {"state": "ENDED", "pid": 2, "exit_code": 1},
+    }
+    (sweep / ".hpc_elastic" / local.TASKS_FILE).write_text(json.dumps(tasks))
+    view = LocalView(sweep / ".hpc_elastic", ["7"])
+    assert {name: state.state for name, state in view.tasks().items()} == {
+        "7_0": "RUNNING",
+        "7_1": "FAILED",
+    }
+    assert "hpc-elastic attach" in view.leave()
+
+
+def plan_of_a_function(value):
+    """Stand for a user's function; the fake task never calls it."""
+
+
+@pytest.fixture
+def fake_agent(monkeypatch):
+    """Start the stand-in in place of the agent."""
+    monkeypatch.setattr(
+        local, "task_command", lambda array_file: [sys.executable, str(FAKE_TASK), str(array_file)]
+    )
+
+
+QUICK = {"nodes": "1:2", "nproc_per_node": 1, "poll_s": 0.05}
+
+
+def test_launch_returns_results_by_global_rank(tmp_path, fake_agent):
+    """As torch's elastic_launch does; the arguments are in run.json, as JSON."""
+    result = hpc_elastic.launch(plan_of_a_function, {"lr": 0.1}, run_dir=tmp_path / "r", **QUICK)
+    assert dict(result) == {0: 0.5, 1: 1.5}
+    assert (result[0], len(result), result.restarts) == (0.5, 2, 1)
+    entry = json.loads((result.run_dir / "run.json").read_text())["entry"]
+    assert (entry["kind"], entry["args"]) == ("function", [{"lr": 0.1}])
+    assert entry["qualname"] == "plan_of_a_function"
+
+
+def test_launch_raises_the_first_failure(tmp_path, fake_agent):
+    """The error has the record of the worker that failed first."""
+    with pytest.raises(WorkerGroupError, match="host n3, rank 3") as failed:
+        hpc_elastic.launch(
+            plan_of_a_function, 1, run_dir=tmp_path / "r", env={"PLOT": "fail"}, **QUICK
+        )
+    assert failed.value.failure["rank"] == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "settings", "key"),
+    [
+        ([object()], {}, "args"),
+        ([float("nan")], {}, "args"),
+        ([1], {"max_restart": 1}, "launcher.max_restart"),
+        ([1], {"nodes": "4:1"}, "nodes"),
+    ],
+)
+def test_launch_refuses_what_can_not_work(tmp_path, args, settings, key):
+    """Before anything is written, and by the name of the argument."""
+    with pytest.raises(ConfigError) as refused:
+        hpc_elastic.launch(plan_of_a_function, *args, run_dir=tmp_path / "r", **settings)
+    assert refused.value.key == key
+    assert not (tmp_path / "r").exists()
+
+
+def test_launch_refuses_a_lambda(tmp_path):
+    """Workers could not import it."""
+    with pytest.raises(ConfigError, match="module level"):
+        hpc_elastic.launch(lambda: None, run_dir=tmp_path / "r")

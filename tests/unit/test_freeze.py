@@ -1,0 +1,302 @@
+"""What is frozen of a job at submission: config, entry, provenance, run directory."""
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import setup_globals
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.rundir import Entry, RunDir
+from hpc_elastic.submit.compose import SharingLoader, SweepComposer
+from hpc_elastic.submit.entry import entry_of, search_path
+from hpc_elastic.submit.freeze import freeze_job, require_writable, write_hydra_files
+from hpc_elastic.submit.frozen import freeze, to_yaml
+from hpc_elastic.submit.plan import PlannedRun, make_plan
+from hpc_elastic.submit.prepare import make_run_id, next_array, overlapping, prepare
+from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
+
+ENTRY = Entry("function", "main", script="/code/train.py")
+
+
+def frozen(text: str) -> dict:
+    """Return a config as it would be frozen."""
+    config = OmegaConf.create(text)
+    return {key: freeze(config, key) for key in config}
+
+
+def test_interpolations_are_resolved_once():
+    """Every rank and every requeue sees the values of the submission."""
+    assert frozen("{a: '${b.c}-${b.c}', b: {c: 1, d: '${.c}'}, e: ['${b}']}") == {
+        "a": "1-1",
+        "b": {"c": 1, "d": 1},
+        "e": [{"c": 1, "d": 1}],
+    }
+
+
+def test_what_only_a_node_knows_stays_an_interpolation(monkeypatch):
+    """The resolver fails on the login node; the worker resolves it, and what refers to it."""
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    text = "{a: '${oc.env:SLURM_PROCID}', b: 'rank-${a}'}"
+    kept = frozen(text)
+    assert kept == {"a": "${oc.env:SLURM_PROCID}", "b": "rank-${a}"}
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert OmegaConf.create(to_yaml(kept)).b == "rank-3"
+
+
+def test_a_reference_to_a_missing_key_is_an_error_at_submission():
+    """It can never work, so it must not wait for a node to fail; the key is named."""
+    with pytest.raises(ConfigError, match=r"model\.width='\$\{modle\.depth\}'"):
+        frozen("{model: {width: '${modle.depth}', depth: 3}}")
+
+
+def test_references_into_hydra_are_resolved_for_the_user(sweep):
+    """The frozen config stands alone: the worker has no ``hydra`` node beside it."""
+    loader, master = sweep
+    config = loader.load_sweep_config(master, ["+file=${hydra.runtime.output_dir}/x"])
+    job = freeze_job(config, 3)
+    assert job.task["file"] == f"{job.dir}/x"
+
+
+def test_mandatory_values_stay_missing():
+    """??? is for the user's code to complain about, when it asks."""
+    assert frozen("{a: '???', b: '${a}'}") == {"a": "???", "b": "${a}"}
+
+
+def test_texts_that_look_like_interpolations_stay_texts():
+    """An escaped dollar in a resolved value is not resolved by the reader of the frozen file."""
+    written = to_yaml(frozen(r"{a: '\${x}-${k}', k: 2}"))
+    assert OmegaConf.create(written).a == "${x}-2"
+
+
+@pytest.mark.parametrize("value", ["1e3", "true", "null", "0x1f", "a: b", "ä", "multi\nline", "-"])
+def test_yaml_reads_back_as_it_was(value):
+    """The fast writer keeps OmegaConf's quoting: a text does not become a number."""
+    assert OmegaConf.create(to_yaml({"a": value})).a == value
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Yield Hydra's loader and the master config of a small sweep."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "small.yaml").write_text("width: 8\n")
+    (tmp_path / "model" / "large.yaml").write_text("width: 64\n")
+    (tmp_path / "config.yaml").write_text(
+        "defaults: [{model: small}, {override hydra/launcher: basic}, _self_]\n"
+        "lr: 0.1\nname: '${hydra:job.num}-${now:%Y}-${lr}'\nnodes: '1:4'\n"
+        "nproc_per_node: 2\nlauncher: {backend: slurm, max_restarts: 1}\nopt: {a: 1}\n"
+    )
+    setup_globals()
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        hydra = GlobalHydra.instance().hydra
+        master = hydra.compose_config("config", ["lr=1,2"], RunMode.MULTIRUN)
+        yield hydra.config_loader, master
+
+
+SWEEPS = [
+    [["lr=1"], ["lr=2"], ["lr=3"], ["lr=4", "+new.key=5"]],
+    [["model=large", "lr=1"], ["model=large", "lr=2"], ["model=small", "lr=2"]] * 2,
+    [["opt={a: 2}"], ["~opt"], ["+opt.c=3"], ["lr=3"], ["~opt.a"]] * 2,
+    [["hydra.job.name=x", "lr=2"], ["lr=2"], ["++lr=3"]] * 2,
+]
+
+
+@pytest.mark.parametrize("jobs", SWEEPS)
+def test_shared_composition_gives_what_hydra_gives(sweep, jobs):
+    """Jobs that share the merge of their groups have the config that Hydra composes for each."""
+    loader, master = sweep
+    composer = SweepComposer(loader, master)
+    for overrides in jobs:
+        ours = OmegaConf.to_container(composer.compose(overrides))
+        assert ours == OmegaConf.to_container(loader.load_sweep_config(master, overrides))
+
+
+def test_wrong_overrides_fail_as_in_hydra(sweep):
+    """The short way raises Hydra's own error for a key that does not exist."""
+    loader, master = sweep
+    shared = SharingLoader(loader)
+    for lr in range(3):
+        shared.load_sweep_config(master, [f"lr={lr}"])
+    with pytest.raises(Exception, match="Could not override 'lrr'") as ours:
+        shared.load_sweep_config(master, ["lrr=1"])
+    with pytest.raises(type(ours.value)):
+        loader.load_sweep_config(master, ["lrr=1"])
+
+
+def test_alike_jobs_are_not_composed_again(sweep, monkeypatch):
+    """However long the sweep, Hydra composes three configs for one choice of groups."""
+    loader, master = sweep
+    composed = []
+    full = loader.load_sweep_config
+    monkeypatch.setattr(loader, "load_sweep_config", lambda *a: composed.append(a) or full(*a))
+    composer = SweepComposer(loader, master)
+    for lr in range(20):
+        assert composer.compose([f"lr={lr}"]).lr == lr
+    assert len(composed) == 3
+
+
+def test_a_job_is_frozen_with_what_hydras_launchers_set(sweep):
+    """hydra.job.num, id and output_dir are those of the job, and resolved wherever used."""
+    loader, master = sweep
+    composer = SweepComposer(loader, master)
+    jobs = [freeze_job(composer.compose([f"lr={n}"]), n) for n in range(4)]
+    names = [job.task["name"].split("-") for job in jobs]
+    assert [(first, last) for first, _, last in names] == [(str(n), str(n)) for n in range(4)]
+    for number, job in enumerate(jobs):
+        assert (job.hydra["job"]["num"], job.hydra["job"]["id"]) == (number, str(number))
+        assert job.hydra["runtime"]["output_dir"] == str(job.dir)
+        assert "${now" not in to_yaml(job.hydra["sweep"])
+        hydra = OmegaConf.create(to_yaml({"hydra": job.hydra})).hydra
+        assert hydra.job_logging.handlers.file.filename.startswith(f"{job.dir}/")
+        assert job.overrides == (f"lr={number}",)
+        assert job.settings.nodes == NodeRange(1, 4)
+        assert job.task["launcher"]["max_restarts"] == 1
+
+
+def test_hydra_files_are_those_of_hydra(sweep, tmp_path):
+    """A worker finds config.yaml, hydra.yaml and overrides.yaml as after a run of Hydra's own."""
+    loader, master = sweep
+    config = SweepComposer(loader, master).compose([f"hydra.sweep.dir={tmp_path}/s", "lr=7"])
+    job = freeze_job(config, 0)
+    job.dir.mkdir(parents=True)
+    write_hydra_files(job)
+    folder = RunDir(job.dir).hydra
+    assert OmegaConf.load(folder / "config.yaml").lr == 7
+    assert OmegaConf.load(folder / "hydra.yaml").hydra.runtime.output_dir == f"{tmp_path}/s/0"
+    assert OmegaConf.load(folder / "overrides.yaml") == ["lr=7"]
+
+
+def test_hydra_can_compose_after_the_sweep(sweep):
+    """Freezing leaves no global state behind."""
+    loader, master = sweep
+    freeze_job(loader.load_sweep_config(master, ["lr=1"]), 0)
+    assert compose("config").lr == 0.1
+
+
+def test_entry_of_a_module_function():
+    """A function of a module is found by its dotted name."""
+    entry = entry_of(parse_git_status, "function", [1, "a"])
+    assert (entry.module, entry.script) == ("hpc_elastic.submit.provenance", None)
+    assert (entry.qualname, entry.args) == ("parse_git_status", [1, "a"])
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_entry_of_a_main_function(tmp_path, as_module):
+    """A function of the script is found by the file, or by the module that `python -m` ran."""
+    (tmp_path / "package").mkdir()
+    script = tmp_path / "package" / "train.py"
+    script.write_text(
+        "from hpc_elastic.submit.entry import entry_of\ndef main(): pass\n"
+        "import json, dataclasses\nif __name__ == '__main__':\n"
+        "    print(json.dumps(dataclasses.asdict(entry_of(main, 'hydra'))))\n"
+    )
+    argv = ["-m", "package.train"] if as_module else [str(script)]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+    )
+    entry = Entry(**json.loads(done.stdout))
+    expected = (None, "package.train") if as_module else (str(script), None)
+    assert (entry.script, entry.module) == expected
+    assert entry.sys_path[0] == str(tmp_path if as_module else script.parent)
+    assert entry.cwd == str(tmp_path)
+
+
+def test_functions_without_a_name_are_refused():
+    """Workers import the function by name: a nested one or a lambda has none."""
+
+    def nested():
+        pass
+
+    for function in (nested, lambda: None):
+        with pytest.raises(ConfigError, match="module level"):
+            entry_of(function, "function")
+
+
+def test_search_path_leaves_out_what_every_interpreter_has():
+    """The worker's own standard library and site-packages are not shadowed by ours."""
+    assert not [p for p in search_path() if p.endswith("site-packages")]
+
+
+def test_only_named_variables_are_recorded():
+    """The environment holds tokens; none is written down."""
+    environ = {"VIRTUAL_ENV": "/venv", "AWS_SECRET_ACCESS_KEY": "secret"}
+    assert chosen_environment(environ) == {"VIRTUAL_ENV": "/venv"}
+
+
+def test_git_state_tells_commit_and_dirt(tmp_path):
+    """A commit alone does not say what ran; changes and new files count as dirt."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    assert git_state(tmp_path) is None
+    for args in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *args], check=True)
+    clean = git_state(tmp_path)
+    assert clean and len(clean["commit"]) == 40 and not clean["dirty"]
+    (tmp_path / "new.py").touch()
+    assert git_state(tmp_path)["dirty"]
+
+
+def test_git_may_be_absent(tmp_path, monkeypatch):
+    """A login node without git is no reason not to submit."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_state(tmp_path) is None
+
+
+def plan_in(sweep_dir: Path, *, launcher: SlurmSettings | None = None, runs: int = 1):
+    """Return a plan for runs in a sweep directory."""
+    settings = RunSettings(NodeRange(1, 2), 1, launcher or SlurmSettings())
+    planned = [PlannedRun(sweep_dir / str(number), settings) for number in range(runs)]
+    return make_plan(planned, sweep_dir / ".hpc_elastic", max_array_size=100)
+
+
+def test_prepare_writes_all_that_a_task_needs(tmp_path):
+    """A script that is never submitted by us finds everything in its place."""
+    prepared = prepare(plan_in(tmp_path, runs=2), ENTRY, name="train", provenance={"user": "me"})
+    specs = [RunDir(tmp_path / n).load() for n in "01"]
+    assert [spec.tasks for spec in specs] == [[(0, 0), (0, 2)], [(0, 1), (0, 3)]]
+    assert specs[0].run_id != specs[1].run_id
+    assert (specs[0].entry, specs[0].provenance) == (ENTRY, {"user": "me"})
+    assert stat.S_IMODE((tmp_path / "0" / "secret").stat().st_mode) == 0o600
+    array = json.loads((tmp_path / ".hpc_elastic" / "array-0.json").read_text())
+    assert [run["slot"] for run in array["runs"]] == [0, 0, 1, 1]
+    assert prepared.scripts == (tmp_path / ".hpc_elastic" / "array-0.sbatch",)
+    assert (tmp_path / ".hpc_elastic" / "logs").is_dir()
+    assert next_array(tmp_path / ".hpc_elastic") == 1
+
+
+def test_a_run_directory_is_used_once(tmp_path):
+    """A second sweep into the same folder would take the first one's results for its own."""
+    prepare(plan_in(tmp_path), ENTRY, name="train")
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        prepare(plan_in(tmp_path), ENTRY, name="train")
+
+
+def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):
+    """The error has the path and the key that moves it elsewhere."""
+    (tmp_path / "file").touch()
+    for attempt in (
+        lambda: require_writable(tmp_path / "file" / "sweep"),
+        lambda: prepare(plan_in(tmp_path / "file" / "sweep"), ENTRY, name="train"),
+    ):
+        with pytest.raises(RunDirectoryError, match=r"file/sweep.*hydra\.sweep\.dir"):
+            attempt()
+
+
+def test_two_runs_with_one_directory_are_noticed():
+    """A hydra.sweep.subdir that does not depend on the job would mix two runs."""
+    assert overlapping([Path("a"), Path("b"), Path("a")]) == Path("a")
+    assert overlapping([Path("a"), Path("b")]) is None
+
+
+def test_run_ids_are_unique_and_readable():
+    """Two runs that start in the same second differ."""
+    assert len({make_run_id("train") for _ in range(100)}) == 100
+    assert make_run_id("train").startswith("train-2")

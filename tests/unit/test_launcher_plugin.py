@@ -1,0 +1,164 @@
+"""The Hydra launcher, from a user's command line to Hydra's results, with a stand-in for agents."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_elastic.errors import ConfigError, WorkerGroupError
+from hpc_elastic.submit.sweep import compact
+
+ROOT = Path(__file__).parents[2]
+FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
+SCRIPT = f"""
+import sys
+import hydra
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hpc_elastic.submit import local
+
+local.task_command = lambda file: [sys.executable, {FAKE_TASK!r}, str(file)]
+
+class Calls(Callback):
+    def on_job_start(self, config, **kwargs):
+        print("start", config.hydra.job.num, config.lr)
+    def on_job_end(self, config, job_return, **kwargs):
+        print("end", config.hydra.job.num, job_return.status.name, job_return._return_value)
+    def on_multirun_end(self, config, **kwargs):
+        print("all done")
+
+@hydra.main(version_base=None, config_path=".", config_name="config")
+def main(cfg):
+    raise AssertionError("runs in workers only")
+
+if __name__ == "__main__":
+    main()
+"""
+CONFIG = """
+defaults: [_self_]
+lr: 0.1
+output: ${hydra:runtime.output_dir}
+hydra:
+  callbacks:
+    calls: {_target_: __main__.Calls}
+  sweep: {dir: out}
+"""
+
+
+@pytest.fixture
+def app(tmp_path):
+    """Return a function that runs the user's script with overrides."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    quick = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_s=0.1"]
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "train.py", *quick, *overrides]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        return subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True)
+
+    return run
+
+
+def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
+    """No -m needed; every job has a directory, frozen files, callbacks and a row in the table."""
+    done = app("lr=1,2", "nodes=1,2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith(("start", "end", "all"))] == [
+        *("start 0 1", "start 1 2", "start 2 1", "start 3 2"),
+        *(f"end {n} COMPLETED 0.5" for n in range(4)),
+        "all done",
+    ]
+    assert "nodes=2 nproc_per_node=1 launcher" not in done.stdout
+    assert "nodes=2 nproc_per_node=1 lr=2" in done.stdout
+    for number in range(4):
+        config = OmegaConf.load(tmp_path / "out" / str(number) / ".hydra" / "config.yaml")
+        assert config.output == str(tmp_path / "out" / str(number))
+    specs = [json.loads((tmp_path / f"out/{n}/run.json").read_text()) for n in range(4)]
+    assert [spec["max_nodes"] for spec in specs] == [1, 1, 2, 2]
+    assert specs[0]["entry"]["script"] == str(tmp_path / "train.py")
+
+
+def test_one_failed_run_does_not_end_the_others(app, tmp_path):
+    """All finish; then Hydra raises the failure, without a traceback of the launcher."""
+    done = app("+launcher.env.PLOT=fail,succeed")
+    assert done.returncode == 1
+    assert "end 0 FAILED" in done.stdout and "end 1 COMPLETED 0.5" in done.stdout
+    assert "first failure: host n3, rank 3, local rank 1: exit code 1" in done.stderr
+    assert "ValueError: no" in done.stderr
+    assert "launch_sweep" not in done.stderr
+
+
+def test_a_wrong_setting_is_told_in_one_line(app, tmp_path):
+    """The message names the key; nothing is written, no traceback buries it."""
+    done = app("++launcher.max_restart=1")
+    assert done.returncode == 1
+    assert "launcher.max_restart" in done.stderr and "did you mean" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_a_missing_key_is_told_at_submission(app):
+    """An interpolation that can never be resolved does not wait for a node to fail."""
+    done = app("+name=${modle.depth}")
+    assert done.returncode == 1 and "modle.depth" in done.stderr
+
+
+def test_an_unwritable_sweep_directory_is_told_with_its_path(app, tmp_path):
+    """The first thing that Hydra's sweeper would do is to fail at it with a traceback."""
+    (tmp_path / "file").touch()
+    done = app("hydra.sweep.dir=file/sweep")
+    assert done.returncode == 1
+    assert "file/sweep" in done.stderr and "hydra.sweep.dir=" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_freezes_and_starts_nothing(app, tmp_path):
+    """The plan and the run directories are printed."""
+    done = app("launcher.dry_run=true", "lr=1,2")
+    assert done.returncode == 0, done.stderr
+    assert "2 run(s), 2 task(s), 1 array(s)" in done.stdout
+    assert f"run directory: {tmp_path}/out/1" in done.stdout
+    assert (tmp_path / "out" / "1" / ".hydra" / "config.yaml").exists()
+    assert not list(tmp_path.rglob("*.jobid"))
+
+
+def test_snapshot_runs_the_copy(app, tmp_path):
+    """The frozen entry points into the copy, which the run directory links to."""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    done = app("launcher.snapshot=true", "launcher.dry_run=true")
+    assert done.returncode == 0, done.stderr
+    spec = json.loads((tmp_path / "out" / "0" / "run.json").read_text())
+    code = tmp_path / "out" / ".hpc_elastic" / "code"
+    assert spec["entry"]["script"] == str(code / "train.py")
+    assert (tmp_path / "out" / "0" / "code" / "train.py").read_text() == SCRIPT
+
+
+def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
+    """Hydra imports the plugin for every script: it pulls in nothing of the submission."""
+    code = (
+        "import sys, hydra, hydra._internal.core_plugins.basic_sweeper\n"
+        "import hydra.plugins.launcher\n"
+        "import hydra_plugins.hpc_elastic_launcher.launcher\n"
+        "print([m for m in sys.modules if m.split('.')[0] in "
+        "('torch', 'submitit', 'rich', 'jinja2', 'psutil') or m.startswith('hpc_elastic.submit')])"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("error", [ConfigError("a", 1, "b"), WorkerGroupError("x", {"rank": 1})])
+def test_compact_errors_stay_what_they_are(error):
+    """Hydra prints them without a traceback; whoever catches them sees no difference."""
+    own, text, attributes = type(error), str(error), dict(vars(error))
+    same = compact(compact(error))
+    assert same is error and isinstance(same, own)
+    assert (str(same), vars(same)) == (text, attributes)

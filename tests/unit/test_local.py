@@ -1,0 +1,158 @@
+"""launcher=local: the queue of this machine, and its processes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.rundir import Entry
+from hpc_elastic.submit import local, session
+from hpc_elastic.submit.plan import PlannedRun, make_plan
+from hpc_elastic.submit.prepare import Prepared, prepare
+
+FAKE_TASK = Path(__file__).parent / "fake_task.py"
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def fake_agent(monkeypatch):
+    """Start the stand-in in place of the agent."""
+    monkeypatch.setattr(
+        local, "task_command", lambda array_file: [sys.executable, str(FAKE_TASK), str(array_file)]
+    )
+
+
+def settings(nodes: int, **launcher) -> RunSettings:
+    """Return settings of a run that polls and ends quickly."""
+    quick = AgentSettings(stop_timeout_s=1)
+    return RunSettings(NodeRange(1, nodes), 1, LocalSettings(agent=quick, poll_s=0.05, **launcher))
+
+
+def prepared(sweep: Path, *runs: RunSettings) -> Prepared:
+    """Return a plan with its files written."""
+    planned = [PlannedRun(sweep / str(number), run) for number, run in enumerate(runs)]
+    plan = make_plan(planned, sweep / ".hpc_elastic", max_array_size=1000)
+    return prepare(plan, Entry("function", "main", module="x"), name="train")
+
+
+def until(condition) -> None:
+    """Wait for a condition, and fail if it never holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen"
+        time.sleep(0.02)
+
+
+def listed(sweep: Path) -> dict:
+    """Return what the agents would read in place of squeue."""
+    return json.loads((sweep / ".hpc_elastic" / local.TASKS_FILE).read_text())
+
+
+def test_runs_go_through_and_return_values(tmp_path):
+    """Every run ends by itself; output, task states and job id lie where the agents look."""
+    submitted = session.submit(prepared(tmp_path, settings(1), settings(1)))
+    outcomes = session.wait(submitted)
+    assert [outcome.values for outcome in outcomes] == [{0: 0.5, 1: 1.5}] * 2
+    (job_id,) = submitted.handle.job_ids
+    assert (tmp_path / ".hpc_elastic" / "array-0.jobid").read_text() == f"{job_id}\n"
+    assert set(listed(tmp_path)) == {f"{job_id}_0", f"{job_id}_1"}
+    assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
+    assert "plays succeed" in (tmp_path / ".hpc_elastic/logs" / f"{job_id}_1.log").read_text()
+
+
+def test_tasks_of_a_run_that_has_ended_are_not_started(tmp_path):
+    """With one place, the second node's turn comes when there is nothing left to do."""
+    submitted = session.submit(prepared(tmp_path, settings(3, max_agents=1)))
+    session.wait(submitted)
+    states = sorted(task.state for task in submitted.handle.tasks().values())
+    assert states == ["CANCELLED", "CANCELLED", "COMPLETED"]
+
+
+def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
+    """No result and no task left: the states and the log are in the error."""
+    monkeypatch.setattr("hpc_elastic.submit.wait.GRACE_S", 0.0)
+    (outcome,) = session.wait(session.submit(prepared(tmp_path, settings(1, env={"PLOT": "die"}))))
+    assert outcome.status == "lost"
+    assert "FAILED (exit code 1)" in str(outcome.error)
+    assert "the interpreter is broken" in str(outcome.error)
+
+
+def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
+    """The launcher takes its agents along, the pending ones included."""
+    submitted = session.submit(prepared(tmp_path, settings(2, max_agents=1, env={"PLOT": "hang"})))
+    until(lambda: "RUNNING" in str(listed(tmp_path)))
+    (pid,) = [task["pid"] for task in listed(tmp_path).values() if task["pid"]]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_elastic.submit.wait.Waiter.look", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        session.wait(submitted)
+    assert ended.value.code == 130
+    assert not psutil.pid_exists(pid)
+    assert "the runs were ended" in capsys.readouterr().out
+    assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
+
+
+def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
+    """The wait is bounded; workers of a stuck agent do not stay behind."""
+    stubborn = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],\n"
+        "                         start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid) + '.')\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+    until(lambda: (tmp_path / "pid").exists() and "." in (tmp_path / "pid").read_text())
+    local.end_processes([process], stop_after_s=0.1)
+    child = int((tmp_path / "pid").read_text().rstrip("."))
+    assert process.returncode == -9
+    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+
+
+def test_the_environment_is_that_of_an_array_task(tmp_path):
+    """SLURM_* are made up and nothing of a surrounding job shows through; gloo uses loopback."""
+    task = local.LocalTask("7_3", 7, 3, tmp_path / "array-0.json", None, cpus=2)
+    environ = {"SLURM_JOB_ID": "99", "SLURM_MEM_PER_CPU": "1", "HOME": "/home/me"}
+    made = local.task_environment(environ, task)
+    assert (made["SLURM_ARRAY_JOB_ID"], made["SLURM_ARRAY_TASK_ID"]) == ("7", "3")
+    assert (made["HOME"], made["GLOO_SOCKET_IFNAME"]) == ("/home/me", "lo")
+    assert "SLURM_MEM_PER_CPU" not in made
+    assert (
+        local.task_environment({"GLOO_SOCKET_IFNAME": "eth0"}, task)["GLOO_SOCKET_IFNAME"] == "eth0"
+    )
+
+
+def test_places_are_filled_in_order():
+    """At most max_agents run at a time over all runs."""
+    assert local.next_to_start(iter("abc"), num_running=1, max_agents=3) == ["a", "b"]
+    assert local.next_to_start(iter("abc"), num_running=3, max_agents=3) == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "num_cpus", "limit"),
+    [
+        ([settings(2)], 2, 4),
+        ([settings(9), settings(2)], 2, 9),
+        ([settings(9, max_agents=3), settings(2)], 2, 3),
+    ],
+)
+def test_the_number_of_places(tmp_path, runs, num_cpus, limit):
+    """Twice the CPUs, the largest run at least; or what launcher.max_agents says."""
+    planned = [PlannedRun(tmp_path / str(number), run) for number, run in enumerate(runs)]
+    assert local.agent_limit(make_plan(planned, tmp_path, max_array_size=99), num_cpus) == limit
+
+
+def test_not_waiting_is_refused(tmp_path):
+    """Nobody would start what waits in the queue, and nobody end it."""
+    with pytest.raises(ConfigError, match=r"launcher\.wait=False"):
+        session.submit(prepared(tmp_path, settings(1, wait=False)))

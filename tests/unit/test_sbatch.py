@@ -1,0 +1,181 @@
+"""The batch script, compared whole with golden files; written anew only with REFRESH_GOLDEN=1."""
+
+import os
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.config import ContainerSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.submit.prepare import read_template
+from hpc_elastic.submit.sbatch import Script, directive, render
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PLAIN = Script(
+    settings=SlurmSettings(),
+    job_name="train",
+    num_tasks=8,
+    submission=Path("/scratch/me/multirun/.hpc_elastic"),
+    array=0,
+    python="/venv/bin/python",
+    cwd=Path("/home/me/project"),
+)
+FULL = SlurmSettings(
+    partition="gpu",
+    account="lab",
+    qos="normal",
+    time="1-00:00:00",
+    gpus_per_node="a100:2",
+    cpus_per_node=16,
+    mem="64G",
+    constraint="[rack1|rack2]",
+    exclude="n[3-4]",
+    exclusive=True,
+    array_parallelism=4,
+    setup=["module load cuda/12", 'export NAME="it\'s $USER"'],
+    sbatch={"reservation": "the night", "contiguous": True, "comment": None, "overcommit": False},
+    srun_args=["--mpi=none"],
+    python="/opt/py thon/bin/python",
+)
+AWKWARD = replace(
+    PLAIN,
+    job_name="it's 100%",
+    submission=Path("/s c/it's/a\"b/%j/.hpc_elastic"),
+    cwd=Path("/home/o'neil/my project"),
+    python_path=("/home/o'neil/my clone", "/more"),
+)
+MOUNTS = ["/data:/data:ro"]
+PYXIS = ContainerSettings(
+    "pyxis", "nvcr.io#nvidia/pytorch:24.05", MOUNTS, ["--container-remap-root"]
+)
+APPTAINER = ContainerSettings("apptainer", "/images/my torch.sif", MOUNTS, ["--cleanenv"])
+CASES = {
+    "plain": PLAIN,
+    "full": replace(PLAIN, settings=FULL, job_name="digits", array=3),
+    "awkward": AWKWARD,
+    "pyxis": replace(PLAIN, settings=SlurmSettings(container=PYXIS)),
+    "apptainer": replace(
+        PLAIN, settings=SlurmSettings(container=APPTAINER, gpus_per_node=2), python_path=("/clone",)
+    ),
+}
+
+
+def rendered(script: Script) -> str:
+    """Return the script by the packaged template."""
+    return render(script, read_template(None))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script_equals_its_golden_file(name):
+    """Every character of the script is deliberate."""
+    golden = GOLDEN / f"{name}.sbatch"
+    text = rendered(CASES[name])
+    if os.environ.get("REFRESH_GOLDEN") == "1":
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bash_can_parse_the_script(name):
+    """Paths with blanks and quotes do not break the script."""
+    done = subprocess.run(["bash", "-n"], input=rendered(CASES[name]), text=True, check=False)
+    assert done.returncode == 0
+
+
+def test_bash_runs_exactly_the_command_that_was_meant(tmp_path):
+    """Blanks, quotes and percent signs reach srun as they are, and PYTHONPATH is extended."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$PYTHONPATH" "$@"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "6", "PYTHONPATH": "/set up"}
+    done = subprocess.run(
+        ["bash", "-s"], input=rendered(AWKWARD), env=env, text=True, capture_output=True, check=True
+    )
+    path, *args = done.stdout.splitlines()
+    assert path == "/home/o'neil/my clone:/more:/set up"
+    assert args == [
+        *("--nodes=1", "--ntasks=1", "--cpus-per-task=6"),
+        *("/venv/bin/python", "-u", "-m", "hpc_elastic.agent.task"),
+        "/s c/it's/a\"b/%j/.hpc_elastic/array-0.json",
+    ]
+
+
+def test_a_failing_setup_line_ends_the_task(tmp_path):
+    """A `module load` that fails must not be followed by a training without it."""
+    script = replace(PLAIN, settings=SlurmSettings(setup=["false", "echo reached"]))
+    done = subprocess.run(["bash", "-s"], input=rendered(script), text=True, capture_output=True)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_setup_lines_may_use_unset_variables():
+    """The scripts behind `module` and `conda activate` do."""
+    script = replace(PLAIN, settings=SlurmSettings(setup=['echo "[$UNSET_HERE]"', "exit 0"]))
+    done = subprocess.run(["bash", "-s"], input=rendered(script), text=True, capture_output=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("gpu", "--x=gpu"),
+        ("a b", "--x='a b'"),
+        ("it's", r"--x='it\'s'"),
+        ("back\\slash", r"--x='back\\slash'"),
+        ('"', "--x='\"'"),
+        ("a#b", "--x='a#b'"),
+        (True, "--x"),
+    ],
+)
+def test_directives_are_quoted_as_sbatch_reads_them(value, text):
+    """In a #SBATCH line a backslash escapes within single quotes, too."""
+    assert directive("x", value) == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SlurmSettings(partition="gpu\n#SBATCH --uid=0"),
+        SlurmSettings(setup=["a\nb"]),
+        SlurmSettings(srun_args=["a\nb"]),
+        SlurmSettings(sbatch={"comment": "a\nb"}),
+        SlurmSettings(container=ContainerSettings("pyxis", "a\nb")),
+    ],
+)
+def test_line_breaks_are_refused(settings):
+    """A value can not smuggle in a line of its own."""
+    with pytest.raises(ConfigError, match="line break"):
+        rendered(replace(PLAIN, settings=settings))
+
+
+def test_a_container_can_not_mount_a_path_with_a_comma():
+    """The lists of mounts know no quoting: better an error than a wrong mount."""
+    settings = SlurmSettings(container=APPTAINER)
+    with pytest.raises(ConfigError, match="may hold no ','"):
+        rendered(replace(PLAIN, settings=settings, cwd=Path("/a,b")))
+
+
+def test_users_template_gets_the_documented_variables():
+    """Every name that the packaged template documents can be used."""
+    names = (
+        "directives setup exports command settings job_name num_tasks sweep array_file task_argv"
+    )
+    head = read_template(None).split("#}")[0]
+    assert all(name in head for name in names.split())
+    text = render(PLAIN, "".join(f"{{{{ {name} }}}}\n" for name in names.split()))
+    assert shlex.join(["/venv/bin/python", "-u"]) in text
+
+
+def test_an_unknown_name_in_a_template_is_an_error():
+    """A typo in the user's template does not vanish into an empty string."""
+    with pytest.raises(ConfigError, match="'direktives' is undefined"):
+        render(PLAIN, "{{ direktives }}")
+
+
+def test_no_variable_of_the_workers_is_in_the_script():
+    """launcher.env may hold tokens; it travels in run.json, not in a script that is passed on."""
+    settings = SlurmSettings(env={"WANDB_API_KEY": "secret-token"})
+    assert "secret-token" not in rendered(replace(PLAIN, settings=settings))

@@ -1,0 +1,312 @@
+"""Waiting: when a run has ended, what is told of it, and what is shown meanwhile."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit.backend import TrackedRun
+from hpc_elastic.submit.outcome import Outcome, lost, read_outcome, tail
+from hpc_elastic.submit.progress import (
+    LiveDisplay,
+    PlainDisplay,
+    Row,
+    fitting,
+    line_of,
+    results_table,
+    row_of,
+    worth_a_line,
+)
+from hpc_elastic.submit.wait import GRACE_S, Waiter, judge
+
+RUNNING = TaskState("7_0", "RUNNING", node="n1")
+PENDING = TaskState("7_1", "PENDING", "Resources")
+FAILED = TaskState("7_0", "FAILED", "NonZeroExitCode")
+CANCELLED = TaskState("7_1", "CANCELLED")
+
+
+@pytest.mark.parametrize(
+    ("states", "gone_since", "verdict"),
+    [
+        ([RUNNING, PENDING], None, "going"),
+        ([FAILED, PENDING], None, "going"),
+        ([FAILED, CANCELLED], None, "gone"),
+        ([], None, "gone"),
+        ([], 100 - GRACE_S, "gone"),
+        ([], 99 - GRACE_S, "lost"),
+        ([TaskState("7_0", "COMPLETING")], 0.0, "going"),
+        ([TaskState("7_0", "PENDING", "BeginTime")], 0.0, "going"),
+    ],
+)
+def test_a_run_is_lost_when_all_its_tasks_are_gone_for_a_while(states, gone_since, verdict):
+    """A requeued task will come back; a result may be on its way through the file system."""
+    assert judge(states, gone_since=gone_since, now=100.0) == verdict
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a run of two tasks with its directories."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / ".hpc_elastic" / "logs").mkdir(parents=True)
+    return TrackedRun(tmp_path / "0", "lr=0.1", ("7_0", "7_1"), tmp_path / ".hpc_elastic")
+
+
+def write(run: TrackedRun, **result) -> None:
+    """Write the run's result.json."""
+    run.paths.result.write_text(json.dumps(result))
+
+
+FAILURE = {
+    "host": "node3",
+    "task": "7_3",
+    "rank": 3,
+    "local_rank": 1,
+    "exit_code": 1,
+    "exception": "ValueError",
+    "message": "no loss",
+    "traceback": "Traceback (most recent call last):\nValueError: no loss",
+}
+VICTIM = {"host": "node1", "task": "7_1", "rank": 1, "local_rank": 0, "signal": 15}
+
+
+def test_a_failed_run_shows_the_first_failure_in_full(run):
+    """Host, ranks, exit code and traceback of who failed; who died of it is one line."""
+    write(run, status="failed", restarts=2, failure=FAILURE, victims=[VICTIM])
+    outcome = read_outcome(run)
+    assert outcome and outcome.error and outcome.restarts == 2
+    assert str(outcome.error).splitlines() == [
+        f"the run failed: {run.dir}",
+        "first failure: host node3, rank 3, local rank 1, task 7_3: exit code 1",
+        "Traceback (most recent call last):",
+        "ValueError: no loss",
+        "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
+        f"logs: {run.dir / 'tasks'}",
+        f"      {run.submission / 'logs'}",
+    ]
+    assert (outcome.error.failure, outcome.error.victims) == (FAILURE, [VICTIM])
+
+
+def test_a_failure_without_a_traceback_still_says_what_it_was(run):
+    """A worker that was killed has no exception; one that could not be started has a message."""
+    failure = {"host": "n", "exception": "RendezvousTimeoutError", "message": "nobody came"}
+    write(run, status="failed", failure=failure, victims=None)
+    outcome = read_outcome(run)
+    assert outcome and "RendezvousTimeoutError: nobody came" in str(outcome.error)
+
+
+def test_return_values_are_read_by_global_rank(run):
+    """The results of the last round, however many ranks it had."""
+    folder = run.dir / "results" / "round-2"
+    folder.mkdir(parents=True)
+    for rank in (0, 1, 10):
+        (folder / f"rank-{rank}.json").write_text(json.dumps({"rank": rank}))
+    write(run, status="succeeded", restarts=0, results="results/round-2")
+    outcome = read_outcome(run)
+    assert outcome and outcome.values == {rank: {"rank": rank} for rank in (0, 1, 10)}
+    assert (outcome.value, outcome.error) == ({"rank": 0}, None)
+
+
+def test_no_result_is_no_outcome(run):
+    """A run without result.json has not ended, as far as its directory says."""
+    assert read_outcome(run) is None
+
+
+def test_a_lost_run_shows_states_and_logs(run):
+    """An interpreter that does not start writes to Slurm's log only: its end is shown."""
+    lines = [f"line {n}" for n in range(50)]
+    (run.submission / "logs" / "7_0.log").write_text("\n".join(lines))
+    text = str(lost(run, {"7_0": "FAILED (NonZeroExitCode)"}).error)
+    assert "task 7_0: FAILED (NonZeroExitCode)" in text and "task 7_1: never seen" in text
+    assert "line 30" in text and "line 29" not in text
+    assert str(run.submission / "logs" / "7_0.log") in text
+
+
+def test_a_lost_run_without_logs_says_so(run):
+    """The folder is named, so that the user can look again."""
+    assert f"written anything to {run.submission / 'logs'}" in str(lost(run, {}).error)
+
+
+def test_the_tail_of_a_huge_log_is_cheap(run):
+    """Only the end of the file is read, and bytes that are no text do not matter."""
+    log = run.dir / "log"
+    log.write_bytes(b"x" * 100_000 + b"\nla\xffst\n")
+    assert tail(log, at_most_bytes=20).splitlines()[-1] == "la\ufffdst"
+    assert tail(run.dir / "missing") == ""
+
+
+class Script:
+    """A scheduler that answers from a list, and the clock that its caller sees."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+        self.now = 0.0
+        self.asked = 0
+        self.job_ids = ["7"]
+
+    def tasks(self):
+        """Give the next answer; the last one is given for ever."""
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return {state.task: state for state in answer}
+
+    def sleep(self, seconds):
+        """Let time pass."""
+        self.now += seconds
+
+
+class Shown:
+    """A display that keeps what it was given."""
+
+    def __init__(self):
+        self.rows, self.said = [], []
+
+    def show(self, rows):
+        """Keep the rows."""
+        self.rows.append(list(rows))
+
+    def say(self, text):
+        """Keep the message."""
+        self.said.append(text)
+
+
+def waiter(script: Script, runs, shown: Shown) -> Waiter:
+    """Return a waiter on the script's clock."""
+    clock = {"clock": lambda: script.now, "sleep": script.sleep}
+    return Waiter(script, runs, shown, poll_s=1.0, **clock)
+
+
+def test_waits_until_every_run_has_a_result(run, tmp_path):
+    """One question for all runs each poll; the outcomes come in the order of the runs."""
+    other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
+    other.dir.mkdir()
+    script, shown = Script([[PENDING], [RUNNING, PENDING]]), Shown()
+    watch = waiter(script, [run, other], shown)
+    watch.look()
+    write(run, status="succeeded", restarts=0, results=None)
+    write(other, status="failed", failure=FAILURE)
+    assert [outcome.status for outcome in watch.wait()] == ["succeeded", "failed"]
+    assert script.asked == 2
+    assert [row.state for row in shown.rows[-1]] == ["succeeded", "failed"]
+
+
+def test_a_run_whose_tasks_vanish_is_given_up_after_the_grace_period(run):
+    """Nobody is left who could write a result."""
+    script, shown = Script([[RUNNING, PENDING], [FAILED, CANCELLED], []]), Shown()
+    (outcome,) = waiter(script, [run], shown).wait()
+    assert outcome.status == "lost" and "7_1: CANCELLED" in str(outcome.error)
+    assert GRACE_S < script.now < GRACE_S + 4
+
+
+def test_a_result_that_is_late_counts(run):
+    """A network file system may show it after the last task has gone."""
+    script, shown = Script([[]]), Shown()
+    watch = waiter(script, [run], shown)
+    watch.look()
+    script.now += GRACE_S
+    watch.look()
+    write(run, status="succeeded", restarts=0)
+    assert watch.wait()[0].status == "succeeded"
+
+
+def test_silence_of_slurm_is_told_once_and_ends_no_run(run):
+    """Its controller may restart for minutes; only its answers count."""
+    silent = SlurmCommandError(["squeue"], 1, "connection refused")
+    script, shown = Script([silent, silent, silent, [RUNNING]]), Shown()
+    watch = waiter(script, [run], shown)
+    for _ in range(4):
+        script.now += 60
+        watch.look()
+    write(run, status="succeeded", restarts=0)
+    watch.wait()
+    assert ["connection refused" in said for said in shown.said] == [True, False]
+    assert shown.said[1] == "Slurm answers again"
+
+
+def test_a_task_that_fails_while_others_wait_is_told_at_once(run):
+    """A broken environment is seen in seconds, not when the last task has had its turn."""
+    (run.submission / "logs" / "7_0.log").write_text("No module named hpc_elastic")
+    script, shown = Script([[FAILED, PENDING]]), Shown()
+    watch = waiter(script, [run], shown)
+    watch.look()
+    watch.look()
+    (said,) = shown.said
+    assert "task 7_0 of lr=0.1 failed" in said and "No module named hpc_elastic" in said
+
+
+STATUS = {
+    "phase": "training",
+    "nodes": 2,
+    "step": 120,
+    "loss": 0.123456,
+    "restarts": 1,
+    "max_restarts": 3,
+}
+
+
+def test_a_row_puts_status_and_queue_into_words(run):
+    """Tasks by state with the reason of those that wait; the group as its leader sees it."""
+    row = row_of(run, STATUS, [RUNNING, PENDING], None, None)
+    expected = ("0", "lr=0.1", "1 PENDING (Resources), 1 RUNNING", "training", "2", "120", "0.1235")
+    assert row.cells == (*expected, "1/3")
+
+
+def test_a_row_keeps_what_is_not_known_anew(run):
+    """While Slurm is silent, or null stands in status.json, the table does not flicker."""
+    before = row_of(run, STATUS, [RUNNING], None, None)
+    assert row_of(run, None, None, None, before) == before
+    assert row_of(run, {**STATUS, "loss": None}, None, None, before).loss == ""
+
+
+def test_plain_lines_come_on_change_only():
+    """A log file gets a line when something happens, and a sign of life now and then."""
+    row = Row("0", "lr=0.1", state="training", nodes="2", step="1")
+    later = replace(row, step="2", loss="0.1")
+    assert worth_a_line(row, None, since_s=0, every_s=10)
+    assert not worth_a_line(row, row, since_s=99, every_s=10)
+    assert not worth_a_line(later, row, since_s=1, every_s=10)
+    assert worth_a_line(later, row, since_s=10, every_s=10)
+    assert worth_a_line(replace(row, nodes="3"), row, since_s=0, every_s=10)
+    assert line_of(row) == "[0] lr=0.1: training, nodes 2, step 1"
+
+
+def text_of(display_class, rows, **console) -> str:
+    """Return what a display writes for one row shown twice."""
+    out = io.StringIO()
+    with display_class(Console(file=out, width=120, **console)) as display:
+        display.say("[hello] [bold]world")
+        display.show(rows)
+        display.show(rows)
+    return out.getvalue()
+
+
+def test_plain_display_prints_rows_once_and_markup_as_it_is():
+    """Square brackets in overrides are no markup."""
+    text = text_of(PlainDisplay, [Row("0", "a=[1,2]")])
+    assert text.splitlines() == ["[hello] [bold]world", "[0] a=[1,2]: waiting"]
+
+
+def test_live_display_shows_a_table():
+    """On a terminal, the rows stand in one table."""
+    text = text_of(LiveDisplay, [Row("0", "a=[1,2]", state="training")], force_terminal=True)
+    assert "a=[1,2]" in text and "training" in text and "[hello]" in text
+
+
+def test_runs_that_go_on_are_shown_first_where_not_all_fit():
+    """A sweep of 200 does not fit on a screen; what has ended is less interesting."""
+    rows = [Row(str(n), "", ended=n < 3) for n in range(6)]
+    assert [row.run for row in fitting(rows, 4)] == ["3", "4", "5", "0"]
+    assert fitting(rows, 6) == rows
+
+
+def test_results_table_shows_every_run(run):
+    """Run, overrides, status, return value, restarts and directory."""
+    out = io.StringIO()
+    table = results_table([Outcome(run, "succeeded", {0: 0.975}, 2, None)])
+    Console(file=out, width=300).print(table)
+    assert all(t in out.getvalue() for t in ("lr=0.1", "succeeded", "0.975", " 2 ", str(run.dir)))

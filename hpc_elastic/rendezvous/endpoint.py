@@ -49,10 +49,10 @@ class EndpointDir:
         names = (_NAME.fullmatch(p.name) for p in self.path.iterdir())
         return max((int(m[1]) for m in names if m), default=0)
 
-    def latest(self) -> Endpoint | None:
-        """Return the endpoint of the highest epoch; None if there is none that verifies."""
+    def latest(self) -> tuple[int, Endpoint | None]:
+        """Return the highest epoch, and its endpoint; None if that does not verify."""
         epoch = self.latest_epoch()
-        return self._read(epoch) if epoch else None
+        return epoch, self._read(epoch) if epoch else None
 
     def claim(self, endpoint: Endpoint) -> bool:
         """Try to become the leader of ``endpoint.epoch``; False if another agent was first.
@@ -107,13 +107,9 @@ class FixedEndpoint:
     """Whether this agent runs on the first host."""
     claimed: bool = False
 
-    def latest_epoch(self) -> int:
-        """Return 1 once the leader listens, as far as this agent can know."""
-        return 1 if self.claimed or not self.can_claim else 0
-
-    def latest(self) -> Endpoint | None:
-        """Return the endpoint; None on the first host as long as it does not listen."""
-        return self.endpoint if self.latest_epoch() else None
+    def latest(self) -> tuple[int, Endpoint | None]:
+        """Return the endpoint, in epoch 1; on the first host only once it listens."""
+        return (1, self.endpoint) if self.claimed or not self.can_claim else (0, None)
 
     def claim(self, endpoint: Endpoint) -> bool:
         """Start to lead; True on the first host, the first time."""

@@ -77,9 +77,9 @@ class Journal:
         await self._write(self._run.result, result)
         self.note("end", status=end.status, rounds=machine.round, restarts=machine.restarts)
 
-    async def flush(self) -> None:
-        """Wait until all that was handed over so far has been written."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+    async def close(self) -> None:
+        """Write what was handed over so far, and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown)
 
     def _started(self) -> float:
         state = read_json(self._state_file) or {}

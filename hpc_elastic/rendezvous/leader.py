@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,9 @@ from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrameError
 _log = logging.getLogger(__name__)
 
 StoreAddress = tuple[str, int]
+
+_NO_AGENT_OF_OURS = (OSError, BadFrameError, ValueError, KeyError, TypeError)
+"""What a connection shows that has ended, or never was an agent's."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Leader:
         self._world = surroundings
         self._peers: dict[Agent, _Peer] = {}
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._duties: list[asyncio.Task[None]] = []
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._acting = asyncio.Lock()
         self._fenced = False
         self._result_written = False
@@ -95,7 +99,7 @@ class Leader:
         """Begin to decide; call once the epoch is claimed."""
         self._journal.note("leader", epoch=self._epoch)
         for duty in (self._watch_peers, self._watch_slurm, self._watch_epoch, self._tell_status):
-            self._spawn(duty())
+            self._duties.append(asyncio.create_task(self._until_it_fails(duty())))
 
     async def stop(self, linger_s: float = 10.0) -> None:
         """Stop leading. Agents that have not heard the end of the run yet are waited for."""
@@ -104,50 +108,52 @@ class Leader:
             await asyncio.sleep(0.02)
         if self._clean_up is not None:
             await self._clean_up
-        for task in list(self._tasks):
-            task.cancel()
-        self._disconnect_all()
-        if self._server is not None:
-            self._server.close()
-        await self._journal.flush()
+        for duty in self._duties:
+            duty.cancel()
+        await asyncio.gather(*self._duties, return_exceptions=True)
+        self._step_down()
+        await asyncio.sleep(0)  # what was accepted last is served from here on
+        while self._connections:
+            self._step_down()
+            await asyncio.wait(self._connections)
+        await self._journal.close()
 
-    def _spawn(self, work: Any) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._reap)
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("the leader failed; stepping down", exc_info=task.exception())
+    async def _until_it_fails(self, duty: Coroutine[Any, Any, None]) -> None:
+        try:
+            await duty
+        except Exception:
+            _log.exception("the leader failed; stepping down")
             self._step_down()
 
     def _step_down(self) -> None:
+        """Decide nothing more, and let go of everybody: they will find the next leader."""
         self._fenced = True
         if self._server is not None:
             self._server.close()
-        self._disconnect_all()
-
-    def _disconnect_all(self) -> None:
-        for peer in self._peers.values():
-            peer.stream.close()
+        for writer in self._connections.values():
+            writer.transport.abort()
 
     # ---- agents -------------------------------------------------------------------------
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
         try:
             stream = await accept(reader, writer, self._secret, self._epoch)
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 agent = Agent(**(await stream.receive())["agent"])
-        except (OSError, TimeoutError, BadFrameError, ValueError, KeyError, TypeError) as e:
+        except _NO_AGENT_OF_OURS as e:
             _log.info("refused a connection from %s: %s", writer.get_extra_info("peername"), e)
+        else:
+            await self._attend(agent, stream)
+        finally:
+            del self._connections[task]
             writer.close()
-            return
-        await self._attend(agent, stream)
 
     async def _attend(self, agent: Agent, stream: Stream) -> None:
         if agent in self._peers:
-            self._peers[agent].stream.close()
+            self._peers[agent].stream.abort()
             await self._act(self._machine.gone(agent, "connected anew", time.monotonic()))
         peer = self._peers[agent] = _Peer(stream, time.monotonic(), {})
         stream.send("welcome")
@@ -159,10 +165,8 @@ class Leader:
                 if message["type"] == "leave":
                     why = str(message["why"])
                 await self._act(self._events(agent, peer, message))
-        except (OSError, BadFrameError, ValueError, KeyError, TypeError) as e:
+        except _NO_AGENT_OF_OURS as e:
             _log.info("connection to %s ended: %s", agent.task, e)
-        finally:
-            stream.close()
         if self._peers.get(agent) is peer:
             del self._peers[agent]
             await self._act(self._machine.gone(agent, why, time.monotonic()))

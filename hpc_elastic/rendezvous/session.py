@@ -10,6 +10,7 @@ no more, or when it has been out of reach for ``lost_after_s``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -52,11 +53,8 @@ class Verdict:
 class Endpoints(Protocol):
     """Where endpoints are published (`endpoint.EndpointDir`, `endpoint.FixedEndpoint`)."""
 
-    def latest_epoch(self) -> int:
-        """Return the highest epoch that anybody has claimed; 0 if none."""
-
-    def latest(self) -> Endpoint | None:
-        """Return the endpoint of the leader; None if there is none yet."""
+    def latest(self) -> tuple[int, Endpoint | None]:
+        """Return the highest epoch that anybody has claimed (0: none), and its endpoint."""
 
     def claim(self, endpoint: Endpoint) -> bool:
         """Try to become the leader of an epoch."""
@@ -108,9 +106,11 @@ class Session:
         self._leader: Leader | None = None
         self._error: BaseException | None = None
         self._heard = 0.0
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._main: asyncio.Task[None] | None = None
+        self._leaving: list[asyncio.Future[None]] = []
         self._thread.start()
 
     # ---- the agent's thread -------------------------------------------------------------
@@ -164,18 +164,14 @@ class Session:
 
     def leave(self, why: str, timeout_s: float = 10.0) -> None:
         """Leave the run: tell the leader why; lead no more; end the thread. May be repeated."""
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._leave(why), self._loop)
+        self._call(lambda: self._leaving.append(asyncio.ensure_future(self._leave(why))))
         self._thread.join(timeout_s)
 
     # ---- the event loop's thread --------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._live())
         try:
-            self._loop.run_until_complete(self._main)
+            self._runner.run(self._live())
         except asyncio.CancelledError:
             pass
         except BaseException as e:
@@ -185,19 +181,24 @@ class Session:
                 self._stop_requested = True
                 self._changed.notify_all()
         finally:
-            self._loop.run_until_complete(self._stop_leading())
-            self._loop.close()
+            self._runner.close()
 
     async def _live(self) -> None:
-        while self._verdict is None:
-            stream = await self._reach_leader()
-            try:
-                await self._attend(stream)
-            except (OSError, BadFrameError, ValueError, KeyError) as e:
-                self._lost_leader(e)
-            finally:
-                self._stream = None
-                stream.close()
+        self._main = asyncio.current_task()
+        try:
+            while self._verdict is None:
+                await self._follow(await self._reach_leader())
+        finally:
+            await self._stop_leading()
+
+    async def _follow(self, stream: Stream) -> None:
+        try:
+            await self._attend(stream)
+        except (OSError, BadFrameError, ValueError, KeyError) as e:
+            self._lost_leader(e)
+        finally:
+            self._stream = None
+            await stream.close()
 
     async def _attend(self, stream: Stream) -> None:
         stream.send("hello", agent=asdict(self._me))
@@ -264,16 +265,16 @@ class Session:
         self._call(send)
 
     def _call(self, work: Callable[[], None]) -> None:
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is to be told
             self._loop.call_soon_threadsafe(work)
 
     async def _leave(self, why: str) -> None:
         if self._stream is not None:
             self._stream.send("leave", why=why)
-            await self._stream.flush()
-            self._stream.close()
-        assert self._main is not None
-        self._main.cancel()
+            await self._stream.close()
+        if self._verdict is None:  # else it ends by itself, once all have heard the verdict
+            assert self._main is not None
+            self._main.cancel()
 
     async def _stop_leading(self) -> None:
         leader, self._leader = self._leader, None
@@ -283,31 +284,37 @@ class Session:
     # ---- finding the leader -------------------------------------------------------------
 
     async def _reach_leader(self) -> Stream:
-        out_of_reach_since = time.monotonic()
-        suspect: Endpoint | None = None
+        suspect, out_of_reach_since = 0, time.monotonic()
         while True:
-            endpoint = await asyncio.to_thread(self._endpoints.latest)
-            if endpoint != suspect:
-                suspect, out_of_reach_since = endpoint, time.monotonic()
-            if endpoint is None:
-                await self._stand(1 + await asyncio.to_thread(self._endpoints.latest_epoch), None)
+            epoch, endpoint = await asyncio.to_thread(self._endpoints.latest)
+            if epoch != suspect:
+                suspect, out_of_reach_since = epoch, time.monotonic()
+            if epoch == 0:
+                await self._stand(1, None)
                 continue
             try:
-                return await connect(endpoint.address, endpoint.port, self._secret, endpoint.epoch)
-            except (OSError, TimeoutError, BadFrameError) as e:
+                return await self._connect(endpoint)
+            except (OSError, BadFrameError) as e:
                 silent_s = time.monotonic() - out_of_reach_since
-                self._news = f"{endpoint.task} leads, but can not be reached: {e!r}"
+                self._news = f"the leader of epoch {epoch} can not be reached: {e!r}"
                 if await self._is_dead(endpoint, e, silent_s):
-                    await self._stand(endpoint.epoch + 1, endpoint)
+                    await self._stand(epoch + 1, endpoint)
                 else:
                     await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _is_dead(self, endpoint: Endpoint, error: Exception, silent_s: float) -> bool:
+    async def _connect(self, endpoint: Endpoint | None) -> Stream:
+        if endpoint is None:
+            raise BadFrameError("its endpoint file does not verify")
+        return await connect(endpoint.address, endpoint.port, self._secret, endpoint.epoch)
+
+    async def _is_dead(self, endpoint: Endpoint | None, error: Exception, silent_s: float) -> bool:
         if not self._endpoints.can_claim:
             return False
-        if isinstance(error, ConnectionRefusedError) and silent_s > _CONFIRM_REFUSAL_S:
-            return True
         if silent_s > self._settings.lost_after_s:
+            return True
+        if endpoint is None:
+            return False
+        if isinstance(error, ConnectionRefusedError) and silent_s > _CONFIRM_REFUSAL_S:
             return True
         return await asyncio.to_thread(self._candidacy.is_running, endpoint.task) is False
 
@@ -315,13 +322,15 @@ class Session:
         """Stand for the leadership of an epoch; whoever creates its endpoint file first has it."""
         await self._stop_leading()
         leader = self._candidacy.make_leader(epoch, before)
-        port = await leader.listen(self._candidacy.address, self._candidacy.port)
-        mine = Endpoint(epoch, self._candidacy.address, port, self._me.task, self._me.attempt)
-        if await asyncio.to_thread(self._endpoints.claim, mine):
-            self._leader = leader
-            leader.lead()
-        else:
-            await leader.stop()
+        try:
+            port = await leader.listen(self._candidacy.address, self._candidacy.port)
+            mine = Endpoint(epoch, self._candidacy.address, port, self._me.task, self._me.attempt)
+            if await asyncio.to_thread(self._endpoints.claim, mine):
+                self._leader = leader
+                leader.lead()
+        finally:
+            if self._leader is not leader:
+                await leader.stop()
 
 
 def _describe(waiting: dict[str, Any]) -> str:

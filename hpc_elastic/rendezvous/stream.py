@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -17,6 +16,7 @@ from hpc_elastic.rendezvous.wire import (
 )
 
 HANDSHAKE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Stream:
@@ -43,14 +43,14 @@ class Stream:
         """
         return self._cipher.open(await _line(self._reader))
 
-    async def flush(self) -> None:
-        """Wait until what was queued has been handed to the network."""
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
-
-    def close(self) -> None:
-        """Close the connection once what was queued has been sent."""
+    async def close(self) -> None:
+        """Send what was queued and close the connection; drop it if the peer does not read."""
         self._writer.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._writer.wait_closed()
+        except OSError:
+            self.abort()
 
     def abort(self) -> None:
         """Drop the connection at once: the peer does not read any more."""

@@ -113,6 +113,7 @@ def kill(session: Session) -> None:
 def test_agents_get_distinct_ranks_in_one_round(group):
     """Four agents that start at once agree on one round."""
     g = group()
+    g.running = frozenset(f"7_{slot}" for slot in range(4))
     rounds = g.join(*(g.agent(slot) for slot in range(4)))
     assert sorted(r.rank for r in rounds) == [0, 1, 2, 3]
     assert {(r.number, r.world_size) for r in rounds} == {(1, 4)}
@@ -160,6 +161,22 @@ def test_a_follower_that_dies_is_dropped(group):
     g.running = frozenset({"7_0", "7_1", "7_2"})
     again = g.join(*others)
     assert {r.world_size for r in again} == {2} and rounds[0].number + 1 == again[0].number
+
+
+def test_agents_that_start_together_have_one_leader(group):
+    """Nobody takes an endpoint that has just appeared for the trace of a dead leader."""
+    g = group(max_nodes=8)
+    g.running = frozenset(f"7_{slot}" for slot in range(8))
+    g.join(*(g.agent(slot) for slot in range(8)))
+    assert [e["epoch"] for e in g.events("leader")] == [1]
+
+
+def test_an_endpoint_file_that_does_not_verify_is_waited_out_then_passed_over(group):
+    """A damaged file takes its epoch, and costs the time that a silent leader would."""
+    g = group(max_nodes=1)
+    (g.run.rdzv / "endpoint.1.json").write_text("{}")
+    assert g.join(g.agent(0))[0].world_size == 1
+    assert [e["epoch"] for e in g.events("leader")] == [2]
 
 
 def test_a_leader_that_dies_is_replaced(group):
@@ -211,8 +228,8 @@ def test_strangers_change_nothing(group):
     g = group(max_nodes=2)
     a = g.agent(0)
     waiting = g.threads.submit(a.join, PATIENCE_S)
-    eventually(lambda: EndpointDir(g.run.rdzv, SECRET).latest())
-    endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
+    eventually(EndpointDir(g.run.rdzv, SECRET).latest_epoch)
+    _, endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
     silent = socket.create_connection((endpoint.address, endpoint.port))
     unsigned = b"ab" * 16 + b"\n{}\n"
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):

@@ -34,7 +34,7 @@ def torchrun(slurm, tmp_path):
         program = [str(Path(sys.executable).parent / "torchrun"), "--rdzv-backend=slurm"]
         conf = f"--rdzv-conf=key_file={tmp_path / 'key'}"
         done = subprocess.run(
-            ["srun", "-N2", "--ntasks-per-node=1", *program, conf, *options, str(script), *arguments],
+            ["srun", "-N2", "--ntasks-per-node=1", *program, conf, *options, script, *arguments],
             env={**os.environ, **slurm.env}, capture_output=True, text=True, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

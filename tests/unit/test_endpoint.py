@@ -14,10 +14,10 @@ LEADER = Endpoint(1, "10.0.0.1", 4000, "7_0", 0)
 def test_the_latest_epoch_leads(tmp_path):
     """A later epoch's endpoint replaces an earlier one's."""
     files = EndpointDir(tmp_path, b"s")
-    assert files.latest() is None
+    assert files.latest() == (0, None)
     second = Endpoint(2, "10.0.0.2", 4001, "7_1", 0)
     assert files.claim(LEADER) and files.claim(second)
-    assert (files.latest_epoch(), files.latest()) == (2, second)
+    assert files.latest() == (2, second)
 
 
 def test_one_of_many_racing_agents_wins_an_epoch(tmp_path):
@@ -36,7 +36,7 @@ def test_one_of_many_racing_agents_wins_an_epoch(tmp_path):
         t.start()
     for t in threads:
         t.join()
-    latest = files.latest()
+    _, latest = files.latest()
     assert latest is not None and [latest.port] == won
     assert [p.name for p in tmp_path.iterdir()] == ["endpoint.1.json"]
 
@@ -52,7 +52,8 @@ def test_a_file_that_does_not_verify_names_no_leader(tmp_path, damage):
     if damage == "renamed":
         file.rename(tmp_path / "endpoint.2.json")
     files = EndpointDir(tmp_path, b"s")
-    assert files.latest() is None and files.latest_epoch() >= 1
+    epoch, endpoint = files.latest()
+    assert endpoint is None and epoch >= 1
 
 
 def test_the_secret_is_not_in_the_file(tmp_path):

@@ -5,8 +5,8 @@ peer died for a failure of its own worker. Here an agent reports what happened a
 leader, who sees all nodes: he calls for another round, or ends the run.
 
 All use of torch's private names is in this module: `_monitor_workers`, `_start_workers`,
-`_stop_workers`, `_shutdown`, `_exit_barrier`, `_remaining_restarts` (tests/unit/test_agent.py
-fails if torch changes them).
+`_stop_workers`, `_shutdown`, `_exit_barrier`, `_assign_worker_ranks`, `_remaining_restarts`
+(tests/unit/test_agent.py fails if torch changes them).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -29,7 +30,7 @@ from hpc_elastic.agent.report import Place, WorkerFiles, describe
 from hpc_elastic.agent.worker import ROUND_VARIABLE
 from hpc_elastic.control import ControlPage
 from hpc_elastic.rendezvous.handler import SlurmRendezvousHandler
-from hpc_elastic.rendezvous.session import Verdict
+from hpc_elastic.rendezvous.session import Round, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -84,16 +85,36 @@ class RunAgent(LocalElasticAgent):
         self.pages: dict[int, ControlPage] = {}
         """The control pages of the current workers, by global rank."""
 
+    def _assign_worker_ranks(
+        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Take the ranks that the leader gave: torch's way asks every other agent by the store."""
+        round_ = self._round
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=round_.first_rank + local_rank,
+                role_rank=round_.first_rank + local_rank,
+                world_size=round_.world_size,
+                role_world_size=round_.world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
+
+    @property
+    def _round(self) -> Round:
+        assert self._handler.round is not None
+        return self._handler.round
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        round_ = self._handler.round
-        assert round_ is not None
-        self._remaining_restarts = max(0, worker_group.spec.max_restarts - round_.restarts)
+        spent = self._round.restarts
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - spent)
         self._awaits_leader = False
         self.pages = {
             w.global_rank: ControlPage.create(self._control, w.local_rank)
             for w in worker_group.workers
         }
-        os.environ[ROUND_VARIABLE] = str(round_.number)
+        os.environ[ROUND_VARIABLE] = str(self._round.number)
         return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -121,7 +142,7 @@ class RunAgent(LocalElasticAgent):
             ])  # fmt: skip
 
     def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._place.logs, int(os.environ[ROUND_VARIABLE]), rank)
+        return WorkerFiles(self._place.logs, self._round.number, rank)
 
     def _as_result(self, verdict: Verdict, worker_group: WorkerGroup) -> RunResult:
         ranks = [w.global_rank for w in worker_group.workers]

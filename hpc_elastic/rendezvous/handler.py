@@ -6,9 +6,10 @@ one's address over all rounds, and a joiner then waits for an address that nobod
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -18,10 +19,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from hpc_elastic.rendezvous.session import Round, Session, Verdict
+from hpc_elastic.rendezvous.session import Round, Session
 
 BACKEND = "slurm"
 _STORE_TIMEOUT = timedelta(seconds=60)
+_CONNECT_TIMEOUT = timedelta(seconds=15)
+"""The store listens before its round is announced; if not, the leader has died since."""
+
+_log = logging.getLogger(__name__)
 
 
 class SlurmRendezvousHandler(RendezvousHandler):
@@ -55,20 +60,27 @@ class SlurmRendezvousHandler(RendezvousHandler):
             RendezvousGracefulExitError: the run has ended.
             RendezvousClosedError: somebody has closed the rendezvous.
         """
+        while True:
+            self.round = self._join()
+            address, port = self.round.store
+            try:
+                store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
+            except DistError as e:
+                _log.warning("the store of round %d is gone: %s", self.round.number, e)
+                continue
+            where = RendezvousStoreInfo(address, port)
+            return RendezvousInfo(store, self.round.group_rank, self.round.group_size, where)
+
+    def _join(self) -> Round:
         try:
             outcome = self.session.join(self._join_timeout_s)
         except TimeoutError as e:
             raise RendezvousTimeoutError(str(e)) from e
-        if isinstance(outcome, Verdict):
-            if outcome.status == "closed":
-                raise RendezvousClosedError("the rendezvous has been closed")
-            raise RendezvousGracefulExitError(f"the run has {outcome.status}")
-        self.round = outcome
-        address, port = outcome.store
-        store = TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
-        return RendezvousInfo(
-            store, outcome.rank, outcome.world_size, RendezvousStoreInfo(address, port)
-        )
+        if isinstance(outcome, Round):
+            return outcome
+        if outcome.status == "closed":
+            raise RendezvousClosedError("the rendezvous has been closed")
+        raise RendezvousGracefulExitError(f"the run has {outcome.status}")
 
     def is_closed(self) -> bool:
         """Tell whether the run has ended."""

@@ -214,11 +214,14 @@ class Leader:
             return
         store = self._world.make_store()
         await self._journal.round_started(self._machine, self._epoch)
-        for rank, agent in enumerate(start.members):
+        first_rank = 0
+        for group_rank, agent in enumerate(start.members):
             self._tell(
-                (agent,), "round", number=start.number, rank=rank,
-                world_size=len(start.members), store=store, restarts=start.restarts,
+                (agent,), "round", number=start.number, restarts=start.restarts, store=store,
+                group_rank=group_rank, group_size=len(start.members),
+                first_rank=first_rank, world_size=sum(m.nproc for m in start.members),
             )  # fmt: skip
+            first_rank += agent.nproc
 
     async def _end_run(self, end: EndRun) -> None:
         if await self._superseded():

@@ -36,10 +36,15 @@ class Round:
     """What a member is told of a closed round."""
 
     number: int
-    rank: int
-    world_size: int
-    store: tuple[str, int]
     restarts: int
+    store: tuple[str, int]
+    group_rank: int
+    group_size: int
+    """Nodes in the group."""
+    first_rank: int
+    """Global rank of this node's first worker."""
+    world_size: int
+    """Workers in the group."""
 
 
 @dataclass(frozen=True)
@@ -219,10 +224,8 @@ class Session:
                     self._ask()
                 case "round" if self._joining:
                     self._joining = False
-                    self._round = Round(
-                        message["number"], message["rank"], message["world_size"],
-                        tuple(message["store"]), message["restarts"],
-                    )  # fmt: skip
+                    del message["type"]
+                    self._round = Round(**{**message, "store": tuple(message["store"])})
                 case "stop" if not self._joining:
                     _log.info("workers are to stop: %s", message["reason"])
                     self._stop_requested = True

@@ -37,9 +37,9 @@ class Group:
         self.sessions: list[Session] = []
         self.threads = ThreadPoolExecutor(16)
 
-    def agent(self, slot: int, attempt: int = 0) -> Session:
+    def agent(self, slot: int, nproc: int = 1) -> Session:
         """Start an agent."""
-        me = Agent(f"7_{slot}", attempt, slot, f"node{slot}", 1)
+        me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
         files = EndpointDir(self.run.rdzv, SECRET)
 
         def make_leader(epoch, before):
@@ -115,8 +115,19 @@ def test_agents_get_distinct_ranks_in_one_round(group):
     g = group()
     g.running = frozenset(f"7_{slot}" for slot in range(4))
     rounds = g.join(*(g.agent(slot) for slot in range(4)))
-    assert sorted(r.rank for r in rounds) == [0, 1, 2, 3]
+    assert sorted(r.group_rank for r in rounds) == [0, 1, 2, 3]
     assert {(r.number, r.world_size) for r in rounds} == {(1, 4)}
+
+
+def test_nodes_of_different_size_get_consecutive_ranks(group):
+    """A node's workers follow those of the nodes before it, however many those have."""
+    g = group(max_nodes=3)
+    rounds = g.join(g.agent(0, nproc=2), g.agent(1, nproc=3), g.agent(2, nproc=1))
+    assert [(r.group_rank, r.first_rank, r.world_size) for r in rounds] == [
+        (0, 0, 6),
+        (1, 2, 6),
+        (2, 5, 6),
+    ]
 
 
 def test_a_late_agent_makes_the_group_larger(group):
@@ -129,8 +140,8 @@ def test_a_late_agent_makes_the_group_larger(group):
     b = g.agent(1)
     waiting = g.threads.submit(b.join, PATIENCE_S)
     eventually(lambda: a.stop_requested)
-    assert [r.rank for r in g.join(a)] == [0]
-    assert (waiting.result().rank, waiting.result().world_size) == (1, 2)
+    assert [r.group_rank for r in g.join(a)] == [0]
+    assert (waiting.result().group_rank, waiting.result().world_size) == (1, 2)
 
 
 def test_the_run_ends_for_all_when_all_are_done(group):

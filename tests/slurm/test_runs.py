@@ -157,7 +157,7 @@ def test_a_leader_that_dies_is_replaced(slurm, sweep):
 
 def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     """Preemption costs no restart; the requeued task joins again in its next attempt."""
-    s = sweep("nodes=1:2", "epochs=30", "pause_s=0.05")
+    s = sweep("nodes=1:2", *SLOWLY)
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
     taken = next(h for h in hosts(s) if h != leader_host(s))
     slurm.preempt([taken], for_s=3)

@@ -19,6 +19,7 @@ from hpc_elastic.agent.agent import RunAgent
         ("_stop_workers", ["self", "worker_group"]),
         ("_monitor_workers", ["self", "worker_group"]),
         ("_exit_barrier", ["self"]),
+        ("_assign_worker_ranks", ["self", "store", "group_rank", "group_world_size", "spec"]),
     ],
 )
 def test_torch_still_has_what_we_override(name, parameters):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from hpc_elastic.rendezvous.machine import (
     StartRound,
     StopRound,
 )
-from hpc_elastic.rendezvous.stream import HANDSHAKE_TIMEOUT_S, Stream, accept
+from hpc_elastic.rendezvous.stream import Stream, accept, close
 from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrameError
 
 _log = logging.getLogger(__name__)
@@ -80,20 +81,23 @@ class Leader:
         self._epoch = epoch
         self._world = surroundings
         self._peers: dict[Agent, _Peer] = {}
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._duties: list[asyncio.Task[None]] = []
-        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._connections: dict[asyncio.Task[None], socket.socket] = {}
         self._acting = asyncio.Lock()
         self._fenced = False
         self._result_written = False
-        self._clean_up: asyncio.Task[None] | None = None
+        self._clean_up: list[asyncio.Task[None]] = []
 
     # ---- life ---------------------------------------------------------------------------
 
-    async def listen(self, address: str, port: int) -> int:
+    def listen(self, address: str, port: int) -> int:
         """Open the port (0: any free one) and return it."""
-        self._server = await asyncio.start_server(self._serve, address, port, limit=MAX_FRAME_BYTES)
-        return int(self._server.sockets[0].getsockname()[1])
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = self._listener = socket.create_server((address, port), family=family)
+        listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+        return int(listener.getsockname()[1])
 
     def lead(self) -> None:
         """Begin to decide; call once the epoch is claimed."""
@@ -102,19 +106,18 @@ class Leader:
             self._duties.append(asyncio.create_task(self._until_it_fails(duty())))
 
     async def stop(self, linger_s: float = 10.0) -> None:
-        """Stop leading. Agents that have not heard the end of the run yet are waited for."""
+        """Stop leading. Agents that have not heard the end of the run yet are waited for.
+
+        If it is cancelled, call it again: only a stop that returns leaves nothing behind.
+        """
         deadline = time.monotonic() + linger_s
         while self._machine.phase is Phase.ENDED and self._peers and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        if self._clean_up is not None:
-            await self._clean_up
         for duty in self._duties:
             duty.cancel()
-        await asyncio.gather(*self._duties, return_exceptions=True)
+        await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
         self._step_down()
-        await asyncio.sleep(0)  # what was accepted last is served from here on
-        while self._connections:
-            self._step_down()
+        if self._connections:
             await asyncio.wait(self._connections)
         await self._journal.close()
 
@@ -128,35 +131,42 @@ class Leader:
     def _step_down(self) -> None:
         """Decide nothing more, and let go of everybody: they will find the next leader."""
         self._fenced = True
-        if self._server is not None:
-            self._server.close()
-        for writer in self._connections.values():
-            writer.transport.abort()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
 
     # ---- agents -------------------------------------------------------------------------
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections[task] = writer
+    def _accept(self, listener: socket.socket) -> None:
+        """Serve a connection; `asyncio.Server` would lose one that comes just before its end."""
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            task = asyncio.create_task(self._until_it_fails(self._serve(connection)))
+            self._connections[task] = connection
+            task.add_done_callback(self._connections.pop)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
         try:
-            stream = await accept(reader, writer, self._secret, self._epoch)
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                agent = Agent(**(await stream.receive())["agent"])
+            stream, hello = await accept(reader, writer, self._secret, self._epoch)
+            agent = Agent(**hello)
         except _NO_AGENT_OF_OURS as e:
             _log.info("refused a connection from %s: %s", writer.get_extra_info("peername"), e)
         else:
             await self._attend(agent, stream)
         finally:
-            del self._connections[task]
-            writer.close()
+            await close(writer)
 
     async def _attend(self, agent: Agent, stream: Stream) -> None:
         if agent in self._peers:
             self._peers[agent].stream.abort()
             await self._act(self._machine.gone(agent, "connected anew", time.monotonic()))
         peer = self._peers[agent] = _Peer(stream, time.monotonic(), {})
-        stream.send("welcome")
         why = "its connection closed"
         try:
             while True:
@@ -229,7 +239,8 @@ class Leader:
         if not self._result_written:
             self._result_written = True
             await self._journal.ended(self._machine, end)
-            self._clean_up = asyncio.create_task(asyncio.to_thread(self._world.cancel_pending))
+            clean_up = asyncio.to_thread(self._world.cancel_pending)
+            self._clean_up.append(asyncio.create_task(self._until_it_fails(clean_up)))
         summary = end.failure.summary() if end.failure else None
         self._tell(tuple(self._peers), "end", status=end.status, failure=summary)
 

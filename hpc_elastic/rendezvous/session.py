@@ -111,11 +111,12 @@ class Session:
         self._leader: Leader | None = None
         self._error: BaseException | None = None
         self._heard = 0.0
-        self._runner = asyncio.Runner()
+        # By default, the loop would become the agent's thread's, and stay so when closed.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._main: asyncio.Task[None] | None = None
-        self._leaving: list[asyncio.Future[None]] = []
+        self._ending = False
         self._thread.start()
 
     # ---- the agent's thread -------------------------------------------------------------
@@ -169,7 +170,7 @@ class Session:
 
     def leave(self, why: str, timeout_s: float = 10.0) -> None:
         """Leave the run: tell the leader why; lead no more; end the thread. May be repeated."""
-        self._call(lambda: self._leaving.append(asyncio.ensure_future(self._leave(why))))
+        self._call(lambda: self._leave(why))
         self._thread.join(timeout_s)
 
     # ---- the event loop's thread --------------------------------------------------------
@@ -191,9 +192,10 @@ class Session:
     async def _live(self) -> None:
         self._main = asyncio.current_task()
         try:
-            while self._verdict is None:
+            while self._verdict is None and not self._ending:
                 await self._follow(await self._reach_leader())
         finally:
+            self._ending = True
             await self._stop_leading()
 
     async def _follow(self, stream: Stream) -> None:
@@ -206,22 +208,20 @@ class Session:
             await stream.close()
 
     async def _attend(self, stream: Stream) -> None:
-        stream.send("hello", agent=asdict(self._me))
+        self._stream, self._asked = stream, False
+        self._ask()
         beating = asyncio.create_task(self._beat(stream))
         try:
             while self._verdict is None:
                 message = await stream.receive()
                 self._heard = time.monotonic()
-                self._take(stream, message)
+                self._take(message)
         finally:
             beating.cancel()
 
-    def _take(self, stream: Stream, message: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         with self._changed:
             match message["type"]:
-                case "welcome":
-                    self._stream, self._asked = stream, False
-                    self._ask()
                 case "round" if self._joining:
                     self._joining = False
                     del message["type"]
@@ -243,9 +243,10 @@ class Session:
 
     def _ask(self) -> None:
         """Ask for a place in the next round, once on each connection."""
-        if self._joining and not self._asked and self._stream is not None:
-            self._asked = True
-            self._stream.send("join")
+        with self._changed:
+            if self._joining and not self._asked and self._stream is not None:
+                self._asked = True
+                self._stream.send("join")
 
     async def _beat(self, stream: Stream) -> None:
         """Send heartbeats, and give up a leader that has fallen silent."""
@@ -271,18 +272,19 @@ class Session:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is to be told
             self._loop.call_soon_threadsafe(work)
 
-    async def _leave(self, why: str) -> None:
+    def _leave(self, why: str) -> None:
         if self._stream is not None:
             self._stream.send("leave", why=why)
-            await self._stream.close()
-        if self._verdict is None:  # else it ends by itself, once all have heard the verdict
-            assert self._main is not None
+        if self._verdict is not None or self._ending:
+            return  # it ends by itself, once all have heard the verdict; nothing may cut that short
+        self._ending = True
+        if self._main is not None:
             self._main.cancel()
 
     async def _stop_leading(self) -> None:
-        leader, self._leader = self._leader, None
-        if leader is not None:
-            await leader.stop()
+        if self._leader is not None:
+            await self._leader.stop()
+            self._leader = None  # not before: `_live` finishes what was cancelled halfway
 
     # ---- finding the leader -------------------------------------------------------------
 
@@ -308,7 +310,9 @@ class Session:
     async def _connect(self, endpoint: Endpoint | None) -> Stream:
         if endpoint is None:
             raise BadFrameError("its endpoint file does not verify")
-        return await connect(endpoint.address, endpoint.port, self._secret, endpoint.epoch)
+        return await connect(
+            endpoint.address, endpoint.port, self._secret, endpoint.epoch, asdict(self._me)
+        )
 
     async def _is_dead(self, endpoint: Endpoint | None, error: Exception, silent_s: float) -> bool:
         if not self._endpoints.can_claim:
@@ -324,16 +328,13 @@ class Session:
     async def _stand(self, epoch: int, before: Endpoint | None) -> None:
         """Stand for the leadership of an epoch; whoever creates its endpoint file first has it."""
         await self._stop_leading()
-        leader = self._candidacy.make_leader(epoch, before)
-        try:
-            port = await leader.listen(self._candidacy.address, self._candidacy.port)
-            mine = Endpoint(epoch, self._candidacy.address, port, self._me.task, self._me.attempt)
-            if await asyncio.to_thread(self._endpoints.claim, mine):
-                self._leader = leader
-                leader.lead()
-        finally:
-            if self._leader is not leader:
-                await leader.stop()
+        self._leader = leader = self._candidacy.make_leader(epoch, before)
+        port = leader.listen(self._candidacy.address, self._candidacy.port)
+        mine = Endpoint(epoch, self._candidacy.address, port, self._me.task, self._me.attempt)
+        if await asyncio.to_thread(self._endpoints.claim, mine):
+            leader.lead()
+        else:
+            await self._stop_leading()
 
 
 def _describe(waiting: dict[str, Any]) -> str:

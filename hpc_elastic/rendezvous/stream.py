@@ -45,12 +45,7 @@ class Stream:
 
     async def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read."""
-        self._writer.close()
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._writer.wait_closed()
-        except OSError:
-            self.abort()
+        await close(self._writer)
 
     def abort(self) -> None:
         """Drop the connection at once: the peer does not read any more."""
@@ -59,40 +54,78 @@ class Stream:
 
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, epoch: int
-) -> Stream:
-    """Take the leader's part of the handshake (see `wire`); the first message proves the agent.
+) -> tuple[Stream, dict[str, Any]]:
+    """Take the leader's part of the handshake (see `wire`).
+
+    Returns:
+        The connection, and what the agent says of itself.
 
     Raises:
-        ConnectionError, TimeoutError, BadFrameError: whoever connected is none of the run's agents.
+        OSError, BadFrameError, ValueError, KeyError: whoever connected is none of the run's agents.
     """
     mine = new_nonce()
     writer.write(json.dumps({"nonce": mine, "epoch": epoch}).encode() + b"\n")
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         theirs = (await _line(reader)).decode(errors="replace").strip()
-    if len(theirs) != 2 * NONCE_BYTES:
-        raise BadFrameError("no nonce")
-    return Stream(reader, writer, Cipher(session_key(secret, epoch, mine, theirs), "leader"))
+        if len(theirs) != 2 * NONCE_BYTES:
+            raise BadFrameError("no nonce")
+        key = session_key(secret, epoch, mine, theirs)
+        stream = Stream(reader, writer, Cipher(key, "leader"))
+        hello: dict[str, Any] = (await stream.receive())["agent"]
+    stream.send("welcome")
+    return stream, hello
 
 
-async def connect(address: str, port: int, secret: bytes, epoch: int) -> Stream:
-    """Connect to the leader of an epoch; its first message proves that it is.
+async def connect(
+    address: str, port: int, secret: bytes, epoch: int, hello: dict[str, Any]
+) -> Stream:
+    """Connect to the leader of an epoch; return once he has proved that he is.
 
     Raises:
-        OSError: nobody listens there.
-        TimeoutError: no answer in time.
+        OSError: nobody listens there, or nobody answers in time.
         BadFrameError: somebody else listens there.
     """
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=MAX_FRAME_BYTES)
-        greeting = await _line(reader)
+        try:
+            return await _introduce(reader, writer, secret, epoch, hello)
+        except BaseException:  # cancelled, too: nobody else knows of the connection yet
+            writer.transport.abort()
+            raise
+
+
+async def _introduce(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    epoch: int,
+    hello: dict[str, Any],
+) -> Stream:
     mine = new_nonce()
     try:
-        theirs = str(json.loads(greeting)["nonce"])
+        theirs = str(json.loads(await _line(reader))["nonce"])
     except (ValueError, KeyError, TypeError) as e:
-        writer.close()
         raise BadFrameError("no greeting") from e
     writer.write(mine.encode() + b"\n")
-    return Stream(reader, writer, Cipher(session_key(secret, epoch, theirs, mine), "agent"))
+    stream = Stream(reader, writer, Cipher(session_key(secret, epoch, theirs, mine), "agent"))
+    stream.send("hello", agent=hello)
+    await stream.receive()  # the welcome, under the key that only the run's leader can have
+    return stream
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """Send what was queued and close a connection; drop it if the peer does not read.
+
+    The transport is gone when this returns, which takes further turns of the event loop.
+    """
+    writer.close()
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await writer.wait_closed()
+    except OSError:
+        pass
+    finally:
+        writer.transport.abort()  # out of time or cancelled; else it changes nothing
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

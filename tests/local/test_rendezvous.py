@@ -1,6 +1,8 @@
 """The rendezvous over real sockets: sessions in threads of this process, no torch."""
 
+import asyncio
 import contextlib
+import gc
 import json
 import socket
 import threading
@@ -13,11 +15,13 @@ import pytest
 
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rendezvous.endpoint import EndpointDir
+from hpc_elastic.rendezvous.endpoint import Endpoint, EndpointDir
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Leader, Surroundings
 from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
 from hpc_elastic.rendezvous.session import Candidacy, Round, Session, Verdict
+from hpc_elastic.rendezvous.stream import connect
+from hpc_elastic.rendezvous.wire import BadFrameError
 from hpc_elastic.rundir import RunDir
 
 SECRET = b"secret of this run"
@@ -32,7 +36,7 @@ class Group:
         for sub in (self.run.rdzv, folder / "events"):
             sub.mkdir()
         self.rules = Rules(min_nodes, max_nodes, 1, 60.0, 0.5)
-        self.running: frozenset[str] | None = frozenset()
+        self.running: frozenset[str] = frozenset()
         self.cancelled = threading.Event()
         self.sessions: list[Session] = []
         self.threads = ThreadPoolExecutor(16)
@@ -40,6 +44,7 @@ class Group:
     def agent(self, slot: int, nproc: int = 1) -> Session:
         """Start an agent."""
         me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
+        self.running |= {me.task}  # says Slurm, so that the first round waits for it
         files = EndpointDir(self.run.rdzv, SECRET)
 
         def make_leader(epoch, before):
@@ -96,6 +101,11 @@ def eventually(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)
+
+
+def open_files() -> int:
+    """How many files and sockets this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def kill(session: Session) -> None:
@@ -182,6 +192,24 @@ def test_agents_that_start_together_have_one_leader(group):
     assert [e["epoch"] for e in g.events("leader")] == [1]
 
 
+def test_a_stale_endpoint_whose_port_has_another_owner_is_passed_over(group):
+    """After a requeue the old leader's port may belong to somebody who knows nothing of the run."""
+    g = group(max_nodes=1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        stale = Endpoint(1, "127.0.0.1", other.getsockname()[1], "7_9", 0)
+        EndpointDir(g.run.rdzv, SECRET).claim(stale)
+        threading.Thread(target=_hang_up, args=(other,), daemon=True).start()
+        assert g.join(g.agent(0))[0].world_size == 1
+    assert [e["epoch"] for e in g.events("leader")] == [2]
+
+
+def _hang_up(server: socket.socket) -> None:
+    """Accept and close every connection until the server is closed."""
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
 def test_an_endpoint_file_that_does_not_verify_is_waited_out_then_passed_over(group):
     """A damaged file takes its epoch, and costs the time that a silent leader would."""
     g = group(max_nodes=1)
@@ -237,22 +265,20 @@ def test_a_failure_report_reaches_the_result(group):
 def test_strangers_change_nothing(group):
     """Garbage, a wrong secret, or silence on the leader's port neither joins nor disturbs."""
     g = group(max_nodes=2)
+    g.running = frozenset({"7_0", "7_1"})
     a = g.agent(0)
     waiting = g.threads.submit(a.join, PATIENCE_S)
     eventually(EndpointDir(g.run.rdzv, SECRET).latest_epoch)
     _, endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
-    silent = socket.create_connection((endpoint.address, endpoint.port))
+    where = (endpoint.address, endpoint.port)
     unsigned = b"ab" * 16 + b"\n{}\n"
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((endpoint.address, endpoint.port)) as s,
-        ):
-            s.sendall(garbage)
-    assert not waiting.done()
-    b = g.agent(1)
-    assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2
-    silent.close()
+    with socket.create_connection(where):  # this one is silent
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):
+            with contextlib.suppress(OSError), socket.create_connection(where) as s:
+                s.sendall(garbage)
+        assert not waiting.done()
+        b = g.agent(1)
+        assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2
 
 
 def test_a_time_out_says_what_it_waited_for(group):
@@ -262,3 +288,57 @@ def test_a_time_out_says_what_it_waited_for(group):
     a = g.agent(0)
     with pytest.raises(TimeoutError, match=r"1 of at least 3 nodes have joined; awaited: 7_5"):
         a.join(2.5)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "no greeting", "closed"])
+def test_a_connection_that_comes_to_nothing_is_closed(way):
+    """Nobody is given it, so `connect` itself lets go of it, while its loop goes on."""
+
+    async def attempt(listener: socket.socket) -> bytes:
+        connecting = asyncio.create_task(connect(*listener.getsockname(), SECRET, 1, {}))
+        accepted, _ = await asyncio.to_thread(listener.accept)
+        with accepted:
+            accepted.settimeout(PATIENCE_S)
+            if way == "cancelled":
+                connecting.cancel()
+            elif way == "no greeting":
+                accepted.sendall(b"SSH-2.0\n")
+            else:
+                accepted.shutdown(socket.SHUT_WR)
+            with pytest.raises((asyncio.CancelledError, BadFrameError, ConnectionError)):
+                await connecting
+            return await asyncio.to_thread(accepted.recv, 1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert asyncio.run(attempt(listener)) == b""
+
+
+def test_agents_may_leave_at_any_moment(group):
+    """Also halfway to the leader, or to the leadership: they leave nothing open."""
+    g = group(max_nodes=4)
+    before = open_files()
+    for attempt in range(20):
+        sessions = [g.agent(slot, attempt) for slot in range(4)]
+        time.sleep(attempt / 1000)
+        leaving = [g.threads.submit(s.leave, "it may", PATIENCE_S) for s in sessions]
+        for left in leaving:
+            left.result()
+    gc.collect()
+    assert open_files() == before
+
+
+def test_a_leader_stays_until_the_others_have_heard_the_verdict(group):
+    """However soon it is told to leave; and then it goes at once."""
+    g = group(max_nodes=4)
+    g.running = frozenset(f"7_{slot}" for slot in range(4))
+    agents = [g.agent(slot) for slot in range(4)]
+    g.join(*agents)
+    leader = next(s for s in agents if s._leader is not None)
+    for s in agents:
+        s.finished()
+    eventually(lambda: leader.verdict)
+    since = time.monotonic()
+    leader.leave("its agent ended")
+    assert time.monotonic() - since < 5.0 and not leader._thread.is_alive()
+    assert [s.verdict for s in agents] == [Verdict("succeeded", None)] * 4
+    assert len(g.events("leader")) == 1

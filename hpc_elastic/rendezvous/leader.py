@@ -151,7 +151,12 @@ class Leader:
             task.add_done_callback(self._connections.pop)
 
     async def _serve(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
+        except OSError as e:
+            _log.info("a connection ended as soon as it came: %s", e)
+            connection.close()
+            return
         try:
             stream, hello = await accept(reader, writer, self._secret, self._epoch)
             agent = Agent(**hello)

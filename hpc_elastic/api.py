@@ -107,7 +107,7 @@ def launch(
         return LaunchResult({}, path)
     submitted = session.submit(prepared)
     if not checked.launcher.wait:
-        session.announce(prepared, submitted.handle.job_ids)
+        session.announce(prepared, submitted)
         return LaunchResult({}, path)
     (outcome,) = session.wait(submitted)
     if outcome.error is not None:

@@ -78,7 +78,7 @@ class LauncherSettings:
     poll_s: float = 1.0
     """Interval of the progress display; each poll asks Slurm once for all runs."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of the workers."""
+    """Environment variables of the workers. They may be secret: files they stand in are 0600."""
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
 
@@ -100,7 +100,10 @@ class SlurmSettings(LauncherSettings):
     """Memory of a node, such as ``64G``."""
     constraint: str | None = None
     exclude: str | None = None
-    exclusive: bool = False
+    exclusive: bool | None = None
+    """null: the whole node with all its memory, unless ``gpus_per_node``, ``cpus_per_node`` or
+    ``mem`` (or a flag in ``sbatch`` like them, such as ``mem-per-cpu``) say which share of a node
+    is wanted. Where a share is given, several nodes of a run may be on one machine."""
     array_parallelism: int | None = None
     """At most this many tasks of the array at a time."""
     setup: list[str] = field(default_factory=list)
@@ -117,7 +120,10 @@ class SlurmSettings(LauncherSettings):
 
 @dataclass
 class LocalSettings(LauncherSettings):
-    """``launcher=local``: every node is a process on this machine."""
+    """``launcher=local``: every node is a process on this machine.
+
+    Its GPUs are divided evenly among the nodes of a run (`hpc_elastic.submit.gpus`).
+    """
 
     cpus_per_node: int = 1
     max_agents: int | None = None

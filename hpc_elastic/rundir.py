@@ -8,8 +8,8 @@ folder for the submission itself.
     <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
     <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
-    <run>/run.json                        RunSpec, frozen
-    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen
+    <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
+    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/endpoint.<epoch>.json      who leads
     <run>/rdzv/state.json                 rounds closed and restarts spent, kept by the leader
@@ -166,16 +166,16 @@ class RunDir:
         for folder in (self.path, self.rdzv, self.results, self.path / "events"):
             folder.mkdir(parents=True, exist_ok=True)
         write_private(self.secret, secrets.token_hex(32))
-        write_atomic(self.spec, spec.to_json())
+        write_atomic(self.spec, spec.to_json(), mode=0o600)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Replace a file in one step: a reader sees the old text or the new, never a part."""
     fd, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "w") as f:
             f.write(text)
-            os.fchmod(f.fileno(), 0o644)
+            os.fchmod(f.fileno(), mode)
         Path(staged).replace(path)
     except BaseException:
         Path(staged).unlink(missing_ok=True)

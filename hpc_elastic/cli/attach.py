@@ -25,7 +25,7 @@ def attach(sweep: Path, poll_s: float) -> int:
     """
     from hpc_elastic.submit import session
 
-    submission = sweep.absolute() / SUBMISSION
+    submission = find_submission(sweep.absolute())
     job_ids = read_job_ids(submission)
     runs, launcher = read_runs(submission, job_ids)
     handle: Handle
@@ -33,7 +33,7 @@ def attach(sweep: Path, poll_s: float) -> int:
         from hpc_elastic.slurm.client import SlurmClient
         from hpc_elastic.submit.slurm_backend import SlurmHandle
 
-        handle = SlurmHandle(list(job_ids.values()), sweep.absolute(), SlurmClient())
+        handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient())
     else:
         handle = LocalView(submission, list(job_ids.values()))
     outcomes = session.wait(session.Submitted(handle, runs, poll_s))
@@ -74,6 +74,20 @@ def _state(name: str, task: Mapping[str, object]) -> TaskState:
     return TaskState(name, "COMPLETED" if code == 0 else "FAILED", f"exit code {code}")
 
 
+def find_submission(folder: Path) -> Path:
+    """Return the ``.hpc_elastic`` of a sweep directory; one of its run directories will do.
+
+    Raises:
+        RunDirectoryError: it is neither.
+    """
+    if (folder / SUBMISSION).is_dir():
+        return folder / SUBMISSION
+    if RunDir(folder).spec.exists():
+        return Path(RunDir(folder).load().submission)
+    remedy = "give the folder that holds a sweep's runs, such as multirun/2030-01-31/12-00-00"
+    raise RunDirectoryError(f"{folder} is no sweep directory: {remedy}")
+
+
 def read_job_ids(submission: Path) -> dict[int, str]:
     """Return the job id of each array that was submitted.
 
@@ -82,8 +96,9 @@ def read_job_ids(submission: Path) -> dict[int, str]:
     """
     files = {_number(file): file for file in submission.glob("array-*.jobid")}
     if not files:
-        what = "was never submitted" if submission.is_dir() else "is no sweep directory"
-        raise RunDirectoryError(f"{submission.parent} {what}: {submission} has no array-*.jobid")
+        scripts = " ".join(shlex.quote(str(s)) for s in sorted(submission.glob("array-*.sbatch")))
+        remedy = f"; to do so: sbatch {scripts}" if scripts else ""
+        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
     return {number: files[number].read_text().strip() for number in sorted(files)}
 
 

@@ -11,11 +11,14 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpc_elastic.errors import ConfigError, near_miss
 
 T = TypeVar("T")
+type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""Annotations, evaluated once: that takes longer than all else that is read of a run."""
 UNSET = "???"
 """OmegaConf's mark of a key without a value; ours take their default then."""
 
@@ -71,7 +74,7 @@ class Reader:
         if not isinstance(raw, Mapping):
             self.errors.append(ConfigError(path, raw, "allowed is a mapping of keys to values"))
             raw = {}
-        hints = get_type_hints(cls)
+        hints = type_hints(cls)
         for name in raw:
             if name not in hints:
                 self.errors.append(self._unknown(f"{path}.{name}", raw[name], hints))

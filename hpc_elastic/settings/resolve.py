@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from hpc_elastic.config import LocalSettings, NodeRange, Nproc, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, near_miss
 from hpc_elastic.settings.checks import PARSERS
 from hpc_elastic.settings.forms import parse_nodes, parse_nproc
-from hpc_elastic.settings.groups import UNSET, Reader
+from hpc_elastic.settings.groups import UNSET, Reader, type_hints
 
 Backend = SlurmSettings | LocalSettings
 BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
@@ -120,7 +120,7 @@ def _elsewhere(key: str, backend: str) -> str | None:
 
 def _keys(cls: type[Any], path: str) -> Iterator[str]:
     """Yield the dotted key of every field, groups included."""
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     for field in fields(cls):
         yield f"{path}.{field.name}"
         if is_dataclass(inner := hints[field.name]) and isinstance(inner, type):
@@ -161,6 +161,9 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
         if settings.mem is not None and flag in ("mem-per-cpu", "mem-per-gpu"):
             remedy = f"contradicts launcher.mem={settings.mem}; give only one of them"
             yield ConfigError(f"launcher.sbatch.{flag}", settings.sbatch[flag], remedy)
+    if settings.exclusive and settings.sbatch.get("oversubscribe"):
+        remedy = "contradicts launcher.exclusive=true; give only one of them"
+        yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
     gres = str(settings.sbatch.get("gres"))
     if gres.startswith("gpu") and settings.gpus_per_node is not None:
         remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"

@@ -65,6 +65,13 @@ class TrackedRun:
         """Return the run's files."""
         return RunDir(self.dir)
 
+    @property
+    def name(self) -> str:
+        """Return its directory relative to the sweep's, by which no two runs are alike."""
+        sweep = self.submission.parent
+        inside = self.dir != sweep and self.dir.is_relative_to(sweep)
+        return str(self.dir.relative_to(sweep)) if inside else self.dir.name
+
 
 def track(plan: Plan, job_ids: Sequence[str], labels: Sequence[str]) -> list[TrackedRun]:
     """Return the runs of a plan as submitted, in its order."""

@@ -4,7 +4,8 @@ Hydra composes a job's config from nothing: it reads the YAML of every group aga
 about 50 ms a job, and does so twice, since the sweeper composes every job to validate it. That is
 20 s for a sweep of 200. Jobs of a sweep mostly differ in values (``lr=0.1``) and not in groups
 (``model=large``), and Hydra itself applies values after all groups have been merged. So jobs with
-the same groups share that merge: what remains is a copy of what they change, and their values.
+the same groups share that merge, and neighbours the values that they have in common: what remains
+is a copy of what a job changes, and its own values.
 
 That this gives what Hydra gives is checked, not believed: the second job with the same groups
 is composed both ways, and where the two differ, or where anything is unusual about the overrides,
@@ -21,7 +22,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_d
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
@@ -42,6 +43,8 @@ class SweepComposer:
         self._groups: dict[str, bool] = {}
         self._seen: set[tuple[str, ...]] = set()
         self._shared: dict[tuple[str, ...], DictConfig | None] = {}
+        self._before: tuple[str, ...] = ()
+        self._common: tuple[DictConfig, tuple[str, ...], DictConfig] | None = None
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the config of the job with these overrides, as `load_sweep_config` would.
@@ -62,9 +65,11 @@ class SweepComposer:
         if groups not in self._shared:
             return self._share(groups, overrides, values)
         shared = self._shared[groups]
-        return (
-            self._in_full(overrides) if shared is None else self._apply(shared, overrides, values)
-        )
+        if shared is None:
+            return self._in_full(overrides)
+        before, self._before = self._before, tuple(overrides)
+        common, own = _divide(values, before)
+        return self._name(self._set(self._with_common(shared, common), own), overrides)
 
     def _in_full(self, overrides: Sequence[str]) -> DictConfig:
         config: DictConfig = self._loader.load_sweep_config(self._master, list(overrides))
@@ -77,27 +82,39 @@ class SweepComposer:
         full = self._in_full(overrides)
         try:
             shared = self._in_full(groups)
-            same = _raw(self._apply(shared, overrides, values)) == _raw(full)
+            short = self._name(self._set(shared, values), overrides)
+            same = _raw(short) == _raw(full)
         except HydraException:
             same = False
         self._shared[groups] = shared if same else None
         return full
 
-    def _apply(
-        self, shared: DictConfig, overrides: Sequence[str], values: list[Override]
-    ) -> DictConfig:
-        """Do the rest of what Hydra does for a job: its values, and what names them."""
+    def _with_common(self, shared: DictConfig, common: list[Override]) -> DictConfig:
+        """Return the shared merge with these values; the same as last time if they are."""
+        lines = tuple(str(value.input_line) for value in common)
+        if self._common is None or self._common[0] is not shared or self._common[1] != lines:
+            self._common = (shared, lines, self._set(shared, common))
+        return self._common[2]
+
+    def _set(self, shared: DictConfig, values: list[Override]) -> DictConfig:
+        """Return a copy with these values; it shares what they do not touch."""
         config = copy.deepcopy(shared, _untouched(shared, values))
         ConfigLoaderImpl._apply_overrides_to_config(values, config)
-        naming = config.hydra.job.config.override_dirname
-        with open_dict(config.hydra):
-            config.hydra.overrides.task = list(overrides)
-            config.hydra.job.override_dirname = get_overrides_dirname(
-                overrides=[self._parsed[line] for line in overrides],
-                kv_sep=naming.kv_sep,
-                item_sep=naming.item_sep,
-                exclude_keys=naming.exclude_keys,
-            )
+        return config
+
+    def _name(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+        """Set what Hydra sets of a job beside its values: the overrides themselves."""
+        hydra: Any = config._get_node("hydra")
+        naming = hydra.job.config.override_dirname
+        dirname = get_overrides_dirname(
+            overrides=[self._parsed[line] for line in overrides],
+            kv_sep=naming.kv_sep,
+            item_sep=naming.item_sep,
+            exclude_keys=naming.exclude_keys,
+        )
+        _replace(hydra.overrides, "task", list(overrides))
+        with open_dict(hydra):
+            hydra.job.override_dirname = dirname
         return config
 
     def _split(self, overrides: Sequence[str]) -> tuple[tuple[str, ...], list[Override]] | None:
@@ -136,13 +153,42 @@ class SweepComposer:
         return self._groups[key]
 
 
+def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:
+    """Set a list of texts; those that stand there already are left, which is cheaper."""
+    before = parent._get_node(name)
+    nodes: Any = before._content if isinstance(before, ListConfig) else None
+    if not isinstance(nodes, list) or len(nodes) != len(lines):
+        with open_dict(parent):
+            parent[name] = lines
+        return
+    for node, line in zip(nodes, lines, strict=True):
+        if node._value() != line:
+            node._set_value(line)
+
+
+def _divide(
+    values: Sequence[Override], before: Sequence[str]
+) -> tuple[list[Override], list[Override]]:
+    """Return what a job has in common with the one before, and what is its own (pure).
+
+    Values below one top-level key stay together: their order among each other counts.
+    """
+    new = {_top(value) for value in values if value.input_line not in before}
+    common = [value for value in values if _top(value) not in new]
+    return common, [value for value in values if _top(value) in new]
+
+
+def _top(override: Override) -> str:
+    return override.key_or_group.partition(".")[0].partition("[")[0]
+
+
 def _untouched(shared: DictConfig, values: Sequence[Override]) -> dict[int, Any]:
     """Return deepcopy's memo of the top-level nodes that it need not copy.
 
     Those that no override goes into; and ``hydra``, the largest, in which only what names the job
     is set anew each time. The copy becomes the parent of all of them.
     """
-    touched = {override.key_or_group.partition(".")[0].partition("[")[0] for override in values}
+    touched = {_top(override) for override in values}
     nodes = (shared._get_node(key) for key in shared if key not in touched)
     return {id(node): node for node in nodes if isinstance(node, DictConfig)}
 

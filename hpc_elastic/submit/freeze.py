@@ -7,6 +7,7 @@ files in place of composing the config again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
 from hpc_elastic.config import RunSettings
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.rundir import RunDir, write_private
 from hpc_elastic.settings import as_config, resolve
 from hpc_elastic.submit.frozen import freeze, to_yaml
 
-_OF_THE_JOB = ("job", "runtime", "overrides", "job_logging")
+_OF_THE_JOB = ("job", "runtime", "overrides")
+_RESOLVED = (*_OF_THE_JOB, "job_logging")
 """What is resolved of the ``hydra`` node: all that a running job can meet. The rest is kept as it
 is; resolving it would cost more than all the other work of freezing a job."""
 
@@ -49,13 +51,50 @@ class FrozenJob:
     hydra: dict[str, Any]
 
 
-def freeze_job(config: DictConfig, number: int) -> FrozenJob:
+class SharedSections:
+    """The sections of ``hydra`` that the jobs of a sweep share, made plain and written once.
+
+    They are the bulk of a job's hydra.yaml. A section is known by its node: jobs that are alike
+    have the same one (see `compose`).
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[str, tuple[Any, Any]] = {}
+        self._text: dict[str, tuple[Any, str]] = {}
+
+    def plain(self, hydra: DictConfig, name: str) -> Any:
+        """Return a section that no job changes as plain values."""
+        node = hydra._get_node(name)
+        if name in self._plain and self._plain[name][0] is node:
+            return self._plain[name][1]
+        container = isinstance(node, DictConfig | ListConfig)
+        plain = OmegaConf.to_container(node, enum_to_str=True) if container else None
+        if name in _RESOLVED or not container:
+            resolved = freeze(hydra, name, f"hydra.{name}")
+            if resolved != plain:  # it may differ from job to job
+                return resolved
+        self._plain[name] = (node, plain)
+        return plain
+
+    def yaml(self, hydra: Mapping[str, Any]) -> str:
+        """Return what ``to_yaml({"hydra": hydra})`` would."""
+        return "hydra:\n" + "".join(self._section(name, hydra[name]) for name in hydra)
+
+    def _section(self, name: str, plain: Any) -> str:
+        if name not in self._text or self._text[name][0] is not plain:
+            text = to_yaml({"hydra": {name: plain}}).removeprefix("hydra:\n")
+            self._text[name] = (plain, text)
+        return self._text[name][1]
+
+
+def freeze_job(config: DictConfig, number: int, shared: SharedSections | None = None) -> FrozenJob:
     """Freeze the composed config of one job.
 
     Args:
         config: The config of the job, as Hydra composes it; hydra.job.num and id and
             hydra.runtime.output_dir are set in it as Hydra's own launchers do.
         number: Its number in the sweep.
+        shared: What is known from the jobs before.
 
     Raises:
         ConfigError: a setting can not work, or an interpolation names a missing key.
@@ -66,7 +105,7 @@ def freeze_job(config: DictConfig, number: int) -> FrozenJob:
         sweep = _enter_job(config, number)
         overrides = tuple(config.hydra.overrides.task)
         task = _freeze_task(config)
-        hydra = {**_freeze_hydra(config.hydra), "sweep": sweep}
+        hydra = {**_freeze_hydra(config.hydra, shared or SharedSections()), "sweep": sweep}
     finally:
         HydraConfig.instance().cfg = before
     settings = resolve(task, overrides=overrides, sweep_params=_sweep_params(config))
@@ -74,13 +113,17 @@ def freeze_job(config: DictConfig, number: int) -> FrozenJob:
     return FrozenJob(number, overrides, path, settings, {**task, **as_config(settings)}, hydra)
 
 
-def write_hydra_files(job: FrozenJob) -> None:
-    """Write ``.hydra/`` into the run directory, which exists."""
+def write_hydra_files(job: FrozenJob, shared: SharedSections | None = None) -> None:
+    """Write ``.hydra/`` into the run directory, which exists.
+
+    The files are their owner's only: ``launcher.env`` may hold tokens, and it stands in the
+    config as well as among the overrides.
+    """
     folder = RunDir(job.dir).hydra
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(job.task))
-    (folder / "hydra.yaml").write_text(to_yaml({"hydra": job.hydra}))
-    (folder / "overrides.yaml").write_text(to_yaml(list(job.overrides)))
+    write_private(folder / "config.yaml", to_yaml(job.task))
+    write_private(folder / "hydra.yaml", (shared or SharedSections()).yaml(job.hydra))
+    write_private(folder / "overrides.yaml", to_yaml(list(job.overrides)))
 
 
 def require_writable(folder: Path) -> None:
@@ -120,13 +163,11 @@ def _freeze_task(config: DictConfig) -> dict[str, Any]:
     return {str(key): freeze(config, key) for key in config if key != "hydra"}
 
 
-def _freeze_hydra(hydra: DictConfig) -> dict[str, Any]:
-    return {str(name): _freeze_section(hydra, str(name)) for name in hydra if name not in _HELP}
-
-
-def _freeze_section(hydra: DictConfig, name: str) -> Any:
-    if name in _OF_THE_JOB:
-        return freeze(hydra, name, f"hydra.{name}")
-    node = hydra._get_node(name)
-    container = isinstance(node, DictConfig | ListConfig)
-    return OmegaConf.to_container(node, enum_to_str=True) if container else freeze(hydra, name)
+def _freeze_hydra(hydra: DictConfig, shared: SharedSections) -> dict[str, Any]:
+    return {
+        name: freeze(hydra, name, f"hydra.{name}")
+        if name in _OF_THE_JOB
+        else shared.plain(hydra, name)
+        for name in map(str, hydra)
+        if name not in _HELP
+    }

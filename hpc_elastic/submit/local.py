@@ -12,6 +12,7 @@ processes end with the launcher.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.rundir import RunDir, read_json, write_atomic
 from hpc_elastic.slurm.environment import as_array_task, outside
 from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit import gpus
 from hpc_elastic.submit.plan import Plan
 from hpc_elastic.submit.prepare import Prepared, python_path
 from hpc_elastic.submit.processes import end_processes, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
 TASKS_FILE = "local-tasks.json"
+
+_log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _MARGIN_S = 5.0
@@ -50,6 +54,7 @@ class LocalTask:
     array_file: Path
     run: RunDir
     cpus: int
+    gpus: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     skipped: bool = False
 
@@ -208,7 +213,10 @@ class LocalHandle:
         if now == self._written:
             return
         path = self._submission / TASKS_FILE
-        write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
+        try:
+            write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
+        except OSError as e:  # a full disk is the runs' to report; the queue goes on
+            _log.warning("%s: not written: %s", path, e)
         self._written = now
 
 
@@ -228,7 +236,7 @@ def task_environment(environ: Mapping[str, str], task: LocalTask) -> dict[str, s
     )
     path = python_path(environ)
     found = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
-    return {"GLOO_SOCKET_IFNAME": "lo", **outside(environ), **found, **made_up}
+    return {"GLOO_SOCKET_IFNAME": "lo", **outside(environ), **found, **task.gpus, **made_up}
 
 
 def submit(prepared: Prepared) -> LocalHandle:
@@ -238,12 +246,10 @@ def submit(prepared: Prepared) -> LocalHandle:
         prepared: A plan whose files are written.
 
     Raises:
-        ConfigError: ``launcher.wait=false``: nothing would keep the queue.
+        ConfigError: see `require_possible`.
     """
     plan = prepared.plan
-    if not plan.launcher.wait:
-        remedy = "launcher=local runs as long as the launcher waits; leave the setting off"
-        raise ConfigError("launcher.wait", False, remedy)
+    require_possible(plan)
     stop_after_s = max(run.settings.launcher.agent.stop_timeout_s for run in plan.runs)
     handle = LocalHandle(
         _queue(plan),
@@ -258,9 +264,23 @@ def submit(prepared: Prepared) -> LocalHandle:
     return handle
 
 
+def require_possible(plan: Plan) -> None:
+    """Refuse what this machine can not run; asked before anything is written.
+
+    Raises:
+        ConfigError: ``launcher.wait=false``, for nothing would keep the queue; or a run has more
+            nodes than the machine has GPUs.
+    """
+    if not plan.launcher.wait:
+        remedy = "launcher=local runs as long as the launcher waits; leave the setting off"
+        raise ConfigError("launcher.wait", False, remedy)
+    gpus.require_enough(plan.runs, gpus.machine_gpus(os.environ))
+
+
 def _queue(plan: Plan) -> list[LocalTask]:
     """Return the tasks of all arrays in order, under job ids that no other launch has."""
     first_id = time.time_ns() // 1_000_000
+    devices = gpus.machine_gpus(os.environ)
     return [
         LocalTask(
             name=f"{first_id + array.number}_{index}",
@@ -269,6 +289,12 @@ def _queue(plan: Plan) -> list[LocalTask]:
             array_file=plan.submission / f"array-{array.number}.json",
             run=RunDir(plan.runs[task.run].dir),
             cpus=getattr(array.launcher, "cpus_per_node", 1) or 1,
+            gpus=gpus.variables(
+                devices,
+                plan.runs[task.run].settings.nproc_per_node,
+                slot=task.slot,
+                num_nodes=plan.runs[task.run].settings.nodes.max,
+            ),
         )
         for array in plan.arrays
         for index, task in enumerate(array.tasks)

@@ -99,8 +99,9 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan in words, one line for each array."""
         num_tasks = sum(len(array.tasks) for array in self.arrays)
-        head = f"{len(self.runs)} run(s), {num_tasks} task(s), {len(self.arrays)} array(s)"
-        return "\n".join([head, *(_describe(array) for array in self.arrays)])
+        head = [counted(len(self.runs), "run"), counted(num_tasks, "task")]
+        head.append(counted(len(self.arrays), "array"))
+        return "\n".join([", ".join(head), *(_describe(array) for array in self.arrays)])
 
 
 def make_plan(
@@ -168,4 +169,10 @@ def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
 
 def _describe(array: PlannedArray) -> str:
     runs = {task.run for task in array.tasks}
-    return f"  array {array.number}: {len(array.tasks)} task(s) of {len(runs)} run(s)"
+    tasks = counted(len(array.tasks), "task")
+    return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}"
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number with its noun in the right number (pure)."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"

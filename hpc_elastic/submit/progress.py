@@ -6,10 +6,12 @@ what status.json and the scheduler say, and the displays show it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_elastic.slurm.states import TaskState
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _COLUMNS = ("run", "overrides", "tasks", "state", "nodes", "step", "loss", "restarts")
+_WRAPPED = ("run", "overrides", "tasks", "result")
+"""Columns that take several lines where the terminal is narrow; the others are kept whole."""
+_REASON_WIDTH = len("(Resources),")
 _CHROME_LINES = 6
 """Lines of the table that are no runs, and of the prompt around it."""
 
@@ -81,7 +86,7 @@ def row_of(
         outcome: How it ended; None if it goes on.
         before: Its row at the last look, for what is not known anew.
     """
-    row = before or Row(run.dir.name, run.label)
+    row = before or Row(run.name, run.label)
     if states is not None:
         row = replace(row, tasks=_tasks(states))
     if status is not None:
@@ -203,27 +208,47 @@ def fitting(rows: Sequence[Row], num_lines: int) -> list[Row]:
 
 def _table(rows: Sequence[Row], num_lines: int) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
     shown = fitting(rows, num_lines)
     hidden = len(rows) - len(shown)
-    table = Table(*_COLUMNS, caption=f"and {hidden} more" if hidden else None)
+    table = _empty_table(_COLUMNS)
+    table.caption = f"and {hidden} more" if hidden else None
     for row in shown:
         table.add_row(*(escape(cell) for cell in row.cells))
     return table
 
 
-def results_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return the final table: how every run ended, and where it is."""
-    from rich.markup import escape
+def _empty_table(columns: Sequence[str]) -> Table:
+    """Return a table without borders: on 80 columns they would take a third of the width."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("run", "overrides", "status", "result", "restarts", "directory", title="Results")
-    table.columns[-1].overflow = "fold"
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        width = _REASON_WIDTH if name == "tasks" else None
+        table.add_column(name, no_wrap=name not in _WRAPPED, overflow="fold", min_width=width)
+    return table
+
+
+def places(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
+    """Return the line that says in which folder the runs lie, below a table or alone (pure).
+
+    A path does not fold well in a column, and the table's first column names the rest of it.
+    """
+    alone = len(dirs) == 1
+    folder = dirs[0] if alone else sweep
+    shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+    return f"{'run' if alone else 'runs'} in {shown}{os.sep}"
+
+
+def results_table(outcomes: Sequence[Outcome]) -> Table:
+    """Return the final table: how every run ended (where it is: `places`)."""
+    from rich.markup import escape
+
+    table = _empty_table(("run", "overrides", "status", "result", "restarts"))
     for outcome in outcomes:
         run = outcome.run
         value = "" if outcome.value is None else _text(outcome.value)
-        cells = [run.dir.name, run.label, outcome.status, value]
-        cells += [str(outcome.restarts), str(run.dir)]
+        cells = [run.name, run.label, outcome.status, value, str(outcome.restarts)]
         table.add_row(*(escape(cell) for cell in cells))
     return table

@@ -7,6 +7,9 @@ the container runtimes know no quoting at all, so that commas and colons are ref
 Why the flags are what they are:
 
 - one node and one task each: every array task is one elastic agent, alone on its node;
+- ``--exclusive --mem=0`` where the user does not say which share of a node is wanted: otherwise
+  Slurm would put several tasks of a run on one machine. Alone, ``--exclusive`` gives all CPUs and
+  GPUs, but only as much memory as was asked for;
 - ``srun``: at a preemption Slurm signals the steps, not the batch script;
 - ``srun --cpus-per-task``: since Slurm 22.05 srun no longer takes it over from sbatch, and would
   bind the agent and all its workers to a single CPU;
@@ -27,6 +30,14 @@ from hpc_elastic.config import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
 TASK_MODULE = "hpc_elastic.agent.task"
+
+SHARE_FLAGS = frozenset(
+    [
+        *("mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "gres", "tres-per-task"),
+        *("cores-per-socket", "oversubscribe"),
+    ]
+)
+"""Flags in ``launcher.sbatch`` that say which share of a node is wanted."""
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
@@ -120,7 +131,7 @@ def directives(script: Script) -> list[str]:
     """Return the sbatch flags, one for each #SBATCH line, quoted as sbatch reads them."""
     settings = script.settings
     flags = {**_array_flags(script), **_resource_flags(settings), **settings.sbatch}
-    return [directive(name, value) for name, value in flags.items() if value not in (None, False)]
+    return [directive(n, v) for n, v in flags.items() if v is not None and v is not False]
 
 
 def directive(name: str, value: object) -> str:
@@ -163,11 +174,24 @@ def _resource_flags(settings: SlurmSettings) -> dict[str, object]:
         "time": settings.time,
         "gpus-per-node": settings.gpus_per_node,
         "cpus-per-task": settings.cpus_per_node,
-        "mem": settings.mem,
         "constraint": settings.constraint,
         "exclude": settings.exclude,
-        "exclusive": settings.exclusive,
+        **_share_flags(settings),
     }
+
+
+def _share_flags(settings: SlurmSettings) -> dict[str, object]:
+    """Return how much of a node a task gets: what the user says, or all of it."""
+    if settings.exclusive is None and wants_whole_node(settings):
+        return {"mem": 0, "exclusive": True}
+    return {"mem": settings.mem, "exclusive": settings.exclusive}
+
+
+def wants_whole_node(settings: SlurmSettings) -> bool:
+    """Return whether the settings name no share of a node."""
+    shares = (settings.gpus_per_node, settings.cpus_per_node, settings.mem)
+    flags = {name for name, value in settings.sbatch.items() if value not in (None, False)}
+    return all(share is None for share in shares) and SHARE_FLAGS.isdisjoint(flags)
 
 
 def command(script: Script) -> str:

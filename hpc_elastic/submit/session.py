@@ -64,6 +64,10 @@ def prepare_runs(
     from hpc_elastic.submit.provenance import provenance
 
     plan = lay_out(runs, sweep / SUBMISSION)
+    if plan.backend == "local" and not plan.launcher.dry_run:
+        from hpc_elastic.submit import local
+
+        local.require_possible(plan)
     return prepare(plan, entry, name=name, provenance=provenance(source))
 
 
@@ -93,7 +97,7 @@ def wait(submitted: Submitted) -> list[Outcome]:
     from rich.console import Console
 
     from hpc_elastic.submit.processes import terminated_as_interrupt
-    from hpc_elastic.submit.progress import choose_display, results_table
+    from hpc_elastic.submit.progress import choose_display, places, results_table
     from hpc_elastic.submit.wait import Waiter
 
     console = Console()
@@ -110,19 +114,25 @@ def wait(submitted: Submitted) -> list[Outcome]:
     except BaseException:
         submitted.handle.leave()
         raise
+    console.print()
     console.print(results_table(outcomes))
+    dirs = [run.dir for run in submitted.runs]
+    where = places(dirs, submitted.runs[0].submission.parent, Path.cwd())
+    console.print(where, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
 
-def announce(prepared: Prepared, job_ids: Sequence[str] = ()) -> None:
-    """Print what was prepared, and under which ids it was submitted if it was."""
-    print(prepared.plan)
-    for script in prepared.scripts:
+def announce(prepared: Prepared, submitted: Submitted | None = None) -> None:
+    """Print what was prepared, and how to come back to it if it was submitted."""
+    from hpc_elastic.submit.progress import places
+
+    plan = prepared.plan
+    print(plan)
+    for script in prepared.scripts if submitted is None else ():
         print(f"{RENDERED}{script}")
-    for run in prepared.plan.runs:
-        print(f"run directory: {run.dir}")
-    if job_ids:
-        print(f"submitted: {' '.join(job_ids)}")
+    print(places([run.dir for run in plan.runs], plan.submission.parent, Path.cwd()))
+    if submitted is not None:
+        print(submitted.handle.leave())
 
 
 def overrides_label(overrides: Sequence[str]) -> str:
@@ -131,8 +141,12 @@ def overrides_label(overrides: Sequence[str]) -> str:
     Hydra's sweeper escapes what its grammar could misread (``nodes=1\:4``): not for people.
     """
     ours = ("launcher=", "launcher.", "hydra.", "hydra/")
-    shown = [line for line in overrides if not line.lstrip("+").startswith(ours)]
-    return re.sub(r"\\(.)", r"\1", " ".join(shown))
+    return " ".join(as_typed(line) for line in overrides if not line.lstrip("+").startswith(ours))
+
+
+def as_typed(override: str) -> str:
+    r"""Return an override without the escapes of Hydra's sweeper (pure): ``nodes=1:4``."""
+    return re.sub(r"\\(.)", r"\1", override)
 
 
 def _max_array_size(settings: RunSettings) -> int:

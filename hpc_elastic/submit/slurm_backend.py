@@ -44,8 +44,9 @@ class SlurmHandle:
 
     def leave(self) -> str:
         """Return how to come back to the runs, which go on."""
+        jobs = f"job{'s' if len(self.job_ids) > 1 else ''} {' '.join(self.job_ids)}"
         return (
-            "The runs go on in Slurm.\n"
+            f"The runs are in Slurm, as {jobs}, and go on without this command.\n"
             f"  attach: hpc-elastic attach {shlex.quote(str(self.sweep))}\n"
             f"  cancel: scancel {' '.join(self.job_ids)}"
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +27,13 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.submit import session
 from hpc_elastic.submit.compose import SharingLoader
 from hpc_elastic.submit.entry import entry_of
-from hpc_elastic.submit.freeze import FrozenJob, freeze_job, write_hydra_files
+from hpc_elastic.submit.freeze import (
+    FrozenJob,
+    SharedSections,
+    freeze_job,
+    write_hydra_files,
+)
+from hpc_elastic.submit.frozen import remembered_grammar
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import PlannedRun
 from hpc_elastic.submit.prepare import Prepared
@@ -61,22 +67,23 @@ def launch_sweep(
         HpcElasticError: nothing was submitted. A run that fails later raises when its JobReturn
             is read, as Hydra wants it.
     """
-    jobs = _freeze(sweep, job_overrides, initial_job_idx)
+    shared = SharedSections()
+    jobs = _freeze(sweep, job_overrides, initial_job_idx, shared)
     for job in jobs:
         _on_job_start(sweep, job)
-    prepared = _prepare(sweep, jobs)
+    prepared = _prepare(sweep, jobs, shared)
     if prepared.plan.launcher.dry_run:
         session.announce(prepared)
         return [_returned(job) for job in jobs]
     submitted = session.submit(prepared)
     if not prepared.plan.launcher.wait:
-        session.announce(prepared, submitted.handle.job_ids)
+        session.announce(prepared, submitted)
         return [_returned(job) for job in jobs]
     outcomes = session.wait(submitted)
     return [_ended(sweep, job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
 
 
-def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob]) -> Prepared:
+def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob], shared: SharedSections) -> Prepared:
     entry = entry_of(sweep.task_function, "hydra")
     prepared = session.prepare_runs(
         [PlannedRun(job.dir, job.settings, job.overrides) for job in jobs],
@@ -86,8 +93,15 @@ def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob]) -> Prepared:
         source=Path(entry.script).parent if entry.script else Path(entry.cwd),
     )
     for job in jobs:
-        write_hydra_files(job)
+        write_hydra_files(job, shared)
+    _make_private(sweep.dir / "multirun.yaml")
     return prepared
+
+
+def _make_private(file: Path) -> None:
+    """Take away others' right to read what Hydra's sweeper wrote: ``launcher.env`` is in it."""
+    with suppress(OSError):
+        file.chmod(0o600)
 
 
 def compact(error: HpcElasticError) -> HpcElasticError:
@@ -109,12 +123,15 @@ def share_composition(context: HydraContext) -> None:
 
 
 def _freeze(
-    sweep: Sweep, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    sweep: Sweep,
+    job_overrides: Sequence[Sequence[str]],
+    initial_job_idx: int,
+    shared: SharedSections,
 ) -> list[FrozenJob]:
     load = sweep.context.config_loader.load_sweep_config
-    with _paused_gc():
+    with _paused_gc(), remembered_grammar():
         return [
-            freeze_job(load(sweep.config, list(overrides)), number)
+            freeze_job(load(sweep.config, list(overrides)), number, shared)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
 
@@ -148,6 +165,7 @@ def _ended(sweep: Sweep, job: FrozenJob, outcome: Outcome) -> JobReturn:
     if outcome.error is not None:
         returned.status = JobStatus.FAILED
         returned.return_value = compact(outcome.error)
+        returned.overrides = [session.as_typed(line) for line in job.overrides]  # Hydra prints them
     if _has_callbacks(sweep):
         config = OmegaConf.create({**job.task, "hydra": job.hydra})
         sweep.context.callbacks.on_job_end(config=config, job_return=returned)

@@ -144,7 +144,7 @@ class Waiter:
         failed = [state for state in states if state.state == "FAILED"]
         if failed and not memory.warned:
             memory.warned = True
-            head = f"task {failed[0].task} of {run.label or run.dir.name} failed"
+            head = f"task {failed[0].task} of {run.label or run.name} failed"
             self._display.say("\n".join([head, *log_tails(run, 1)]))
 
 

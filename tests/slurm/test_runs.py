@@ -25,7 +25,7 @@ class Sweep:
     def __init__(self, folder: Path, env: dict[str, str], script: Path, *overrides: str) -> None:
         self.folder = folder / "sweep"
         argv = [
-            sys.executable, str(script), "-m", "launcher=slurm", "launcher.exclusive=true",
+            sys.executable, str(script), "-m", "launcher=slurm",
             f"hydra.sweep.dir={self.folder}", *overrides,
         ]  # fmt: skip
         self.process = subprocess.Popen(
@@ -239,7 +239,7 @@ def _plus(sweep, script, *overrides):
 
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic render` prints a script; sbatch takes it, and it trains to the end."""
-    overrides = ["launcher=slurm", "nodes=1:2", "epochs=12", "launcher.exclusive=true"]
+    overrides = ["launcher=slurm", "nodes=1:2", "epochs=12"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     render = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py")]
     argv = [*render, *overrides, folder]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpc_elastic
-from hpc_elastic.cli.attach import LocalView, read_job_ids, read_runs
+from hpc_elastic.cli.attach import LocalView, find_submission, read_job_ids, read_runs
 from hpc_elastic.cli.main import main
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
@@ -115,7 +115,11 @@ def test_attach_wants_a_sweep_directory(tmp_path, capsys):
     assert f"{tmp_path} is no sweep directory" in capsys.readouterr().err
     (tmp_path / ".hpc_elastic").mkdir()
     assert main(["attach", str(tmp_path)]) == 1
-    assert "was never submitted" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("was never submitted\n")
+    script = tmp_path / ".hpc_elastic" / "array-0.sbatch"
+    script.touch()
+    assert main(["attach", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith(f"was never submitted; to do so: sbatch {script}\n")
 
 
 @pytest.fixture
@@ -140,6 +144,11 @@ def test_attach_finds_the_runs_and_their_tasks(sweep):
         ("0", "lr=0.1", ("7_0", "7_2")),
         ("1", "", ("7_1", "7_3")),
     ]
+
+
+def test_a_run_directory_stands_for_its_sweep(sweep):
+    """It is what people have at hand."""
+    assert find_submission(sweep / "0") == find_submission(sweep) == sweep / ".hpc_elastic"
 
 
 def test_attach_to_a_sweep_with_a_file_missing(sweep):

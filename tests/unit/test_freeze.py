@@ -7,19 +7,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, base
 
 from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rundir import Entry, RunDir
 from hpc_elastic.submit.compose import SharingLoader, SweepComposer
 from hpc_elastic.submit.entry import entry_of, search_path
-from hpc_elastic.submit.freeze import freeze_job, require_writable, write_hydra_files
-from hpc_elastic.submit.frozen import freeze, to_yaml
+from hpc_elastic.submit.freeze import (
+    SharedSections,
+    freeze_job,
+    require_writable,
+    write_hydra_files,
+)
+from hpc_elastic.submit.frozen import freeze, remembered_grammar, to_yaml
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import make_run_id, next_array, overlapping, prepare
 from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
@@ -77,6 +83,15 @@ def test_texts_that_look_like_interpolations_stay_texts():
     assert OmegaConf.create(written).a == "${x}-2"
 
 
+def test_texts_are_parsed_once():
+    """The same text has the same tree; its value is looked up anew."""
+    parse = base.parse
+    with remembered_grammar():
+        assert [frozen(f"{{a: '${{k}}-${{k}}', k: {n}}}")["a"] for n in (1, 2)] == ["1-1", "2-2"]
+        assert base.parse.cache_info().hits == 1
+    assert base.parse is parse
+
+
 @pytest.mark.parametrize("value", ["1e3", "true", "null", "0x1f", "a: b", "ä", "multi\nline", "-"])
 def test_yaml_reads_back_as_it_was(value):
     """The fast writer keeps OmegaConf's quoting: a text does not become a number."""
@@ -106,6 +121,10 @@ SWEEPS = [
     [["model=large", "lr=1"], ["model=large", "lr=2"], ["model=small", "lr=2"]] * 2,
     [["opt={a: 2}"], ["~opt"], ["+opt.c=3"], ["lr=3"], ["~opt.a"]] * 2,
     [["hydra.job.name=x", "lr=2"], ["lr=2"], ["++lr=3"]] * 2,
+    [["opt.a=2", f"lr={n}", "+launcher.poll_s=2"] for n in (1, 2, 3, 3, 4)],
+    [[f"opt.a={n}", "++opt.a=9", f"+opt.b={n}"] for n in range(4)],
+    [[f"lr={lr}", f"opt.a={a}"] for lr in (1, 2, 3) for a in (1, 2, 3)],
+    [["opt.a=1", "++opt.a=2"], ["++opt.a=2", "opt.a=1"]] * 3,
 ]
 
 
@@ -169,9 +188,27 @@ def test_hydra_files_are_those_of_hydra(sweep, tmp_path):
     job.dir.mkdir(parents=True)
     write_hydra_files(job)
     folder = RunDir(job.dir).hydra
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert OmegaConf.load(folder / "config.yaml").lr == 7
     assert OmegaConf.load(folder / "hydra.yaml").hydra.runtime.output_dir == f"{tmp_path}/s/0"
     assert OmegaConf.load(folder / "overrides.yaml") == ["lr=7"]
+
+
+def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
+    """What is remembered from job to job makes no difference to what is frozen and written."""
+    loader, master = sweep
+    composer, shared = SweepComposer(loader, master), SharedSections()
+    for number in range(4):
+        overrides = [f"hydra.sweep.dir={tmp_path}", f"lr={number}", "hydra.mode=MULTIRUN"][
+            number % 3 :
+        ]
+        with remembered_grammar():
+            job = freeze_job(composer.compose(overrides), number, shared)
+        alone = freeze_job(loader.load_sweep_config(master, overrides), number)
+        assert (job.task, job.hydra) == (alone.task, alone.hydra)
+        assert shared.yaml(job.hydra) == to_yaml({"hydra": alone.hydra})
+        text = shared.yaml(job.hydra)
+        assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"  # a text, no Python object
 
 
 def test_hydra_can_compose_after_the_sweep(sweep):
@@ -264,7 +301,8 @@ def test_prepare_writes_all_that_a_task_needs(tmp_path):
     assert [spec.tasks for spec in specs] == [[(0, 0), (0, 2)], [(0, 1), (0, 3)]]
     assert specs[0].run_id != specs[1].run_id
     assert (specs[0].entry, specs[0].provenance) == (ENTRY, {"user": "me"})
-    assert stat.S_IMODE((tmp_path / "0" / "secret").stat().st_mode) == 0o600
+    for private in ("secret", "run.json"):
+        assert stat.S_IMODE((tmp_path / "0" / private).stat().st_mode) == 0o600
     array = json.loads((tmp_path / ".hpc_elastic" / "array-0.json").read_text())
     assert [run["slot"] for run in array["runs"]] == [0, 0, 1, 1]
     assert prepared.scripts == (tmp_path / ".hpc_elastic" / "array-0.sbatch",)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,15 @@ def test_a_sweep_runs_and_returns_to_hydra(app, tmp_path):
     assert specs[0]["entry"]["script"] == str(tmp_path / "train.py")
 
 
+def test_nobody_else_can_read_the_workers_variables(app, tmp_path):
+    """launcher.env may hold tokens: every file that one gets into is the owner's only."""
+    assert app("+launcher.env.TOKEN=s3cret").returncode == 0
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    holding = [path for path in files if "s3cret" in path.read_text()]
+    assert {path.name for path in holding} >= {"run.json", "config.yaml", "multirun.yaml"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in holding} == {0o600}
+
+
 def test_one_failed_run_does_not_end_the_others(app, tmp_path):
     """All finish; then Hydra raises the failure, without a traceback of the launcher."""
     done = app("+launcher.env.PLOT=fail,succeed")
@@ -122,8 +132,8 @@ def test_dry_run_freezes_and_starts_nothing(app, tmp_path):
     """The plan and the run directories are printed."""
     done = app("launcher.dry_run=true", "lr=1,2")
     assert done.returncode == 0, done.stderr
-    assert "2 run(s), 2 task(s), 1 array(s)" in done.stdout
-    assert f"run directory: {tmp_path}/out/1" in done.stdout
+    assert "2 runs, 2 tasks, 1 array" in done.stdout
+    assert "runs in out/" in done.stdout
     assert (tmp_path / "out" / "1" / ".hydra" / "config.yaml").exists()
     assert not list(tmp_path.rglob("*.jobid"))
 

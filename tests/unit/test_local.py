@@ -126,6 +126,9 @@ def test_the_environment_is_that_of_an_array_task(tmp_path):
     made = local.task_environment(environ, task)
     assert (made["SLURM_ARRAY_JOB_ID"], made["SLURM_ARRAY_TASK_ID"]) == ("7", "3")
     assert (made["HOME"], made["GLOO_SOCKET_IFNAME"]) == ("/home/me", "lo")
+    task.gpus = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    seen = local.task_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, task)
+    assert seen["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SLURM_MEM_PER_CPU" not in made
     assert (
         local.task_environment({"GLOO_SOCKET_IFNAME": "eth0"}, task)["GLOO_SOCKET_IFNAME"] == "eth0"
@@ -150,6 +153,20 @@ def test_the_number_of_places(tmp_path, runs, num_cpus, limit):
     """Twice the CPUs, the largest run at least; or what launcher.max_agents says."""
     planned = [PlannedRun(tmp_path / str(number), run) for number, run in enumerate(runs)]
     assert local.agent_limit(make_plan(planned, tmp_path, max_array_size=99), num_cpus) == limit
+
+
+def test_each_node_gets_its_share_of_the_gpus(tmp_path, monkeypatch):
+    """By its slot in its own run; a run that wants more nodes than GPUs leaves nothing behind."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    plan = prepared(tmp_path, settings(2), settings(1)).plan
+    shares = {(t.run.path.name, t.gpus["CUDA_VISIBLE_DEVICES"]) for t in local._queue(plan)}
+    assert shares == {("0", "4"), ("0", "5"), ("1", "4,5,6")}
+    too_many = PlannedRun(tmp_path / "new" / "0", settings(4))
+    with pytest.raises(ConfigError, match="nodes='1:4'"):
+        session.prepare_runs(
+            [too_many], Entry("function", "f"), sweep=tmp_path / "new", name="x", source=tmp_path
+        )
+    assert not (tmp_path / "new").exists()
 
 
 def test_not_waiting_is_refused(tmp_path):

@@ -94,6 +94,6 @@ def test_a_sweep_has_one_launcher():
 def test_a_plan_can_be_printed():
     """str() tells how much will be queued."""
     assert str(plan(run("a", 2), run("b", 2))).splitlines() == [
-        "2 run(s), 4 task(s), 1 array(s)",
-        "  array 0: 4 task(s) of 2 run(s)",
+        "2 runs, 4 tasks, 1 array",
+        "  array 0: 4 tasks of 2 runs",
     ]

@@ -11,7 +11,7 @@ import pytest
 from hpc_elastic.config import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.submit.prepare import read_template
-from hpc_elastic.submit.sbatch import Script, directive, render
+from hpc_elastic.submit.sbatch import Script, directive, directives, render
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -179,3 +179,28 @@ def test_no_variable_of_the_workers_is_in_the_script():
     """launcher.env may hold tokens; it travels in run.json, not in a script that is passed on."""
     settings = SlurmSettings(env={"WANDB_API_KEY": "secret-token"})
     assert "secret-token" not in rendered(replace(PLAIN, settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (SlurmSettings(), ["--mem=0", "--exclusive"]),
+        (
+            SlurmSettings(partition="gpu", sbatch={"nice": 0}),
+            ["--mem=0", "--exclusive", "--nice=0"],
+        ),
+        (SlurmSettings(gpus_per_node=1), []),
+        (SlurmSettings(cpus_per_node=2), []),
+        (SlurmSettings(mem="8G"), ["--mem=8G"]),
+        (SlurmSettings(sbatch={"mem-per-cpu": "2G"}), ["--mem-per-cpu=2G"]),
+        (SlurmSettings(sbatch={"gres": None}), ["--mem=0", "--exclusive"]),
+        (SlurmSettings(exclusive=False), []),
+        (SlurmSettings(exclusive=True), ["--exclusive"]),
+        (SlurmSettings(exclusive=True, mem="8G"), ["--mem=8G", "--exclusive"]),
+    ],
+)
+def test_a_task_has_its_node_alone_unless_a_share_is_named(settings, lines):
+    """Two nodes of a run are two machines, where the user says nothing of shares."""
+    of_share = ("--mem", "--exclusive", "--nice")
+    found = [line for line in directives(replace(PLAIN, settings=settings))]
+    assert [line for line in found if line.startswith(of_share)] == lines

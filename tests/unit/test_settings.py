@@ -400,6 +400,7 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (slurm(container={"runtime": "docker", "image": "x"}), "launcher.container.runtime"),
         (slurm(mem="1G", sbatch={"mem-per-cpu": "1G"}), "launcher.sbatch.mem-per-cpu"),
         (slurm(gpus_per_node=1, sbatch={"gres": "gpu:2"}), "launcher.sbatch.gres"),
+        (slurm(exclusive=True, sbatch={"oversubscribe": True}), "launcher.sbatch.oversubscribe"),
         (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
         (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
         (local(rendezvous={"lost_after_s": 0.5}), "launcher.rendezvous.lost_after_s"),

@@ -17,10 +17,12 @@ from hpc_elastic.submit.progress import (
     Row,
     fitting,
     line_of,
+    places,
     results_table,
     row_of,
     worth_a_line,
 )
+from hpc_elastic.submit.session import overrides_label
 from hpc_elastic.submit.wait import GRACE_S, Waiter, judge
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
@@ -305,8 +307,28 @@ def test_runs_that_go_on_are_shown_first_where_not_all_fit():
 
 
 def test_results_table_shows_every_run(run):
-    """Run, overrides, status, return value, restarts and directory."""
+    """Run, overrides, status, return value and restarts."""
     out = io.StringIO()
     table = results_table([Outcome(run, "succeeded", {0: 0.975}, 2, None)])
     Console(file=out, width=300).print(table)
-    assert all(t in out.getvalue() for t in ("lr=0.1", "succeeded", "0.975", " 2 ", str(run.dir)))
+    assert all(t in out.getvalue() for t in ("lr=0.1", "succeeded", "0.975", " 2 "))
+
+
+def test_where_the_runs_lie_is_told_in_one_line(run, tmp_path):
+    """As short as it can be: from where the user stands, and the table names the rest."""
+    dirs = [run.dir, tmp_path / "1"]
+    assert places(dirs, tmp_path, tmp_path.parent) == f"runs in {tmp_path.name}/"
+    assert places(dirs[:1], tmp_path, tmp_path) == "run in 0/"
+    assert places(dirs, tmp_path, tmp_path / "elsewhere") == f"runs in {tmp_path}/"
+
+
+def test_runs_are_named_by_their_place_in_the_sweep(run, tmp_path):
+    """hydra.sweep.subdir may have several levels; what `launch` makes is its own sweep."""
+    assert replace(run, dir=tmp_path / "lr=0.1" / "seed=1").name == "lr=0.1/seed=1"
+    assert replace(run, dir=tmp_path).name == tmp_path.name
+
+
+def test_overrides_are_shown_as_they_were_typed():
+    """Hydra's sweeper escapes what its grammar could misread; settings of ours are no label."""
+    overrides = [r"nodes=1\:2", r"+text=a\,b", "launcher=slurm", "+launcher.time=5", "lr=0.1"]
+    assert overrides_label(overrides) == "nodes=1:2 +text=a,b lr=0.1"

@@ -10,6 +10,7 @@ our own fields beside it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -19,6 +20,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
@@ -176,5 +178,23 @@ def _die_with_agent() -> None:
         os._exit(1)  # it died before the request
 
 
+def _end(exit_code: int) -> None:
+    """End the process as Python would, but for the finalization of the interpreter.
+
+    A C++ thread of torch that asks for the GIL during finalization is unwound by force, and takes
+    the whole process down with SIGABRT ("terminate called without an active exception",
+    python/cpython#87135, cured in Python 3.14): one in a dozen short runs lost a worker that had
+    done all its work.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()  # private: Python has no public way to run what was registered
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _end(main(sys.argv[1:]))

@@ -30,6 +30,12 @@ def leave(_):
 def crash(_):
     os.kill(os.getpid(), 11)
 
+def goodbye():
+    import atexit, threading, time
+    atexit.register(print, "registered")
+    threading.Thread(target=lambda: (time.sleep(0.3), print("threaded"))).start()
+    print("returned", end=" ")
+
 def who():
     return [__name__, __file__, sys.argv]
 
@@ -101,6 +107,12 @@ def test_an_exception_is_reported_with_the_users_frames_only(job):
     assert "in fail" in failure["traceback"] and "worker.py" not in failure["traceback"]
     assert failure["exit_code"] == 1 and failure["phase"] == "run"
     assert "boom from the user's code" in done.stderr
+
+
+def test_what_a_script_leaves_for_its_end_is_done(job):
+    """Threads are waited for, then exit handlers run, and nothing printed is lost."""
+    done = job.worker("goodbye", [])
+    assert (done.returncode, done.stdout.split()) == (0, ["returned", "threaded", "registered"])
 
 
 def test_sys_exit_with_a_message_is_a_failure_with_that_message(job):

@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from hpc_elastic.agent.report import Place, WorkerFiles, describe
+from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.worker import ROUND_VARIABLE
 from hpc_elastic.control import ControlPage
 from hpc_elastic.rendezvous.handler import SlurmRendezvousHandler
@@ -137,9 +137,9 @@ class RunAgent(LocalElasticAgent):
         if result.state is WorkerState.SUCCEEDED:
             self._session.finished()
         else:
-            self._session.failed([
-                describe(f, self._files(rank), self._place) for rank, f in result.failures.items()
-            ])  # fmt: skip
+            failed = result.failures.items()
+            found = [describe(f, self._files(rank), self._place) for rank, f in failed]
+            self._session.failed(earliest(found))
 
     def _files(self, rank: int) -> WorkerFiles:
         return WorkerFiles(self._place.logs, self._round.number, rank)

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_MAX_TEXT = 20_000
+_MAX_REPORTED = 8
+_MAX_MESSAGE = 2_000
+_MAX_TRACEBACK = 10_000
+"""Together less than a frame of `rendezvous.wire`, were every character an escaped one."""
+
 _TAIL_LINES = 20
 
 
@@ -56,6 +60,11 @@ class Place:
     logs: Path
 
 
+def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the failures of one node that its report has room for, the oldest first."""
+    return sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
+
+
 def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[str, Any]:
     """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time."""
     told = _told_by_worker(files.error)
@@ -67,9 +76,9 @@ def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[
         "rank": files.rank,
         "local_rank": failure.local_rank,
         "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
-        "message": str(told.get("message", how))[:_MAX_TEXT],
+        "message": str(told.get("message", how))[:_MAX_MESSAGE],
         "exception": told.get("exception"),
-        "traceback": str(told.get("traceback") or _tail(files.err))[-_MAX_TEXT:] or None,
+        "traceback": str(told.get("traceback") or _tail(files.err))[-_MAX_TRACEBACK:] or None,
         "exit_code": None if died_of else failure.exitcode,
         "signal": died_of,
         "phase": told.get("phase", "run"),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_elastic.agent.report import Place, WorkerFiles, describe
+from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.worker import load_function, to_json
 from hpc_elastic.config import AgentSettings
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rendezvous.wire import Cipher
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
 
 SCRIPT = """
@@ -126,6 +127,24 @@ def test_a_signal_is_reported_by_name(job):
     done = job.worker("crash", [0])
     failure = job.failure(done.returncode)
     assert (failure["signal"], failure["exit_code"]) == ("SIGSEGV", None)
+
+
+def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
+    """However many workers fail, and whatever they say, the leader hears of the earliest."""
+
+    class Ended:
+        local_rank, exitcode = 0, 1
+
+    place = Place("7_1", "node2", tmp_path)
+    found = []
+    for rank in range(128):
+        files = WorkerFiles(tmp_path, 1, rank)
+        told = {"message": "\u00e4" * 99_999, "traceback": "\u00e4" * 99_999, "time": rank}
+        files.error.write_text(json.dumps({"hpc_elastic": told}))
+        found.append(describe(Ended, files, place))
+    report = earliest(found)
+    assert [f["rank"] for f in report] == list(range(len(report)))
+    Cipher(b"key", "agent").seal({"type": "failed", "round": 1, "failures": report})
 
 
 def test_a_missing_module_is_an_import_failure(job):

@@ -1,7 +1,7 @@
 """What the leader writes into the run directory: its state, the group's status, the result.
 
 All writes go through one thread, in order, so that a slow shared file system delays the files and
-never the heartbeats. ``state.json`` carries rounds and restarts over to the next leader.
+never the heartbeats. ``state.json`` carries rounds, restarts and losses over to the next leader.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Journal:
         machine.round = int(state.get("round", 0))
         machine.restarts = int(state.get("restarts", 0))
         machine.members = tuple(Agent(**m) for m in state.get("members", []))
+        machine.lost = {str(task): int(attempt) for task, attempt in state.get("lost", {}).items()}
         result = read_json(self._run.result)
         if result is not None:
             machine.phase, machine.end = Phase.ENDED, EndRun(str(result["status"]))
@@ -46,8 +47,11 @@ class Journal:
     async def round_started(self, machine: Machine, epoch: int) -> None:
         """Record a closed round; it may be announced once this returns."""
         members = [asdict(m) for m in machine.members]
-        state = {"round": machine.round, "restarts": machine.restarts, "members": members}
-        await self._write(self._state_file, {**state, "started": self._started()})
+        state = {
+            "round": machine.round, "restarts": machine.restarts, "members": members,
+            "lost": machine.lost, "started": self._started(),
+        }  # fmt: skip
+        await self._write(self._state_file, state)
         self.note(
             "round", number=machine.round, epoch=epoch, nodes=len(members),
             world_size=sum(m.nproc for m in machine.members), members=members,

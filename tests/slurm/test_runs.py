@@ -155,6 +155,17 @@ def test_a_leader_that_dies_is_replaced(slurm, sweep):
     assert s.result()["restarts"] == 0 and s.value() > 0.95
 
 
+def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
+    """Its successor goes on with those that are left, one node having died before."""
+    s = sweep("nodes=1:4", *SLOWLY)
+    eventually(lambda: s.group_sizes()[-1:] == [4], "four nodes train")
+    slurm.kill_node(next(h for h in hosts(s) if h != leader_host(s)))
+    eventually(lambda: s.group_sizes()[-1:] == [3], "three nodes go on")
+    slurm.preempt([leader_host(s)], for_s=3)
+    eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes go on")
+    assert [e["epoch"] for e in s.events("leader")] == [1, 2]
+
+
 def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     """Preemption costs no restart; the requeued task joins again in its next attempt."""
     s = sweep("nodes=1:2", *SLOWLY)

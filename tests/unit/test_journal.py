@@ -9,7 +9,7 @@ import pytest
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.machine import Agent, EndRun, Machine, Phase, Rules
+from hpc_elastic.rendezvous.machine import Agent, EndRun, Machine, Phase, Rules, StartRound
 from hpc_elastic.rundir import RunDir
 
 A, B = Agent("7_0", 0, 0, "node1", 2), Agent("7_1", 3, 1, "node2", 2)
@@ -61,6 +61,17 @@ def test_rounds_restarts_and_ranks_survive_a_leader(run):
     write(run, lambda j: j.round_started(before, epoch=1))
     after = restored(run)
     assert (after.round, after.restarts, after.members) == (4, 2, (B, A))
+
+
+def test_the_next_leader_knows_which_tasks_were_lost(run):
+    """Slurm calls a dead node's task RUNNING for a while: no leader may wait for it."""
+    before = Machine(RULES, round=2, members=(A,), lost={B.task: B.attempt})
+    write(run, lambda j: j.round_started(before, epoch=1))
+    after = restored(run)
+    after.join(A, 0.0)
+    assert any(
+        isinstance(a, StartRound) for a in after.slurm_says(frozenset({A.task, B.task}), 0.1)
+    )
 
 
 def test_a_run_that_has_ended_stays_ended(run):

@@ -34,6 +34,18 @@ def tasks_of(spec: RunSpec) -> RunTasks:
     return SlurmTasks(spec) if spec.launcher == "slurm" else LocalTasks(spec)
 
 
+def job_ids(spec: RunSpec) -> dict[int, str]:
+    """Return the job id of each array of the run that has been submitted, by array number."""
+    files = {k: Path(spec.submission) / f"array-{k}.jobid" for k, _ in spec.tasks}
+    return {k: path.read_text().strip() for k, path in files.items() if path.exists()}
+
+
+def task_names(spec: RunSpec) -> list[str]:
+    """Return the names of the run's tasks, as far as their arrays have been submitted."""
+    jobs = job_ids(spec)
+    return [f"{jobs[k]}_{i}" for k, i in spec.tasks if k in jobs]
+
+
 class SlurmTasks:
     """Tasks of a job array (or several, where one would exceed MaxArraySize)."""
 
@@ -45,7 +57,7 @@ class SlurmTasks:
     def running(self) -> frozenset[str] | None:
         """Ask squeue once; a Slurm that does not answer is logged once."""
         try:
-            states = self._client.tasks(self._job_ids().values())
+            states = self._client.tasks(job_ids(self._spec).values())
         except SlurmError as e:
             if not self._silent:
                 _log.warning("Slurm does not answer; going by time-outs instead: %s", e)
@@ -53,7 +65,7 @@ class SlurmTasks:
             return None
         self._silent = False
         running = {name for name, state in states.items() if state.phase is Phase.RUNNING}
-        return frozenset(running.intersection(self._names()))
+        return frozenset(running.intersection(task_names(self._spec)))
 
     def is_running(self, task: str) -> bool | None:
         """Ask squeue once."""
@@ -62,34 +74,23 @@ class SlurmTasks:
 
     def cancel_pending(self) -> None:
         """Cancel with one scancel; tasks that run are left alone."""
-        self._client.cancel(self._names(), pending_only=True)
-
-    def _names(self) -> list[str]:
-        jobs = self._job_ids()
-        return [f"{jobs[k]}_{i}" for k, i in self._spec.tasks if k in jobs]
-
-    def _job_ids(self) -> dict[int, str]:
-        """Return the job id of each array of the run that has been submitted."""
-        files = {k: Path(self._spec.submission) / f"array-{k}.jobid" for k, _ in self._spec.tasks}
-        return {k: path.read_text().strip() for k, path in files.items() if path.exists()}
+        self._client.cancel(task_names(self._spec), pending_only=True)
 
 
 class LocalTasks:
     """Tasks that the local launcher runs as processes of this machine."""
 
     def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
         self._table = Path(spec.submission) / "local-tasks.json"
-        self._job = Path(spec.submission) / "array-0.jobid"
-        self._indices = [i for _, i in spec.tasks]
 
     def running(self) -> frozenset[str] | None:
         """Read the launcher's table, and see which of its processes live."""
         try:
             table = json.loads(self._table.read_text())
-            job = self._job.read_text().strip()
+            names = task_names(self._spec)
         except (OSError, ValueError):
             return None
-        names = [f"{job}_{i}" for i in self._indices]
         return frozenset(n for n in names if n in table and _lives(table[n]))
 
     def is_running(self, task: str) -> bool | None:

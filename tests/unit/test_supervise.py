@@ -93,3 +93,12 @@ def test_a_local_task_runs_while_its_process_does(tmp_path):
     }
     (tmp_path / "local-tasks.json").write_text(json.dumps(table))
     assert LocalTasks(spec(tmp_path, [(0, 0), (0, 1), (0, 2)])).running() == {"9_0"}
+
+
+def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):
+    """Runs of a sweep whose settings differ, or of a later batch, are not in the first array."""
+    (tmp_path / "array-0.jobid").write_text("9")
+    (tmp_path / "array-1.jobid").write_text("10")
+    lives = {"state": "RUNNING", "pid": os.getpid()}
+    (tmp_path / "local-tasks.json").write_text(json.dumps({"9_0": lives, "10_0": lives}))
+    assert LocalTasks(spec(tmp_path, [(1, 0)])).running() == {"10_0"}

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hpc_elastic import report  # optional: shows step and loss in the live display
+from hpc_elastic import checkpoint_boundary, report  # optional: progress, and growth without loss
 
 
 @hydra.main(version_base=None, config_path=".", config_name="train")
@@ -77,6 +77,7 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
     sampler = DistributedSampler(data, seed=cfg.seed)
     batches = DataLoader(data, max(1, cfg.batch_size // world_size), sampler=sampler)
     model = DistributedDataParallel(net)
+    total_steps = cfg.epochs * len(batches)
     for epoch in range(first_epoch, cfg.epochs):
         sampler.set_epoch(epoch)
         loss_sum = torch.zeros((), device=device)
@@ -86,7 +87,8 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
             loss.backward()
             optimizer.step()
             loss_sum += loss.detach()
-            report(step=epoch * len(batches) + i + 1, loss=loss.item())
+            step = epoch * len(batches) + i + 1
+            report(step=step, loss=loss.item(), total_steps=total_steps)
             time.sleep(cfg.pause_s)
 
         dist.all_reduce(loss_sum)
@@ -94,6 +96,7 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
             save(checkpoint, net=net.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch)
             mean_loss = loss_sum.item() / (len(batches) * world_size)
             print(f"epoch {epoch}: loss {mean_loss:.4f} (world size {world_size})", flush=True)
+        checkpoint_boundary(step=(epoch + 1) * len(batches))  # a good moment for nodes to join
     return net
 
 

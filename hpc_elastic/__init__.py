@@ -1,9 +1,11 @@
 """Elastic PyTorch runs on Slurm: start when one node is free, grow, shrink, survive preemption.
 
-    from hpc_elastic import launch   start a function as an elastic run, from a program
-    from hpc_elastic import report   tell the launcher about step and loss, from a worker
+    from hpc_elastic import launch               start a function as an elastic run
+    from hpc_elastic import report               a worker tells of its step and loss
+    from hpc_elastic import checkpoint_boundary  a worker has a complete checkpoint
+    from hpc_elastic import fence                may this worker still commit a checkpoint?
 
-Both are loaded when they are first used: importing the package costs nothing.
+All are loaded when they are first used: importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic import fence
     from hpc_elastic.api import LaunchResult, launch
-    from hpc_elastic.control import report
+    from hpc_elastic.control import checkpoint_boundary, report
 
-__all__ = ["LaunchResult", "launch", "report"]
+__all__ = ["LaunchResult", "checkpoint_boundary", "fence", "launch", "report"]
 
 _LAZY = {
     "LaunchResult": "hpc_elastic.api",
+    "checkpoint_boundary": "hpc_elastic.control",
     "launch": "hpc_elastic.api",
     "report": "hpc_elastic.control",
 }
@@ -26,6 +30,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """Import what the package offers at its first use (PEP 562)."""
+    if name == "fence":
+        return importlib.import_module("hpc_elastic.fence")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

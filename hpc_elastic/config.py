@@ -35,8 +35,6 @@ class RendezvousSettings:
     """Interval at which each agent tells the leader that it lives."""
     lost_after_s: float = 3.0
     """An agent silent for this long is dropped from the group."""
-    interface: str | None = None
-    """Network interface the agents reach each other by, such as ``ib0``; null finds it."""
 
 
 @dataclass
@@ -49,6 +47,12 @@ class AgentSettings:
     """Between SIGTERM and SIGKILL when workers are stopped."""
     omp_num_threads: int | None = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
+    spares: bool = True
+    """Keep a process per worker ready that has imported torch, about 0.2 GiB of memory each: a
+    restart then starts no process. A script that sets variables for its own ``import torch``, such
+    as OMP_NUM_THREADS, has them set in ``launcher.env`` instead, or sets this to false."""
+    preload: list[str] = field(default_factory=lambda: ["torch"])
+    """Modules that a spare imports ahead; may be more, such as ``transformers``."""
 
 
 @dataclass
@@ -67,6 +71,17 @@ class LauncherSettings:
 
     max_restarts: int = 3
     """Restarts after a worker's own failure; the run's, not each node's. Nodes lost are free."""
+    grow: Literal["boundary", "now", "never"] = "boundary"
+    """When a late node is admitted: at the next checkpoint boundary that the workers announce; at
+    once; or only when the group has to be formed anew for another reason."""
+    grow_after_s: float = 60.0
+    """With ``grow=boundary``: a script that announces no boundaries is interrupted when a node has
+    waited this long."""
+    min_wait_s: float | None = 300.0
+    """Below min nodes, a node waits this long for others and then goes back to the queue; null
+    waits for as long as the job may run."""
+    interface: str | None = None
+    """Network interface the agents reach each other by, such as ``ib0``; null finds it."""
     wait: bool = True
     """Block until the runs have ended; false returns once they are submitted."""
     spread: Literal["runs", "nodes"] = "runs"
@@ -87,6 +102,10 @@ class LauncherSettings:
 class SlurmSettings(LauncherSettings):
     """``launcher=slurm``: every node is one task of a job array."""
 
+    gang: bool = False
+    """The min part of a run is one job of so many nodes, allocated at once, and the array holds
+    only the nodes beyond it: below min nodes nothing is held. The nodes of that job come and go
+    together: a preemption of one takes them all."""
     job_name: str | None = None
     partition: str | None = None
     account: str | None = None

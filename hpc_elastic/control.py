@@ -1,12 +1,14 @@
 """The control page: one small memory page that a worker and its agent share.
 
-The worker writes its step, loss and samples; the agent reads them whenever it wants. No socket, no
-lock, no collective: a report costs well under a microsecond, and the agent's heartbeats do not wait
-for the training process. Each field is eight aligned bytes with one writer.
+The worker writes its step, loss, samples and checkpoint boundaries; the agent reads them whenever
+it wants, and writes whether the worker is to hold at the next boundary. No socket, no lock, no
+collective: a report costs well under a microsecond, and the agent's heartbeats do not wait for the
+training process. Each field is eight aligned bytes with one writer.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -17,9 +19,16 @@ from pathlib import Path
 from typing import SupportsFloat
 
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
+LONGEST_HOLD_S = 60.0
+"""A worker that holds goes on by itself after this long."""
+
+_log = logging.getLogger(__name__)
+
 _SIZE = 4096
 _UNSET = -1
-_STEP, _SAMPLES, _LOSS, _TIME = 0, 8, 16, 24
+_LAYOUT = "=qqddqqqq"
+_STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _HOLD = range(0, 64, 8)
+_LOOK_AGAIN_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,11 @@ class Progress:
     loss: float | None
     step_time: float | None
     """Unix seconds at which ``step`` was reported."""
+    total_steps: int | None
+    boundary: int | None
+    """The last step whose checkpoint was announced."""
+    held: bool
+    """Whether the worker stays there until it is stopped, or let go."""
 
 
 class ControlPage:
@@ -45,12 +59,20 @@ class ControlPage:
         """Make a fresh page (agent, before it starts the worker)."""
         path = _path(directory, local_rank)
         staged = path.with_suffix(".new")
-        staged.write_bytes(struct.pack("=qqdd", _UNSET, _UNSET, math.nan, math.nan).ljust(_SIZE))
+        staged.write_bytes(_BLANK.ljust(_SIZE, b"\0"))
         staged.replace(path)
         return cls(path)
 
-    def report(self, step: int | None, loss: SupportsFloat | None, samples: int | None) -> None:
+    def report(
+        self,
+        step: int | None,
+        loss: SupportsFloat | None,
+        samples: int | None,
+        total_steps: int | None = None,
+    ) -> None:
         """Publish what is not None (worker)."""
+        if total_steps is not None:
+            struct.pack_into("=q", self._map, _TOTAL, total_steps)
         if samples is not None:
             struct.pack_into("=q", self._map, _SAMPLES, samples)
         if loss is not None:
@@ -59,15 +81,46 @@ class ControlPage:
             struct.pack_into("=q", self._map, _STEP, step)
             struct.pack_into("=d", self._map, _TIME, time.time())
 
+    def pass_boundary(self, step: int) -> bool:
+        """Announce the checkpoint of a step, and stay while the agent asks for it (worker).
+
+        Returns:
+            Whether the worker may go on; False if it was held for too long.
+        """
+        struct.pack_into("=q", self._map, _BOUNDARY, step)
+        until = time.monotonic() + LONGEST_HOLD_S
+        while self._is_to_hold() and time.monotonic() < until:
+            struct.pack_into("=q", self._map, _HELD, 1)
+            time.sleep(_LOOK_AGAIN_S)
+        struct.pack_into("=q", self._map, _HELD, 0)
+        return time.monotonic() < until
+
+    def _is_to_hold(self) -> bool:
+        return bool(struct.unpack_from("=q", self._map, _HOLD)[0])
+
+    def hold(self, on: bool) -> None:
+        """Ask the worker to stay at its next boundary, or let it go (agent)."""
+        struct.pack_into("=q", self._map, _HOLD, int(on))
+
     def read(self) -> Progress:
         """Return what the worker last published (agent)."""
-        step, samples, loss, when = struct.unpack_from("=qqdd", self._map)
+        step, samples, loss, when, total, boundary, held, _ = struct.unpack_from(_LAYOUT, self._map)
         return Progress(
-            None if step == _UNSET else step,
-            None if samples == _UNSET else samples,
-            None if math.isnan(loss) else loss,
-            None if math.isnan(when) else when,
+            step=_known(step),
+            samples=_known(samples),
+            loss=None if math.isnan(loss) else loss,
+            step_time=None if math.isnan(when) else when,
+            total_steps=_known(total),
+            boundary=_known(boundary),
+            held=bool(held),
         )
+
+
+_BLANK = struct.pack(_LAYOUT, _UNSET, _UNSET, math.nan, math.nan, _UNSET, _UNSET, 0, 0)
+
+
+def _known(value: int) -> int | None:
+    return None if value == _UNSET else value
 
 
 class _Reporter:
@@ -78,21 +131,24 @@ class _Reporter:
         self.opened = False
         self.by_user = False
 
-    def report(self, step: int | None, loss: SupportsFloat | None, samples: int | None) -> None:
+    def find_page(self) -> ControlPage | None:
         if not self.opened:
             self.opened = True
             directory = os.environ.get(DIRECTORY_VARIABLE)
             if directory is not None:
                 self.page = ControlPage(_path(Path(directory), int(os.environ["LOCAL_RANK"])))
-        if self.page is not None:
-            self.page.report(step, loss, samples)
+        return self.page
 
 
 _reporter = _Reporter()
 
 
 def report(
-    *, step: int | None = None, loss: SupportsFloat | None = None, samples: int | None = None
+    *,
+    step: int | None = None,
+    loss: SupportsFloat | None = None,
+    samples: int | None = None,
+    total_steps: int | None = None,
 ) -> None:
     """Publish this worker's progress to the live display and the run's status.
 
@@ -104,15 +160,35 @@ def report(
             torch's optimizers.
         loss: The last loss. A tensor on a GPU is synchronised with: pass one every few steps.
         samples: Samples seen so far, at least 0.
+        total_steps: The step at which the training will be done, at least 1. With it, a late node
+            is admitted only if what remains repays the restart.
     """
     _reporter.by_user = _reporter.by_user or step is not None
-    _reporter.report(step, loss, samples)
+    page = _reporter.find_page()
+    if page is not None:
+        page.report(step, loss, samples, total_steps)
 
 
 def report_counted(step: int) -> None:
     """Publish a step that was counted for the script, unless it reports its steps itself."""
-    if not _reporter.by_user:
-        _reporter.report(step, None, None)
+    page = None if _reporter.by_user else _reporter.find_page()
+    if page is not None:
+        page.report(step, None, None)
+
+
+def checkpoint_boundary(*, step: int) -> None:
+    """Say that the checkpoint of a step is complete: a good moment for the group to change.
+
+    Every rank calls it, after each checkpoint, before the next step. It returns at once, unless
+    nodes wait to be admitted (``launcher.grow=boundary``): then it stays until the group is
+    stopped, so that no later step is made that would be lost. Outside a run it does nothing.
+
+    Args:
+        step: Optimizer steps that the checkpoint holds, at least 0.
+    """
+    page = _reporter.find_page()
+    if page is not None and not page.pass_boundary(step):
+        _log.warning("held at the checkpoint of step %d for %g s; going on", step, LONGEST_HOLD_S)
 
 
 def _path(directory: Path, local_rank: int) -> Path:

@@ -7,6 +7,8 @@
     |- SlurmError
     |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
     |  `- SlurmCommandError              a Slurm command failed, timed out or is not installed
+    |- CheckpointError
+    |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
     `- WorkerGroupError                  the training itself failed: first failure, and victims
 
 Rendezvous errors are torch's own (torch.distributed.elastic.rendezvous), because torch's agent
@@ -68,6 +70,14 @@ class SlurmCommandError(SlurmError):
         self.stderr = stderr
         how = "could not be run" if exit_code is None else f"exited with {exit_code}"
         super().__init__(f"`{' '.join(argv)}` {how}: {stderr.strip()}")
+
+
+class CheckpointError(HpcElasticError):
+    """Base of what goes wrong with checkpoints."""
+
+
+class CheckpointFencedError(CheckpointError):
+    """The group that a worker belongs to is over: what it would commit must not come true."""
 
 
 class WorkerGroupError(HpcElasticError):

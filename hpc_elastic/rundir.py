@@ -2,11 +2,14 @@
 
 Written by the submission (login node), read by every agent, worker and command. It lies on the
 shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
-folder for the submission itself.
+folder for the submission itself. What is handed to Slurm in one piece is an *array* there, number
+k of the sweep: a job array, one task a node; or a *gang*, one job of several nodes.
 
     <sweep>/.hpc_elastic/array-<k>.json   index in the array -> (run directory, slot)
     <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
+    <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
+    <sweep>/.hpc_elastic/local-tasks.json launcher=local: what its tasks are at
     <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
@@ -26,6 +29,7 @@ import json
 import os
 import secrets
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -69,11 +73,30 @@ class RunSpec:
     tasks: list[tuple[int, int]]
     """(array number k, index in it) of each slot of the run."""
     launcher: Literal["slurm", "local"] = "slurm"
+    grow: Literal["boundary", "now", "never"] = "boundary"
+    grow_after_s: float = 60.0
+    min_wait_s: float | None = 300.0
+    interface: str | None = None
+    gang: bool = False
+    """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     env: dict[str, str] = field(default_factory=dict)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
     provenance: dict[str, Any] = field(default_factory=dict)
     """Python, command line, git commit, dirty or not, host, user, time."""
+
+    def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
+        """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
+
+        Args:
+            job_ids: Job ids by array number.
+        """
+        num_gang = self.min_nodes if self.gang else 0
+        return [
+            task_name(job_ids[k], index, gang=slot < num_gang)
+            for slot, (k, index) in enumerate(self.tasks)
+            if k in job_ids
+        ]
 
     def to_json(self) -> str:
         """Return the text of run.json."""
@@ -167,6 +190,96 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         write_private(self.secret, secrets.token_hex(32))
         write_atomic(self.spec, spec.to_json(), mode=0o600)
+
+
+@dataclass(frozen=True)
+class ArrayFiles:
+    """The files of one array of a submission: ``array-<k>.*``.
+
+    Attributes:
+        stem: Their path without the suffix.
+    """
+
+    stem: Path
+
+    @classmethod
+    def of(cls, file: Path) -> ArrayFiles:
+        """Return the files of the array that one of them belongs to."""
+        return cls(file.with_suffix(""))
+
+    @property
+    def number(self) -> int:
+        """The array's number k in the sweep."""
+        return int(self.stem.name.removeprefix("array-"))
+
+    @property
+    def tasks(self) -> Path:
+        """Which run and slot each index is; the argument of `hpc_elastic.agent.task`."""
+        return self.stem.with_suffix(".json")
+
+    @property
+    def script(self) -> Path:
+        """The batch script."""
+        return self.stem.with_suffix(".sbatch")
+
+    @property
+    def nodes(self) -> Path:
+        """A gang's nodes as it was given them."""
+        return self.stem.with_suffix(".nodes")
+
+    @property
+    def job_id_file(self) -> Path:
+        """Where the job id stands."""
+        return self.stem.with_suffix(".jobid")
+
+    @property
+    def job_id(self) -> str | None:
+        """Return the job id; None as long as the array was not submitted."""
+        try:
+            return self.job_id_file.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def submitted_as(self, job_id: str) -> None:
+        """Write the job id down (submission; a task whose script was submitted by hand)."""
+        write_atomic(self.job_id_file, job_id + "\n")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Paths below a sweep's ``.hpc_elastic``."""
+
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        """Folder of what Slurm captures of each task."""
+        return self.path / "logs"
+
+    @property
+    def local_tasks(self) -> Path:
+        """The local launcher's table of its tasks, which stands in for squeue."""
+        return self.path / "local-tasks.json"
+
+    def array(self, number: int) -> ArrayFiles:
+        """Return the files of one array."""
+        return ArrayFiles(self.path / f"array-{number}")
+
+    def arrays(self) -> list[ArrayFiles]:
+        """Return the arrays that were laid out, submitted or not, by number."""
+        found = {ArrayFiles.of(file) for file in self.path.glob("array-*.*")}
+        numbered = (array for array in found if array.stem.name.removeprefix("array-").isdecimal())
+        return sorted(numbered, key=lambda array: array.number)
+
+    def job_ids(self) -> dict[int, str]:
+        """Return the job ids of the arrays that were submitted, by number."""
+        ids = {array.number: array.job_id for array in self.arrays()}
+        return {number: job_id for number, job_id in ids.items() if job_id}
+
+
+def task_name(job_id: str, index: int, *, gang: bool = False) -> str:
+    """Return the name of a task: ``<array job id>_<index>``, in a gang ``<job id>.<node id>``."""
+    return f"{job_id}{'.' if gang else '_'}{index}"
 
 
 def write_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:

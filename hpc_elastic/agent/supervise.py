@@ -22,20 +22,23 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from hpc_elastic.agent.agent import RunAgent
 from hpc_elastic.agent.report import Place
 from hpc_elastic.agent.task import Task
-from hpc_elastic.agent.tasks import tasks_of
+from hpc_elastic.agent.tasks import RunTasks, tasks_of
+from hpc_elastic.agent.world import RunWorld
 from hpc_elastic.config import Nproc
 from hpc_elastic.control import DIRECTORY_VARIABLE
-from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmError
+from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous import address
-from hpc_elastic.rendezvous.endpoint import Endpoint, EndpointDir
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Leader, Surroundings
-from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
-from hpc_elastic.rendezvous.session import Candidacy, Session
+from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.session import Candidacy, SentBack, Session
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.requeue import depart
+from hpc_elastic.slurm.requeue import depart, give_back
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ def supervise(task: Task) -> int:
             _log.warning("this node is taken: %s", e)
             events.write("taken", signal=e.sigval.name)
             if task.spec.launcher == "slurm":
-                depart(task.name, SlurmClient())
+                depart(task.name, SlurmClient(), attempt=task.attempt)
             return TAKEN
         except (RendezvousError, HpcElasticError) as e:
             events.write("gave up", why=str(e))
@@ -73,20 +76,29 @@ class _Node:
         self._tasks = tasks_of(task.spec)
         self._interface = _interface(task)
         self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
-        self._secret = task.run.secret.read_bytes()
-        self._stores = RoundStores(self._interface.address)
         self._agent: RunAgent | None = None
 
     def run(self) -> int:
         self._prepare_environment()
         session = self._open_session()
         try:
-            return self._run_agent(session)
+            exit_code = self._run_agent(session)
         except SignalException as e:
             session.leave(f"taken by {e.sigval.name}")
             raise
         finally:
             session.leave("its agent ended")
+        return self._go_back(session.sent_back) if session.sent_back else exit_code
+
+    def _go_back(self, sent_back: SentBack) -> int:
+        """Give this node back to the queue."""
+        self._events.write("given back", delay_s=round(sent_back.delay_s, 1))
+        try:
+            give_back(self._task.name, SlurmClient(), sent_back.delay_s, attempt=self._task.attempt)
+        except SlurmCommandError as e:
+            _log.error("this node could not be given back, so it ends its task: %s", e)
+            return 1
+        return TAKEN
 
     def _run_agent(self, session: Session) -> int:
         handler = SlurmRendezvousHandler(
@@ -95,7 +107,8 @@ class _Node:
         self._agent = RunAgent(
             self._worker_spec(handler), handler,
             place=Place(self._task.name, self._task.slurm.node_name, self._task.logs),
-            control=self._control, stop_timeout_s=self._spec.agent.stop_timeout_s,
+            control=self._control, records=self._task.run.rdzv,
+            stop_timeout_s=self._spec.agent.stop_timeout_s, spares=self._spec.agent.spares,
         )  # fmt: skip
         self._agent.run()
         verdict = session.verdict
@@ -115,47 +128,34 @@ class _Node:
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        candidacy = Candidacy(self._interface.address, 0, self._make_leader, self._tasks.is_running)
-        return Session(
-            me, EndpointDir(task.run.rdzv, self._secret), candidacy, self._spec.rendezvous,
-            secret=self._secret, progress=self._progress,
-        )  # fmt: skip
+        office = self._office(self._tasks, task.run.secret.read_bytes())
+        candidacy = Candidacy(self._interface.address, office, self._tasks.is_running)
+        return Session(me, candidacy, progress=self._progress)
 
-    def _make_leader(self, epoch: int, before: Endpoint | None) -> Leader:
-        spec = self._spec
-        machine = Machine(
-            Rules(
+    def _office(self, tasks: RunTasks, secret: bytes) -> Office:
+        """Return what this node would lead the run with."""
+        run, spec, events = self._task.run, self._spec, self._events
+        settings = spec.rendezvous
+        return Office(
+            rules=Rules(
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
-                spec.rendezvous.start_timeout_s, spec.rendezvous.last_call_s,
-            )
+                settings.start_timeout_s, settings.last_call_s,
+                grow=spec.grow, grow_after_s=spec.grow_after_s,
+                min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
+            ),
+            liveness=Liveness(settings.heartbeat_s, settings.lost_after_s),
+            secret=secret,
+            register=Register(run.rdzv, secret),
+            make_journal=lambda: Journal(run, spec.run_id, events),
+            world=RunWorld(run, tasks, RoundStores(self._interface.address)),
         )  # fmt: skip
-        journal = Journal(self._task.run, spec.run_id, self._events)
-        journal.restore(machine)
-        if before is not None:
-            machine.lost[before.task] = before.attempt
-        surroundings = Surroundings(
-            make_store=self._stores.make,
-            running_tasks=self._tasks.running,
-            latest_epoch=EndpointDir(self._task.run.rdzv, self._secret).latest_epoch,
-            cancel_pending=self._cancel_pending,
-        )
-        return Leader(
-            machine, journal, spec.rendezvous,
-            secret=self._secret, epoch=epoch, surroundings=surroundings,
-        )  # fmt: skip
-
-    def _cancel_pending(self) -> None:
-        try:
-            self._tasks.cancel_pending()
-        except SlurmError as e:
-            _log.warning("pending tasks of the run were not cancelled: %s", e)
 
     def _progress(self) -> dict[str, Any]:
         """Return what the first of this node's workers last reported."""
         if self._agent is None or not self._agent.pages:
             return {}
         progress = self._agent.pages[min(self._agent.pages)].read()
-        return {"step": progress.step, "loss": progress.loss}
+        return {"step": progress.step, "total": progress.total_steps, "loss": progress.loss}
 
     def _prepare_environment(self) -> None:
         cpus = min(self._task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
@@ -192,8 +192,7 @@ def _interface(task: Task) -> address.Interface:
     if task.spec.launcher == "local":
         return address.LOOPBACK
     name = task.slurm.node_name
-    wanted = task.spec.rendezvous.interface
-    return address.choose(name, wanted, address.interfaces(), address.resolve(name))
+    return address.find(name, task.spec.interface, lambda: SlurmClient().node_address(name))
 
 
 def _memory_folder() -> str | None:

@@ -33,6 +33,8 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
 
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
+SPARE_VARIABLE = "HPC_ELASTIC_SPARE"
+"""Set for a process that is started ahead of its use (`hpc_elastic.agent.spares`)."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
@@ -41,10 +43,16 @@ def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
     _die_with_agent()
     run = RunDir(Path(argv[0]))
+    spare = os.environ.pop(SPARE_VARIABLE, None)
+    if spare is not None:
+        _wait_for_use(spare, run)
+    environment = dict(os.environ)
     phase = "import"
     try:
         entry = run.load().entry
         function = load_function(entry)
+        if spare is not None:
+            _warn_of_late_variables(environment)
         if "torch" in sys.modules:
             _count_optimizer_steps()
         phase = "run"
@@ -65,8 +73,7 @@ def load_function(entry: Entry) -> Callable[..., Any]:
     Raises:
         HpcElasticError: the script has no function of that name.
     """
-    os.chdir(entry.cwd)
-    sys.path[:0] = [p for p in entry.sys_path if p not in sys.path]
+    _enter(entry)
     module = _load_script(entry.script) if entry.script else _load_module(str(entry.module))
     function: Any = module
     for name in entry.qualname.split("."):
@@ -75,6 +82,31 @@ def load_function(entry: Entry) -> Callable[..., Any]:
         where = entry.script or entry.module
         raise HpcElasticError(f"{where} has no function {entry.qualname!r} at module level")
     return function  # type: ignore[no-any-return]
+
+
+def _enter(entry: Entry) -> None:
+    os.chdir(entry.cwd)
+    sys.path[:0] = [p for p in entry.sys_path if p not in sys.path]
+
+
+def _wait_for_use(spare: str, run: RunDir) -> None:
+    """Be a spare, which imports from where the script would, until this is needed as a worker."""
+    from hpc_elastic.agent.prewarm import wait_for_use
+
+    modules: list[str] = []
+    with contextlib.suppress(HpcElasticError, OSError):  # the worker meets, and reports, it again
+        spec = run.load()
+        _enter(spec.entry)
+        modules += spec.agent.preload
+        if spec.entry.kind != "function":
+            modules.append("hpc_elastic.agent.hydra_job")
+    wait_for_use(spare, modules)
+
+
+def _warn_of_late_variables(before: dict[str, str]) -> None:
+    from hpc_elastic.agent.prewarm import warn_of_late_variables
+
+    warn_of_late_variables(before)
 
 
 def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:

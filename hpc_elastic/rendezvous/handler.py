@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from hpc_elastic.rendezvous.session import Round, Session
+from hpc_elastic.rendezvous.session import Round, SentBack, Session
 
 BACKEND = "slurm"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -57,7 +57,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousTimeoutError: no round closed in time; names what it waited for.
-            RendezvousGracefulExitError: the run has ended.
+            RendezvousGracefulExitError: the run has ended, or this node goes back to the queue.
             RendezvousClosedError: somebody has closed the rendezvous.
         """
         while True:
@@ -78,6 +78,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
             raise RendezvousTimeoutError(str(e)) from e
         if isinstance(outcome, Round):
             return outcome
+        if isinstance(outcome, SentBack):
+            raise RendezvousGracefulExitError("this node goes back to the queue")
         if outcome.status == "closed":
             raise RendezvousClosedError("the rendezvous has been closed")
         raise RendezvousGracefulExitError(f"the run has {outcome.status}")

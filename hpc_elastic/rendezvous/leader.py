@@ -1,8 +1,9 @@
-"""Serves the rendezvous machine to the agents: connections in, actions out.
+"""Carries out what a leader decides: connections, files and Slurm around `leadership`.
 
-Everything runs in one event loop; whatever may block (files, Slurm) runs in a thread. Messages to
-an agent: ``welcome``, ``round``, ``stop``, ``end``, ``waiting`` and ``beat``; from an agent:
-``hello``, ``join``, ``failed``, ``finished``, ``leave``, ``close`` and ``beat``.
+Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. Messages to an
+agent: ``welcome``, ``round``, ``stop``, ``hold``, ``end``, ``give back``, ``waiting`` and ``beat``;
+from an agent: ``hello``, ``join``, ``failed``, ``finished``, ``boundary``, ``leave``, ``close`` and
+``beat``.
 """
 
 from __future__ import annotations
@@ -10,108 +11,124 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.actions import Note
+from hpc_elastic.rendezvous.diagnosis import waiting_for
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.machine import (
-    Action,
-    Agent,
-    EndRun,
-    Machine,
-    Note,
-    Phase,
-    StartRound,
-    StopRound,
+from hpc_elastic.rendezvous.leadership import (
+    Announce,
+    AskSlurm,
+    Create,
+    Drop,
+    Effect,
+    Leadership,
+    Liveness,
+    Postpone,
+    Publish,
+    RenewLease,
+    StepDown,
+    Tell,
+    placements,
 )
+from hpc_elastic.rendezvous.listener import Listener
+from hpc_elastic.rendezvous.machine import Phase, Rules
+from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.status import status_of
 from hpc_elastic.rendezvous.stream import Stream, accept, close
 from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrameError
+from hpc_elastic.slurm.states import TaskState
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 StoreAddress = tuple[str, int]
 
 _NO_AGENT_OF_OURS = (OSError, BadFrameError, ValueError, KeyError, TypeError)
 """What a connection shows that has ended, or never was an agent's."""
 
+_RETRY_S = 0.5
+_WATCH_S = 1.0
+_NODES_A_STATUS = 500
+"""status.json is written once a second, and once more for every so many nodes."""
+
+
+class World(Protocol):
+    """What a leader needs beyond the run directory. All calls but the first may block."""
+
+    def make_store(self) -> StoreAddress:
+        """Start a fresh bootstrap store for a round; return its address and port."""
+
+    def view(self) -> Mapping[str, TaskState] | None:
+        """Ask how the tasks of the run are; None where nobody knows."""
+
+    def cancel_pending(self) -> None:
+        """Take back the run's tasks that are still in the queue."""
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Let none of the run's queued tasks start for a while."""
+
+    def log_of(self, task: str, attempt: int) -> str | None:
+        """Return where an attempt's log is; does not block."""
+
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a leader needs of the world, so that tests can give it another one."""
+class Office:
+    """What a leader of a run works with."""
 
-    make_store: Callable[[], StoreAddress]
-    """Start a fresh bootstrap store for a round; return its address and port."""
-    running_tasks: Callable[[], frozenset[str] | None]
-    """Ask (blocking) which tasks of the run are RUNNING; None where nobody knows."""
-    latest_epoch: Callable[[], int]
-    """Return (blocking) the highest epoch that anybody has claimed."""
-    cancel_pending: Callable[[], None]
-    """Take back (blocking) the run's tasks that are still in the queue."""
-
-
-@dataclass
-class _Peer:
-    stream: Stream
-    heard: float
-    progress: dict[str, Any]
+    rules: Rules
+    liveness: Liveness
+    secret: bytes
+    register: Register
+    make_journal: Callable[[], Journal]
+    world: World
 
 
 class Leader:
-    """Leads one epoch, from `start` until `stop`, a newer epoch, or the end of the run."""
+    """Leads one epoch, from its claim until `stop`, a newer epoch, or the end of the run."""
 
-    def __init__(
-        self,
-        machine: Machine,
-        journal: Journal,
-        settings: RendezvousSettings,
-        *,
-        secret: bytes,
-        epoch: int,
-        surroundings: Surroundings,
-    ) -> None:
-        self._machine = machine
-        self._journal = journal
-        self._settings = settings
-        self._secret = secret
-        self._epoch = epoch
-        self._world = surroundings
-        self._peers: dict[Agent, _Peer] = {}
-        self._listener: socket.socket | None = None
-        self._duties: list[asyncio.Task[None]] = []
+    def __init__(self, office: Office, claim: Record, listener: Listener) -> None:
+        now = time.monotonic()
+        self._office = office
+        self._journal = office.make_journal()
+        self._epoch = claim.epoch
+        self._listener = listener
+        rng = random.Random()
+        self._leadership = Leadership(claim, office.rules, office.liveness, now, rng)
+        self._streams: dict[Agent, Stream] = {}
         self._connections: dict[asyncio.Task[None], socket.socket] = {}
-        self._acting = asyncio.Lock()
-        self._fenced = False
-        self._result_written = False
-        self._clean_up: list[asyncio.Task[None]] = []
+        self._duties: set[asyncio.Task[None]] = set()
+        self._clean_up: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
+        self._renewing = False
+        self._beats = 0
 
     # ---- life ---------------------------------------------------------------------------
 
-    def listen(self, address: str, port: int) -> int:
-        """Open the port (0: any free one) and return it."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = self._listener = socket.create_server((address, port), family=family)
-        listener.setblocking(False)
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-        return int(listener.getsockname()[1])
-
     def lead(self) -> None:
-        """Begin to decide; call once the epoch is claimed."""
+        """Begin to decide."""
         self._journal.note("leader", epoch=self._epoch)
-        for duty in (self._watch_peers, self._watch_slurm, self._watch_epoch, self._tell_status):
-            self._duties.append(asyncio.create_task(self._until_it_fails(duty())))
+        self._listener.serve(self._take)
+        for duty in (self._tick(), self._watch_records(), self._tell_status()):
+            self._start(duty, self._duties)
 
     async def stop(self, linger_s: float = 10.0) -> None:
-        """Stop leading. Agents that have not heard the end of the run yet are waited for.
+        """Stop leading. Agents that have not heard the last word yet are waited for.
 
         If it is cancelled, call it again: only a stop that returns leaves nothing behind.
         """
         deadline = time.monotonic() + linger_s
-        while self._machine.phase is Phase.ENDED and self._peers and time.monotonic() < deadline:
+        last = (Phase.ENDED, Phase.DISBANDED)
+        while self._leadership.machine.phase in last and self._streams:
+            if time.monotonic() > deadline:
+                break
             await asyncio.sleep(0.02)
         for duty in self._duties:
             duty.cancel()
@@ -120,6 +137,12 @@ class Leader:
         if self._connections:
             await asyncio.wait(self._connections)
         await self._journal.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(self._until_it_fails(duty))
+        among.add(task)
+        task.add_done_callback(among.discard)
 
     async def _until_it_fails(self, duty: Coroutine[Any, Any, None]) -> None:
         try:
@@ -130,25 +153,22 @@ class Leader:
 
     def _step_down(self) -> None:
         """Decide nothing more, and let go of everybody: they will find the next leader."""
-        self._fenced = True
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
+        self._leadership.fenced = True
+        self._listener.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it has ended by itself
                 connection.shutdown(socket.SHUT_RDWR)
 
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, work, *arguments)
+
     # ---- agents -------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        """Serve a connection; `asyncio.Server` would lose one that comes just before its end."""
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            connection.setblocking(False)
-            task = asyncio.create_task(self._until_it_fails(self._serve(connection)))
-            self._connections[task] = connection
-            task.add_done_callback(self._connections.pop)
+    def _take(self, connection: socket.socket) -> None:
+        task = asyncio.create_task(self._until_it_fails(self._serve(connection)))
+        self._connections[task] = connection
+        task.add_done_callback(self._connections.pop)
 
     async def _serve(self, connection: socket.socket) -> None:
         try:
@@ -158,7 +178,7 @@ class Leader:
             connection.close()
             return
         try:
-            stream, hello = await accept(reader, writer, self._secret, self._epoch)
+            stream, hello = await accept(reader, writer, self._office.secret, self._epoch)
             agent = Agent(**hello)
         except _NO_AGENT_OF_OURS as e:
             _log.info("refused a connection from %s: %s", writer.get_extra_info("peername"), e)
@@ -168,179 +188,133 @@ class Leader:
             await close(writer)
 
     async def _attend(self, agent: Agent, stream: Stream) -> None:
-        if agent in self._peers:
-            self._peers[agent].stream.abort()
-            await self._act(self._machine.gone(agent, "connected anew", time.monotonic()))
-        peer = self._peers[agent] = _Peer(stream, time.monotonic(), {})
-        why = "its connection closed"
+        effects = self._leadership.connected(agent, time.monotonic())
+        self._carry_out(effects)
+        self._streams[agent] = stream
         try:
             while True:
-                message = await stream.receive()
-                peer.heard = time.monotonic()
-                if message["type"] == "leave":
-                    why = str(message["why"])
-                await self._act(self._events(agent, peer, message))
+                message = _on_our_clock(await stream.receive())
+                self._carry_out(self._leadership.received(agent, message, time.monotonic()))
         except _NO_AGENT_OF_OURS as e:
             _log.info("connection to %s ended: %s", agent.task, e)
-        if self._peers.get(agent) is peer:
-            del self._peers[agent]
-            await self._act(self._machine.gone(agent, why, time.monotonic()))
+        if self._streams.get(agent) is stream:
+            del self._streams[agent]
+            why = "its connection closed"
+            self._carry_out(self._leadership.disconnected(agent, why, time.monotonic()))
 
-    def _events(self, agent: Agent, peer: _Peer, message: dict[str, Any]) -> list[Action]:
+    # ---- effects ------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        remaining = iter(effects)
+        for effect in remaining:
+            match effect:
+                case Tell(agent, message):
+                    if agent in self._streams:
+                        self._streams[agent].send(message)
+                case Drop(agent):
+                    stream = self._streams.pop(agent, None)
+                    if stream is not None:
+                        stream.abort()
+                case Note(kind, fields):
+                    self._journal.note(kind, **fields)
+                case Create(record):
+                    self._start(self._create(record), self._duties)
+                case Announce():
+                    self._announce(effect)
+                case AskSlurm():
+                    self._start(self._ask_slurm(), self._duties)
+                case RenewLease():
+                    self._renew_lease()
+                case Postpone(delay_s):
+                    work = self._in_thread(self._office.world.postpone_pending, delay_s)
+                    self._start(work, self._clean_up)
+                case Publish(record):
+                    self._start(self._publish(record, list(remaining)), self._clean_up)
+                case StepDown():
+                    _log.warning("epoch %d is over: another agent leads", self._epoch)
+                    self._step_down()
+
+    async def _create(self, record: Record) -> None:
+        """Create the record, however long the file system takes."""
+        while True:
+            try:
+                created = await self._in_thread(self._office.register.create, record)
+                break
+            except OSError as e:
+                _log.warning("record %d is not written yet, trying on: %s", record.number, e)
+                await asyncio.sleep(_RETRY_S)
         now = time.monotonic()
-        match message["type"]:
-            case "join":
-                return self._machine.join(agent, now)
-            case "finished" if message["round"] == self._machine.round:
-                return self._machine.finished(agent, now)
-            case "failed" if message["round"] == self._machine.round:
-                failures = [_on_our_clock(f) for f in message["failures"]]
-                return self._machine.worker_failed(failures, agent, now)
-            case "close":
-                return self._machine.close()
-            case "beat":
-                peer.progress = message["progress"]
-        return []
+        self._carry_out(self._leadership.created(now) if created else self._leadership.refused())
 
-    # ---- actions ------------------------------------------------------------------------
-
-    async def _act(self, actions: Iterable[Action]) -> None:
-        if self._fenced:
-            return
-        async with self._acting:
-            for action in actions:
-                await self._do(action)
-
-    async def _do(self, action: Action) -> None:
-        match action:
-            case Note(kind, fields):
-                self._journal.note(kind, **fields)
-            case StopRound(agents, reason):
-                self._journal.note("stop", reason=reason)
-                self._tell(agents, "stop", reason=reason)
-            case StartRound():
-                await self._start_round(action)
-            case EndRun():
-                await self._end_run(action)
+    def _announce(self, announce: Announce) -> None:
+        start = announce.start
+        store = self._office.world.make_store()
+        for agent, message in placements(announce):
+            if agent in self._streams:
+                self._streams[agent].send({**message, "store": store})
+        self._journal.note(
+            "round", number=start.number, record=announce.record, epoch=self._epoch,
+            nodes=len(start.members), world_size=sum(m.nproc for m in start.members),
+            members=[vars(m) for m in start.members], restarts=start.restarts,
+        )  # fmt: skip
         self._write_status()
 
-    async def _start_round(self, start: StartRound) -> None:
-        if await self._superseded():
-            return
-        store = self._world.make_store()
-        await self._journal.round_started(self._machine, self._epoch)
-        first_rank = 0
-        for group_rank, agent in enumerate(start.members):
-            self._tell(
-                (agent,), "round", number=start.number, restarts=start.restarts, store=store,
-                group_rank=group_rank, group_size=len(start.members),
-                first_rank=first_rank, world_size=sum(m.nproc for m in start.members),
-            )  # fmt: skip
-            first_rank += agent.nproc
+    async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
+        await self._journal.publish(record)
+        self._write_status()
+        self._carry_out(afterwards)
+        await self._in_thread(self._office.world.cancel_pending)
 
-    async def _end_run(self, end: EndRun) -> None:
-        if await self._superseded():
-            return
-        if not self._result_written:
-            self._result_written = True
-            await self._journal.ended(self._machine, end)
-            clean_up = asyncio.to_thread(self._world.cancel_pending)
-            self._clean_up.append(asyncio.create_task(self._until_it_fails(clean_up)))
-        summary = end.failure.summary() if end.failure else None
-        self._tell(tuple(self._peers), "end", status=end.status, failure=summary)
+    async def _ask_slurm(self) -> None:
+        view = await self._in_thread(self._office.world.view)
+        self._carry_out(self._leadership.slurm_says(view, time.monotonic()))
 
-    def _tell(self, agents: Iterable[Agent], type_: str, **fields: Any) -> None:
-        for agent in agents:
-            if agent in self._peers:
-                self._peers[agent].stream.send(type_, **fields)
+    def _renew_lease(self) -> None:
+        if not self._renewing:  # the file system may hang
+            self._renewing = True
+            self._beats += 1
+            self._start(self._renew(self._beats), self._duties)
+
+    async def _renew(self, beats: int) -> None:
+        try:
+            await self._in_thread(self._office.register.renew_lease, self._epoch, beats)
+        except OSError as e:
+            _log.info("lease not renewed: %s", e)
+        finally:
+            self._renewing = False
 
     # ---- duties -------------------------------------------------------------------------
 
-    async def _watch_peers(self) -> None:
-        """Send heartbeats, and drop the agents that have fallen silent."""
-        interval = self._settings.heartbeat_s
-        woke = time.monotonic()
+    async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            if now - woke > interval + self._settings.lost_after_s / 2:
-                self._forgive_silence(now)  # it was we who slept
-            woke = now
-            self._drop_silent(now)
-            self._tell(tuple(self._peers), "beat")
-            await self._act(self._machine.tick(now))
+            self._carry_out(self._leadership.tick(time.monotonic()))
+            await asyncio.sleep(self._leadership.beat_every_s)
 
-    def _forgive_silence(self, now: float) -> None:
-        for peer in self._peers.values():
-            peer.heard = now
-
-    def _drop_silent(self, now: float) -> None:
-        for agent, peer in self._peers.items():
-            if now - peer.heard > self._settings.lost_after_s:
-                _log.warning("%s has been silent for %.1f s", agent.task, now - peer.heard)
-                peer.stream.abort()
-
-    async def _watch_slurm(self) -> None:
-        """While a round forms, keep asking which tasks are RUNNING."""
-        while True:
-            if self._machine.wants_slurm:
-                running = await asyncio.to_thread(self._world.running_tasks)
-                if self._machine.wants_slurm:
-                    await self._act(self._machine.slurm_says(running, time.monotonic()))
-                await asyncio.sleep(self._settings.heartbeat_s)
-            else:
-                await asyncio.sleep(0.02)
-
-    async def _watch_epoch(self) -> None:
+    async def _watch_records(self) -> None:
         """Step down once somebody else leads."""
-        while not await self._superseded():
-            await asyncio.sleep(1.0)
-
-    async def _superseded(self) -> bool:
-        with contextlib.suppress(OSError):
-            if await asyncio.to_thread(self._world.latest_epoch) > self._epoch:
-                _log.warning("epoch %d is over: another agent leads", self._epoch)
-                self._step_down()
-        return self._fenced
-
-    # ---- status -------------------------------------------------------------------------
+        while True:
+            with contextlib.suppress(OSError):
+                number = await self._in_thread(self._office.register.last_number)
+                self._carry_out(self._leadership.saw(number))
+            await asyncio.sleep(_WATCH_S)
 
     async def _tell_status(self) -> None:
         while True:
             self._write_status()
-            if self._machine.phase is Phase.FORMING:
-                self._tell(
-                    tuple(self._machine.joined), "waiting", joined=len(self._machine.joined),
-                    min_nodes=self._machine.rules.min_nodes, missing=self._machine.missing()[:20],
-                )  # fmt: skip
-            await asyncio.sleep(1.0)
+            machine = self._leadership.machine
+            if machine.phase is Phase.FORMING:
+                text = waiting_for(machine, self._office.world.log_of)
+                for agent in list(machine.joined):
+                    if agent in self._streams:
+                        self._streams[agent].send({"type": "waiting", "text": text})
+            await asyncio.sleep(1.0 + len(self._streams) / _NODES_A_STATUS)
 
     def _write_status(self) -> None:
-        machine = self._machine
-        formed = machine.phase is not Phase.FORMING
-        members = machine.members if formed else ()
-        phase = {Phase.FORMING: "waiting", Phase.RUNNING: "training"}.get(machine.phase)
-        if phase is None and machine.end is not None:
-            phase = machine.end.status
-        self._journal.status({
-            "phase": phase, "epoch": self._epoch, "round": machine.round,
-            "nodes": len(members), "world_size": sum(m.nproc for m in members),
-            "members": [
-                {"task": m.task, "host": m.host, "group_rank": rank, "nproc": m.nproc}
-                for rank, m in enumerate(members)
-            ],
-            "joined": len(machine.joined), "restarts": machine.restarts,
-            "max_restarts": machine.rules.max_restarts, **self._progress(members),
-        })  # fmt: skip
-
-    def _progress(self, members: tuple[Agent, ...]) -> dict[str, Any]:
-        reports = [self._peers[m].progress for m in members if m in self._peers]
-        steps = [r["step"] for r in reports if r.get("step") is not None]
-        losses = [r["loss"] for r in reports if r.get("loss") is not None]
-        return {"step": max(steps, default=None), "loss": losses[0] if losses else None}
+        self._journal.status(status_of(self._leadership))
 
 
-def _on_our_clock(failure: dict[str, Any]) -> Failure:
-    """Give a failure the leader's time: agents send its age, since their clocks may differ."""
-    age = float(failure.pop("age_s"))
-    return Failure(**failure, time=time.time() - age)
+def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:
+    """Give failures the leader's time: agents send their age, since their clocks may differ."""
+    for failure in message.get("failures", ()):
+        failure["time"] = time.time() - float(failure.pop("age_s"))
+    return message

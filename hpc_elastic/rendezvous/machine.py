@@ -2,14 +2,16 @@
 
 Theory of operation
 -------------------
-A run has one *leader*, and every agent (one a node) keeps one connection to it. All decisions
-are the leader's, taken here; `leader` carries them out.
+A run has one *leader*, and every agent (one a node) keeps one connection to it. Who leads, and
+what a leader's decisions are worth, is settled in `record`; how a leader knows that somebody lives,
+in `leadership`. Which decisions it makes about the group stands here.
 
-The run is in one of three phases:
+The run is in one of four phases:
 
-FORMING   agents join; the next round has not closed yet
-RUNNING   a round has closed: its members have ranks and their workers run
-ENDED     the run has succeeded, failed or been closed; whoever asks is told so
+FORMING    agents join; the next round has not closed yet
+RUNNING    a round has closed: its members have ranks and their workers run
+DISBANDED  there were too few for too long: every node goes back to the queue
+ENDED      the run has succeeded, failed or been closed; whoever asks is told so
 
 FORMING -> RUNNING  A round *closes* once
 
@@ -20,41 +22,63 @@ FORMING -> RUNNING  A round *closes* once
 
 A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and
 does not come back, hold the others up for ``start_timeout_s`` at most. A task whose agent was lost
-is not waited for, whatever Slurm says: Slurm learns of a dead node late.
+is not waited for, whatever Slurm says: Slurm learns of a dead node late. A task that Slurm calls
+ended or queued is gone at once, if its agent was last heard of before Slurm was asked.
+
+FORMING -> DISBANDED  With fewer than ``min_nodes`` for ``min_wait_s`` (times 1 to 2, by chance) all
+nodes go back to the queue, for a time that is random and doubles each time: of two runs that hold
+half of the nodes each, one gives way.
 
 RUNNING -> FORMING  The round *breaks* when a member is lost or leaves, when a worker fails, when a
-member asks to join anew, or when a newcomer joins and there is room for it. Everybody else in the
-round is told to stop its workers and to join again.
+member asks to join anew, or when newcomers are admitted. Everybody else in the round is told to
+stop its workers and to join again.
 
-Restarts. A broken round is judged once every member has settled (joined again or gone). If somebody
-was lost, workers' failures in that round are its consequences, and nothing is spent. Otherwise the
-workers failed on their own: that spends one of the run's ``max_restarts``, and when none is left
-the run fails with that failure. It fails at once when, in the very first round, the user's script
-can not even be imported: another try would not change that.
+Growth. A newcomer parks. Whether it is worth a restart is weighed (`growth`); when, is ``grow``:
+``now``; ``boundary``: the members are asked to hold at their next checkpoint (`boundary`), and the
+round breaks when all are there, or, where the script has never announced one, ``grow_after_s``
+after the newcomer came; ``never``: the newcomer is taken in when the round breaks for another
+reason. One that is not wanted for ``min_wait_s`` goes back to the queue.
+
+Restarts. A broken round is judged once every member has settled (joined again or gone). If it was
+not a worker's failure that broke it, or somebody was lost, then workers' failures in that round are
+consequences, and nothing is spent. Otherwise the workers failed on their own: that spends one of
+the run's ``max_restarts``, and when none is left the run fails with that failure. It fails at once
+when, in the very first round, the user's script can not even be imported: another try would not
+change that.
 
 RUNNING -> ENDED    All members are done, or restarts have run out, or somebody closes it.
 
 Ranks. Members of the last round keep their order; newcomers follow in the order of their slots.
+
+No event costs more than constant time, but for those that a round has once: a group of ten
+thousand forms in ten thousand small steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
+from hpc_elastic.rendezvous.actions import (
+    Action,
+    EndRun,
+    GiveBack,
+    Hold,
+    Note,
+    StartRound,
+    StopRound,
+)
+from hpc_elastic.rendezvous.boundary import Boundaries
 from hpc_elastic.rendezvous.failures import Failure, first_failure
+from hpc_elastic.rendezvous.growth import Decision, Outlook, weigh
+from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.slurm.states import Phase as SlurmPhase
+from hpc_elastic.slurm.states import TaskState
 
-
-@dataclass(frozen=True)
-class Agent:
-    """One node's agent, in one attempt of its task."""
-
-    task: str
-    attempt: int
-    slot: int
-    host: str
-    nproc: int
+_LONGEST_AWAY_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +90,9 @@ class Rules:
     max_restarts: int
     start_timeout_s: float
     last_call_s: float
+    grow: Literal["boundary", "now", "never"] = "boundary"
+    grow_after_s: float = 60.0
+    min_wait_s: float | None = None
 
 
 class Phase(Enum):
@@ -73,44 +100,8 @@ class Phase(Enum):
 
     FORMING = "forming"
     RUNNING = "running"
+    DISBANDED = "disbanded"
     ENDED = "ended"
-
-
-@dataclass(frozen=True)
-class StartRound:
-    """Give every member its rank: its index in ``members``."""
-
-    number: int
-    members: tuple[Agent, ...]
-    restarts: int
-
-
-@dataclass(frozen=True)
-class StopRound:
-    """Tell these agents to stop their workers and to join again."""
-
-    agents: tuple[Agent, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class EndRun:
-    """The run is over; tell everybody."""
-
-    status: str
-    failure: Failure | None = None
-    victims: tuple[Failure, ...] = ()
-
-
-@dataclass(frozen=True)
-class Note:
-    """Something worth a line in the event log."""
-
-    kind: str
-    fields: dict[str, object]
-
-
-Action = StartRound | StopRound | EndRun | Note
 
 
 @dataclass
@@ -121,6 +112,7 @@ class Machine:
     """
 
     rules: Rules
+    rng: random.Random = field(default_factory=random.Random)
     round: int = 0
     """Rounds closed so far, over all epochs."""
     restarts: int = 0
@@ -130,16 +122,53 @@ class Machine:
     phase: Phase = Phase.FORMING
     end: EndRun | None = None
     forming_since: float = 0.0
+    not_before: float = 0.0
+    """No round may close before this time (`leadership`)."""
     joined: dict[Agent, float] = field(default_factory=dict)
+    """Agents that wait for a round, in the order in which they joined."""
     done: set[Agent] = field(default_factory=set)
     unsettled: set[Agent] = field(default_factory=set)
     """Members of the broken round that have neither joined again nor gone."""
-    broken_by_loss: bool = False
+    excused: bool = False
+    """Whether failures in the broken round are consequences of what broke it."""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[str, int] = field(default_factory=dict)
     """Task -> attempt that was lost."""
-    running: frozenset[str] | None = None
-    """Tasks that Slurm calls RUNNING, asked since this forming began; None: not known."""
+    given_back: int = 0
+    view: Mapping[str, TaskState] | None = None
+    """What Slurm said last in this forming; None: nothing, or it did not answer."""
+    awaited: set[str] = field(default_factory=set)
+    """Tasks that Slurm calls RUNNING, that have not joined and were not lost."""
+    boundaries: Boundaries = field(default_factory=Boundaries)
+    outlook: Outlook = field(default_factory=Outlook)
+    _ranks: dict[Agent, int] = field(default_factory=dict)
+    _member_tasks: dict[str, Agent] = field(default_factory=dict)
+    _last_join: dict[Agent, float] = field(default_factory=dict)
+    _by_task: dict[str, Agent] = field(default_factory=dict)
+    _holding: bool = False
+    _noted: tuple[int, int] | None = None
+    """The growth decision that was logged last: how many of how many are wanted."""
+    _patience: float = 0.0
+    _away_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._patience = self.rng.uniform(1.0, 2.0)
+        self._index_members()
+
+    @classmethod
+    def resume(cls, record: Record, rules: Rules, now: float, rng: random.Random) -> Machine:
+        """Go on from where the leader before has left off: its members are to join again."""
+        machine = cls(
+            rules, rng, round=record.round, restarts=record.restarts, members=record.members,
+            lost=dict(record.lost), given_back=record.given_back, forming_since=now,
+            excused=True,
+        )  # fmt: skip
+        machine.unsettled = {a for a in record.members if not machine._is_lost(a)}
+        if record.ending is not None:
+            machine.phase = Phase.ENDED
+            ending = record.ending
+            machine.end = EndRun(ending.status, ending.failure, ending.victims)
+        return machine
 
     # ---- events -------------------------------------------------------------------------
 
@@ -147,51 +176,67 @@ class Machine:
         """An agent is ready for the next round."""
         if self.phase is Phase.ENDED:
             return [self._verdict()]
+        if self.phase is Phase.DISBANDED:
+            return [GiveBack((agent,), self._away_s, all=False)]
         actions: list[Action] = []
-        if self.phase is Phase.RUNNING:
-            if agent in self.members:
-                actions += self._break(now, f"{agent.host} joins anew")
-            elif len(self.members) < self.rules.max_nodes:
-                actions += self._break(now, f"{agent.host} joins")
-        self.lost.pop(agent.task, None)
-        self._forget_other_attempts(agent)
-        self.joined[agent] = now
-        self.unsettled.discard(agent)
+        if self.phase is Phase.RUNNING and agent in self._ranks:
+            actions += self._break(now, f"{agent.host} joins anew")
+        self._enter(agent, now)
         actions.append(Note("joined", {"task": agent.task, "host": agent.host}))
         return actions + self._advance(now)
 
     def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Action]:
         """Workers of a member failed; its other workers have been stopped."""
-        if self.phase is Phase.ENDED or agent not in self.members:
+        if not self._is_at_work(agent):
             return []
         self.failures += failures
-        actions = self._break(now, f"a worker failed on {agent.host}")
+        actions = self._break(now, f"a worker failed on {agent.host}", excused=False)
         return actions + self._advance(now)
 
     def finished(self, agent: Agent, now: float) -> list[Action]:
         """All workers of a member have returned."""
-        if self.phase is not Phase.RUNNING or agent not in self.members:
+        if self.phase is not Phase.RUNNING or agent not in self._ranks:
             return []
         self.done.add(agent)
-        return self._end(EndRun("succeeded")) if self.done >= set(self.members) else []
+        return self._end(EndRun("succeeded")) if len(self.done) == len(self.members) else []
+
+    def boundary(self, agent: Agent, step: int, held: bool, now: float) -> list[Action]:
+        """All workers of a member have announced the checkpoint of ``step``."""
+        if self.phase is not Phase.RUNNING or agent not in self._ranks:
+            return []
+        self.boundaries.announce(agent, step, held and self._holding, now)
+        return self._advance(now)
 
     def gone(self, agent: Agent, why: str, now: float) -> list[Action]:
         """An agent was lost (its connection broke, it fell silent), or left on its own."""
-        if self.phase is Phase.ENDED:
+        if self.phase in (Phase.ENDED, Phase.DISBANDED):
             return []
         self.joined.pop(agent, None)
-        self.lost[agent.task] = agent.attempt
+        self.lost[agent.task] = max(agent.attempt, self.lost.get(agent.task, agent.attempt))
+        self.awaited.discard(agent.task)
         actions: list[Action] = [Note("gone", {"task": agent.task, "host": agent.host, "why": why})]
-        if agent in self.members and (self.phase is Phase.RUNNING or agent in self.unsettled):
+        if self._is_at_work(agent):
             actions += self._break(now, f"{agent.host} is gone: {why}")
-            self.broken_by_loss = True
+            self.excused = True
         self.unsettled.discard(agent)
         return actions + self._advance(now)
 
-    def slurm_says(self, running: frozenset[str] | None, now: float) -> list[Action]:
-        """Slurm answered which tasks of the run are RUNNING; None: it did not answer."""
-        self.running = running
-        return self._advance(now)
+    def slurm_says(
+        self, view: Mapping[str, TaskState] | None, asked_at: float, now: float
+    ) -> list[Action]:
+        """Slurm answered how the tasks of the run are; None: it did not answer."""
+        self.view = view
+        self.awaited = {
+            task
+            for task, state in (view or {}).items()
+            if state.phase is SlurmPhase.RUNNING
+            and not self._has_lost(task, state)
+            and self._by_task.get(task) not in self.joined
+        }
+        actions: list[Action] = []
+        for agent in self._ended_by_slurm(view or {}, asked_at):
+            actions += self.gone(agent, "Slurm says that its task has ended", now)
+        return actions + self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
@@ -205,29 +250,68 @@ class Machine:
 
     @property
     def wants_slurm(self) -> bool:
-        """Whether an answer of Slurm could close the round now."""
-        return self.phase is Phase.FORMING and bool(self.joined) and not self.unsettled
+        """Whether an answer of Slurm could change anything now."""
+        return self.phase is Phase.FORMING or (self.phase is Phase.RUNNING and bool(self.joined))
 
     def missing(self) -> list[str]:
-        """Name the tasks that a forming round waits for."""
-        awaited = {a.task for a in self.unsettled} | self._awaited_tasks()
+        """Name the tasks that a forming round waits for; below min nodes, all that are queued."""
+        awaited = {a.task for a in self.unsettled} | self.awaited
+        if len(self.joined) < self.rules.min_nodes:
+            here = {a.task for a in self.joined}
+            awaited |= {
+                task
+                for task, state in (self.view or {}).items()
+                if task not in here and state.phase is not SlurmPhase.ENDED
+            }
         return sorted(awaited)
 
-    # ---- rules --------------------------------------------------------------------------
+    # ---- rules: a round -----------------------------------------------------------------
 
-    def _break(self, now: float, reason: str) -> list[Action]:
+    def _is_at_work(self, agent: Agent) -> bool:
+        running = self.phase is Phase.RUNNING and agent in self._ranks
+        return running or (self.phase is Phase.FORMING and agent in self.unsettled)
+
+    def _is_lost(self, agent: Agent) -> bool:
+        return self.lost.get(agent.task, -1) >= agent.attempt
+
+    def _has_lost(self, task: str, state: TaskState) -> bool:
+        """Whether the attempt of a task that Slurm speaks of is one that was lost."""
+        if state.restarts is None:
+            return task in self.lost
+        return self.lost.get(task, -1) >= state.restarts
+
+    def _enter(self, agent: Agent, now: float) -> None:
+        for other in self._other_attempts(agent):
+            self.joined.pop(other, None)
+            self.unsettled.discard(other)
+        self._by_task[agent.task] = agent
+        self.joined.pop(agent, None)  # to come last in order
+        self.joined[agent] = self._last_join[agent] = now
+        self.lost.pop(agent.task, None)
+        self.awaited.discard(agent.task)
+        self.unsettled.discard(agent)
+
+    def _other_attempts(self, agent: Agent) -> list[Agent]:
+        known = {self._by_task.get(agent.task), self._member_tasks.get(agent.task)}
+        return [a for a in known if a is not None and a != agent]
+
+    def _break(self, now: float, reason: str, *, excused: bool = True) -> list[Action]:
         if self.phase is not Phase.RUNNING:
             return []
         self.phase = Phase.FORMING
         self.forming_since = now
-        self.running = None
-        self.broken_by_loss = False
-        self.unsettled = {a for a in self.members if a.task not in self.lost}
+        self.view = None
+        self.awaited.clear()
+        self.excused = excused
+        self.unsettled = {a for a in self.members if not self._is_lost(a)}
         self.done.clear()
+        self._holding, self._noted = False, None
         stopped = tuple(a for a in self.members if a in self.unsettled)
         return [StopRound(stopped, reason)] if stopped else []
 
     def _advance(self, now: float) -> list[Action]:
+        if self.phase is Phase.RUNNING:
+            return self._consider_newcomers(now)
         if self.phase is not Phase.FORMING:
             return []
         actions = self._give_up_on_unsettled(now)
@@ -237,6 +321,8 @@ class Machine:
             actions += self._judge()
         if self.phase is Phase.FORMING and self._may_close(now):
             actions += self._close_round()
+        elif self.phase is Phase.FORMING and self._too_few_for_too_long(now):
+            actions += self._disband()
         return actions
 
     def _give_up_on_unsettled(self, now: float) -> list[Action]:
@@ -251,7 +337,7 @@ class Machine:
 
     def _judge(self) -> list[Action]:
         failures, self.failures = self.failures, []
-        if self.broken_by_loss:
+        if self.excused:
             return [Note("victims", {"workers": len(failures)})]
         first, victims = first_failure(failures)
         never_ran = first.phase == "import" and self.round == 1
@@ -261,37 +347,130 @@ class Machine:
         return [Note("restart", {"restarts": self.restarts, "failure": first.summary()})]
 
     def _may_close(self, now: float) -> bool:
-        if len(self.joined) < self.rules.min_nodes:
+        if len(self.joined) < self.rules.min_nodes or now < self.not_before:
             return False
         if len(self.joined) >= self.rules.max_nodes or self._timed_out(now):
             return True
-        if self.running is None:
-            return now - max(self.joined.values()) >= self.rules.last_call_s
-        return not self._awaited_tasks()
-
-    def _awaited_tasks(self) -> set[str]:
-        running = self.running or frozenset()
-        return {t for t in running if t not in self.lost} - {a.task for a in self.joined}
+        if self.view is None:
+            return now - self.joined[next(reversed(self.joined))] >= self.rules.last_call_s
+        return not self.awaited
 
     def _timed_out(self, now: float) -> bool:
-        since = max(self.forming_since, min(self.joined.values(), default=now))
-        return now - since >= self.rules.start_timeout_s
+        return now - self._waiting_since(now) >= self.rules.start_timeout_s
+
+    def _waiting_since(self, now: float) -> float:
+        return max(self.forming_since, next(iter(self.joined.values()), now))
 
     def _close_round(self) -> list[Action]:
         self.members = tuple(self._in_rank_order()[: self.rules.max_nodes])
+        self._index_members()
         for agent in self.members:
             del self.joined[agent]
         self.round += 1
         self.phase = Phase.RUNNING
+        self.given_back = 0
+        self.boundaries.new_round()
         return [StartRound(self.round, self.members, self.restarts)]
 
-    def _in_rank_order(self) -> list[Agent]:
-        last = {a: rank for rank, a in enumerate(self.members)}
-        return sorted(self.joined, key=lambda a: (last.get(a, len(last)), a.slot, a.task))
+    def _index_members(self) -> None:
+        self._ranks = {a: rank for rank, a in enumerate(self.members)}
+        self._member_tasks = {a.task: a for a in self.members}
 
-    def _forget_other_attempts(self, agent: Agent) -> None:
-        for other in [a for a in self.joined if a.task == agent.task and a != agent]:
-            del self.joined[other]
+    def _in_rank_order(self) -> list[Agent]:
+        newest = len(self._ranks)
+        return sorted(self.joined, key=lambda a: (self._ranks.get(a, newest), a.slot, a.task))
+
+    def _ended_by_slurm(self, view: Mapping[str, TaskState], asked_at: float) -> list[Agent]:
+        members = self.members if self.phase is Phase.RUNNING else self.unsettled
+        known = dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot)))
+        return [a for a in known if self._has_ended(a, view.get(a.task), asked_at)]
+
+    def _has_ended(self, agent: Agent, state: TaskState | None, asked_at: float) -> bool:
+        if state is None or self._last_join.get(agent, 0.0) >= asked_at:
+            return False
+        if state.restarts is not None and state.restarts > agent.attempt:
+            return True
+        return state.phase in (SlurmPhase.ENDED, SlurmPhase.PENDING)
+
+    # ---- rules: nodes that wait ---------------------------------------------------------
+
+    def _consider_newcomers(self, now: float) -> list[Action]:
+        room = self.rules.max_nodes - len(self.members)
+        if not self.joined:
+            return self._hold(False)
+        decision = self._weigh(room)
+        actions: list[Action] = []
+        if self._noted != (decision.admit, len(self.joined)):
+            self._noted = (decision.admit, len(self.joined))
+            actions.append(self._note_growth(decision))
+        if not decision.admit or self.rules.grow == "never":
+            return actions + self._hold(False) + self._send_back_parked(now)
+        return actions + self._admit(now)
+
+    def _weigh(self, room: int) -> Decision:
+        if room <= 0:
+            return Decision(0, "the group has its max nodes")
+        waiting = list(self.joined)[:room]
+        return weigh(len(self.members), [self._time_left(a) for a in waiting], self.outlook)
+
+    def _time_left(self, agent: Agent) -> float | None:
+        state = (self.view or {}).get(agent.task)
+        return state.time_left_s if state is not None else None
+
+    def _note_growth(self, decision: Decision) -> Note:
+        waiting = [a.task for a in self.joined][:20]
+        when = self.rules.grow if decision.admit else "not now"
+        return Note("growth", {"waiting": waiting, "admit": when, "why": decision.why})
+
+    def _admit(self, now: float) -> list[Action]:
+        step = self.boundaries.reached(self.members, now)
+        names = ", ".join(a.host for a in list(self.joined)[:5])
+        if self.rules.grow == "now":
+            return self._break(now, f"{names} joins")
+        if step is not None:
+            return self._break(now, f"{names} joins, at the checkpoint of step {step}")
+        if not self.boundaries.seen and self._longest_wait(now) >= self.rules.grow_after_s:
+            return self._break(now, f"{names} joins; the script announces no checkpoints")
+        return self._hold(True)
+
+    def _hold(self, on: bool) -> list[Action]:
+        if on == self._holding:
+            return []
+        self._holding = on
+        if not on:
+            self.boundaries.let_go()
+        return [Hold(self.members, on)]
+
+    def _longest_wait(self, now: float) -> float:
+        return now - next(iter(self.joined.values()), now)
+
+    def _send_back_parked(self, now: float) -> list[Action]:
+        wait = self.rules.min_wait_s
+        if wait is None:
+            return []
+        late = tuple(a for a, since in self.joined.items() if now - since >= wait * self._patience)
+        for agent in late:
+            del self.joined[agent]
+        return [GiveBack(late, self._time_away(), all=False)] if late else []
+
+    def _too_few_for_too_long(self, now: float) -> bool:
+        wait = self.rules.min_wait_s
+        if wait is None or not self.joined or len(self.joined) >= self.rules.min_nodes:
+            return False
+        return now - self._waiting_since(now) >= wait * self._patience
+
+    def _disband(self) -> list[Action]:
+        self.phase = Phase.DISBANDED
+        self._away_s = self._time_away()
+        self.given_back += 1
+        return [GiveBack(tuple(self.joined), self._away_s, all=True)]
+
+    def _time_away(self) -> float:
+        """Return a time that doubles with every time that the run has given its nodes back."""
+        longest = min(_LONGEST_AWAY_S, (self.rules.min_wait_s or 0.0) * 2.0**self.given_back)
+        return longest * self.rng.uniform(0.5, 1.5)
+
+    # ---- the end ------------------------------------------------------------------------
 
     def _end(self, end: EndRun) -> list[Action]:
         self.phase = Phase.ENDED

@@ -1,10 +1,8 @@
-"""One agent's side of the rendezvous: keeps a connection to the leader, or becomes the leader.
+"""One agent's side of the rendezvous: carries out what `following` decides.
 
 `Session` is what the agent's own thread calls; the connection lives in an event loop on a thread
-of its own, so that heartbeats go on whatever the agent does. A session that loses its leader tells
-the agent to stop its workers and looks for the next one: it reads the endpoint files, and claims
-the next epoch when the last leader's port refuses connections, when Slurm says that its task runs
-no more, or when it has been out of reach for ``lost_after_s``.
+of its own, so that heartbeats go on whatever the agent does. If this agent is to lead, its leader
+lives in the same loop.
 """
 
 from __future__ import annotations
@@ -14,21 +12,39 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.rendezvous.endpoint import Endpoint
-from hpc_elastic.rendezvous.leader import Leader
-from hpc_elastic.rendezvous.machine import Agent
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rendezvous.following import (
+    Claim,
+    Connect,
+    Effect,
+    Following,
+    HangUp,
+    Inquire,
+    Lead,
+    Look,
+    Publish,
+    Say,
+    Tell,
+)
+from hpc_elastic.rendezvous.leader import Leader, Office
+from hpc_elastic.rendezvous.listener import Listener
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 from hpc_elastic.rendezvous.stream import Stream, connect
 from hpc_elastic.rendezvous.wire import BadFrameError
 
 _log = logging.getLogger(__name__)
 
-_CONFIRM_REFUSAL_S = 0.2
-_LOOK_AGAIN_S = 0.1
+T = TypeVar("T")
+Message = dict[str, Any]
+
+CONNECT_TIMEOUT_S = 1.5
+_SEARCH_TICK_S = 0.05
+_CLAIM_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,8 @@ class Round:
     """What a member is told of a closed round."""
 
     number: int
+    record: int
+    """The number of the record that closed it: the group's fencing token."""
     restarts: int
     store: tuple[str, int]
     group_rank: int
@@ -55,28 +73,22 @@ class Verdict:
     failure: str | None
 
 
-class Endpoints(Protocol):
-    """Where endpoints are published (`endpoint.EndpointDir`, `endpoint.FixedEndpoint`)."""
+@dataclass(frozen=True)
+class SentBack:
+    """This node is to go back to the queue, and not to start again for a while."""
 
-    def latest(self) -> tuple[int, Endpoint | None]:
-        """Return the highest epoch that anybody has claimed (0: none), and its endpoint."""
+    delay_s: float
 
-    def claim(self, endpoint: Endpoint) -> bool:
-        """Try to become the leader of an epoch."""
 
-    @property
-    def can_claim(self) -> bool:
-        """Whether this agent may lead."""
+Outcome = Round | Verdict | SentBack
 
 
 @dataclass(frozen=True)
 class Candidacy:
-    """What this agent needs to lead: where to listen, and how to make a leader of an epoch."""
+    """What this agent needs to lead: where to listen, and what a leader works with."""
 
     address: str
-    port: int
-    make_leader: Callable[[int, Endpoint | None], Leader]
-    """(epoch, the endpoint before) -> a leader that does not listen yet."""
+    office: Office
     is_running: Callable[[str], bool | None]
     """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
 
@@ -85,38 +97,35 @@ class Session:
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
-        self,
-        me: Agent,
-        endpoints: Endpoints,
-        candidacy: Candidacy,
-        settings: RendezvousSettings,
-        *,
-        secret: bytes,
-        progress: Callable[[], dict[str, Any]] = dict,
+        self, me: Agent, candidacy: Candidacy, *, progress: Callable[[], Message] = dict
     ) -> None:
         self._me = me
-        self._endpoints = endpoints
         self._candidacy = candidacy
-        self._settings = settings
-        self._secret = secret
+        self._office = candidacy.office
         self._progress = progress
         self._changed = threading.Condition()
-        self._joining = False
-        self._asked = False
         self._round: Round | None = None
         self._stop_requested = False
-        self._verdict: Verdict | None = None
+        self._hold = False
+        self._outcome: Verdict | SentBack | None = None
         self._news = "looking for the leader"
-        self._stream: Stream | None = None
-        self._leader: Leader | None = None
         self._error: BaseException | None = None
-        self._heard = 0.0
+        self._following = Following(me, self._office.liveness, time.monotonic())
+        self._stream: Stream | None = None
+        self._attempt: asyncio.Task[None] | None = None
+        """The connection, or the attempt to make one."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._leader: Leader | None = None
+        self._listener: Listener | None = None
+        """The port of this agent's last candidacy."""
+        self._threads = ThreadPoolExecutor(thread_name_prefix="session")
         # By default, the loop would become the agent's thread's, and stay so when closed.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._main: asyncio.Task[None] | None = None
         self._ending = False
+        self._over = asyncio.Event()
         self._thread.start()
 
     # ---- the agent's thread -------------------------------------------------------------
@@ -127,46 +136,61 @@ class Session:
         return self._stop_requested
 
     @property
+    def hold(self) -> bool:
+        """Whether workers are to stay at their next checkpoint boundary."""
+        return self._hold
+
+    @property
     def verdict(self) -> Verdict | None:
         """How the run ended; None while it goes on."""
-        return self._verdict
+        return self._outcome if isinstance(self._outcome, Verdict) else None
 
-    def join(self, timeout_s: float) -> Round | Verdict:
+    @property
+    def sent_back(self) -> SentBack | None:
+        """Set once this node is to go back to the queue."""
+        return self._outcome if isinstance(self._outcome, SentBack) else None
+
+    def join(self, timeout_s: float) -> Outcome:
         """Ask for a place in the next round and wait for it.
 
         Returns:
-            The round, or the verdict if the run has ended.
+            The round; or the verdict if the run has ended; or that this node is not wanted now.
 
         Raises:
             TimeoutError: no round closed in time; says what it waited for.
             RunDirectoryError: the run directory can not be used.
         """
         with self._changed:
-            self._round, self._stop_requested = None, False
-            self._joining, self._asked = True, False
-            self._call(self._ask)
-            self._changed.wait_for(lambda: self._round or self._verdict or self._error, timeout_s)
-            self._joining = False
+            self._round, self._stop_requested, self._hold = None, False, False
+            self._call(lambda: self._carry_out(self._following.join()))
+            self._changed.wait_for(lambda: self._round or self._outcome or self._error, timeout_s)
             if self._error is not None:
                 raise self._error
-            outcome = self._verdict or self._round
+            outcome = self._outcome or self._round
         if outcome is not None:
             return outcome
         raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._news}")
 
-    def failed(self, failures: list[dict[str, Any]]) -> None:
+    def failed(self, failures: list[Message]) -> None:
         """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
-        if self._round is not None:
-            self._send("failed", round=self._round.number, failures=failures)
+        self._report("failed", failures=failures)
 
     def finished(self) -> None:
         """Report that all workers of this agent have returned."""
-        if self._round is not None:
-            self._send("finished", round=self._round.number)
+        self._report("finished")
+
+    def boundary(self, step: int, *, held: bool) -> None:
+        """Report that all workers have announced the checkpoint of a step.
+
+        Args:
+            step: The optimizer step that the checkpoint holds.
+            held: Whether any of them stays there until it is stopped.
+        """
+        self._report("boundary", step=step, held=held)
 
     def close_run(self) -> None:
         """End the run for everybody."""
-        self._send("close")
+        self._report("close")
 
     def leave(self, why: str, timeout_s: float = 10.0) -> None:
         """Leave the run: tell the leader why; lead no more; end the thread. May be repeated."""
@@ -181,92 +205,50 @@ class Session:
         except asyncio.CancelledError:
             pass
         except BaseException as e:
-            _log.exception("the rendezvous failed")
-            with self._changed:
-                self._error = e
-                self._stop_requested = True
-                self._changed.notify_all()
+            self._fail(e)
         finally:
             self._runner.close()
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _live(self) -> None:
         self._main = asyncio.current_task()
         try:
-            while self._verdict is None and not self._ending:
-                await self._follow(await self._reach_leader())
+            while self._outcome is None and not self._ending:
+                self._carry_out(self._following.tick(time.monotonic()))
+                searching = self._stream is None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SEARCH_TICK_S if searching else self._beat_s / 2):
+                        await self._over.wait()
         finally:
             self._ending = True
+            await self._end_tasks()
+            if self._listener is not None and self._leader is None:
+                self._listener.close()
             await self._stop_leading()
 
-    async def _follow(self, stream: Stream) -> None:
-        try:
-            await self._attend(stream)
-        except (OSError, BadFrameError, ValueError, KeyError) as e:
-            self._lost_leader(e)
-        finally:
-            self._stream = None
-            await stream.close()
+    @property
+    def _beat_s(self) -> float:
+        return self._following.beat_every_s
 
-    async def _attend(self, stream: Stream) -> None:
-        self._stream, self._asked = stream, False
-        self._ask()
-        beating = asyncio.create_task(self._beat(stream))
-        try:
-            while self._verdict is None:
-                message = await stream.receive()
-                self._heard = time.monotonic()
-                self._take(message)
-        finally:
-            beating.cancel()
+    async def _end_tasks(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    async def _stop_leading(self) -> None:
+        if self._leader is not None:
+            await self._leader.stop()
+            self._leader = None  # not before: `_live` finishes what was cut short
+
+    def _fail(self, error: BaseException) -> None:
+        _log.error("the rendezvous failed", exc_info=error)
         with self._changed:
-            match message["type"]:
-                case "round" if self._joining:
-                    self._joining = False
-                    del message["type"]
-                    self._round = Round(**{**message, "store": tuple(message["store"])})
-                case "stop" if not self._joining:
-                    _log.info("workers are to stop: %s", message["reason"])
-                    self._stop_requested = True
-                case "end":
-                    self._verdict = Verdict(message["status"], message["failure"])
-                case "waiting":
-                    self._news = _describe(message)
+            self._error = error
+            self._stop_requested = True
             self._changed.notify_all()
 
-    def _lost_leader(self, error: Exception) -> None:
-        _log.warning("lost the leader: %s", error or type(error).__name__)
-        with self._changed:
-            self._stop_requested = self._stop_requested or not self._joining
-            self._news = "lost the leader, looking for the next one"
-
-    def _ask(self) -> None:
-        """Ask for a place in the next round, once on each connection."""
-        with self._changed:
-            if self._joining and not self._asked and self._stream is not None:
-                self._asked = True
-                self._stream.send("join")
-
-    async def _beat(self, stream: Stream) -> None:
-        """Send heartbeats, and give up a leader that has fallen silent."""
-        self._heard = woke = time.monotonic()
-        while True:
-            stream.send("beat", progress=self._progress())
-            await asyncio.sleep(self._settings.heartbeat_s)
-            now = time.monotonic()
-            if now - woke > self._settings.heartbeat_s + self._settings.lost_after_s / 2:
-                self._heard = now  # it was we who slept
-            woke = now
-            if now - self._heard > self._settings.lost_after_s:
-                stream.abort()
-
-    def _send(self, type_: str, **fields: Any) -> None:
-        def send() -> None:
-            if self._stream is not None:
-                self._stream.send(type_, **fields)
-
-        self._call(send)
+    def _report(self, type_: str, **fields: Any) -> None:
+        self._call(lambda: self._carry_out(self._following.report(type_, **fields)))
 
     def _call(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody is to be told
@@ -274,72 +256,179 @@ class Session:
 
     def _leave(self, why: str) -> None:
         if self._stream is not None:
-            self._stream.send("leave", why=why)
-        if self._verdict is not None or self._ending:
+            self._stream.send({"type": "leave", "why": why})
+        if self._outcome is not None or self._ending:
             return  # it ends by itself, once all have heard the verdict; nothing may cut that short
         self._ending = True
         if self._main is not None:
             self._main.cancel()
 
-    async def _stop_leading(self) -> None:
-        if self._leader is not None:
-            await self._leader.stop()
-            self._leader = None  # not before: `_live` finishes what was cancelled halfway
+    # ---- effects ------------------------------------------------------------------------
 
-    # ---- finding the leader -------------------------------------------------------------
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        remaining = iter(effects)
+        for effect in remaining:
+            match effect:
+                case Look():
+                    self._start(self._look())
+                case Connect(record):
+                    self._attempt = self._start(self._follow(record))
+                case HangUp():
+                    self._hang_up()
+                case Say(message):
+                    self._say(message)
+                case Inquire(task):
+                    self._start(self._inquire(task))
+                case Claim(number, before):
+                    self._start(self._claim(number, before))
+                case Lead(record):
+                    self._lead(record)
+                case Publish(record):
+                    self._start(self._publish(record, list(remaining)))
+                    return
+                case Tell(message):
+                    self._hear(message)
 
-    async def _reach_leader(self) -> Stream:
-        suspect, out_of_reach_since = 0, time.monotonic()
-        while True:
-            epoch, endpoint = await asyncio.to_thread(self._endpoints.latest)
-            if epoch != suspect:
-                suspect, out_of_reach_since = epoch, time.monotonic()
-            if epoch == 0:
-                await self._stand(1, None)
-                continue
-            try:
-                return await self._connect(endpoint)
-            except (OSError, BadFrameError) as e:
-                silent_s = time.monotonic() - out_of_reach_since
-                self._news = f"the leader of epoch {epoch} can not be reached: {e!r}"
-                if await self._is_dead(endpoint, e, silent_s):
-                    await self._stand(epoch + 1, endpoint)
-                else:
-                    await asyncio.sleep(_LOOK_AGAIN_S)
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished_task)
+        return task
 
-    async def _connect(self, endpoint: Endpoint | None) -> Stream:
-        if endpoint is None:
-            raise BadFrameError("its endpoint file does not verify")
-        return await connect(
-            endpoint.address, endpoint.port, self._secret, endpoint.epoch, asdict(self._me)
-        )
+    def _finished_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())  # type: ignore[arg-type]
+            self._leave("its rendezvous failed")
 
-    async def _is_dead(self, endpoint: Endpoint | None, error: Exception, silent_s: float) -> bool:
-        if not self._endpoints.can_claim:
-            return False
-        if silent_s > self._settings.lost_after_s:
-            return True
-        if endpoint is None:
-            return False
-        if isinstance(error, ConnectionRefusedError) and silent_s > _CONFIRM_REFUSAL_S:
-            return True
-        return await asyncio.to_thread(self._candidacy.is_running, endpoint.task) is False
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def _stand(self, epoch: int, before: Endpoint | None) -> None:
-        """Stand for the leadership of an epoch; whoever creates its endpoint file first has it."""
-        await self._stop_leading()
-        self._leader = leader = self._candidacy.make_leader(epoch, before)
-        port = leader.listen(self._candidacy.address, self._candidacy.port)
-        mine = Endpoint(epoch, self._candidacy.address, port, self._me.task, self._me.attempt)
-        if await asyncio.to_thread(self._endpoints.claim, mine):
-            leader.lead()
+    async def _look(self) -> None:
+        try:
+            number, record, lease = await self._in_thread(self._read)
+        except OSError as e:
+            self._carry_out(self._following.blind(str(e), time.monotonic()))
         else:
-            await self._stop_leading()
+            now = time.monotonic()
+            self._carry_out(self._following.looked(number, record, lease, now))
 
+    def _read(self) -> tuple[int, Record | None, int | None]:
+        register = self._office.register
+        number, record = register.last()
+        return number, record, register.lease(record.epoch) if record is not None else None
 
-def _describe(waiting: dict[str, Any]) -> str:
-    missing = ", ".join(waiting["missing"]) or "nobody that runs yet"
-    return (
-        f"{waiting['joined']} of at least {waiting['min_nodes']} nodes have joined; "
-        f"awaited: {missing}"
-    )
+    async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
+        journal = self._office.make_journal()
+        await journal.publish(record)
+        await journal.close()
+        await self._in_thread(self._office.world.cancel_pending)
+        self._carry_out(afterwards)
+
+    async def _inquire(self, task: str) -> None:
+        runs = await self._in_thread(self._candidacy.is_running, task)
+        self._carry_out(self._following.slurm_says(task, runs, time.monotonic()))
+
+    # ---- following ----------------------------------------------------------------------
+
+    async def _follow(self, record: Record) -> None:
+        leader = record.leader
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                stream = await connect(
+                    leader.address, leader.port, self._office.secret, record.epoch, asdict(self._me)
+                )
+        except (OSError, BadFrameError) as e:
+            refused, why = isinstance(e, ConnectionRefusedError), str(e) or type(e).__name__
+            now = time.monotonic()
+            self._carry_out(self._following.not_connected(why, now, refused=refused))
+            return
+        try:
+            await self._attend(stream)
+        finally:
+            if self._stream is stream:
+                self._stream = None
+            await stream.close()
+
+    async def _attend(self, stream: Stream) -> None:
+        self._stream = stream
+        self._carry_out(self._following.connected(time.monotonic()))
+        why = "its connection closed"
+        try:
+            while self._stream is stream and self._outcome is None:
+                message = await stream.receive()
+                self._carry_out(self._following.received(message, time.monotonic()))
+        except (OSError, BadFrameError, ValueError, KeyError) as e:
+            why = str(e) or type(e).__name__
+        if self._stream is stream:
+            self._stream = None
+            self._carry_out(self._following.disconnected(why, time.monotonic()))
+
+    def _hang_up(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream = None
+        elif self._attempt is not None:
+            self._attempt.cancel()
+
+    def _say(self, message: Message) -> None:
+        if self._stream is not None:
+            if message["type"] == "beat":
+                message = {**message, "progress": self._progress()}
+            self._stream.send(message)
+
+    def _hear(self, message: Message) -> None:
+        with self._changed:
+            match message["type"]:
+                case "round":
+                    fields = {k: v for k, v in message.items() if k not in ("type", "ask")}
+                    self._round = Round(**{**fields, "store": tuple(message["store"])})
+                case "stop":
+                    _log.info("workers are to stop: %s", message["reason"])
+                    self._stop_requested = True
+                case "hold":
+                    self._hold = bool(message["on"])
+                case "end":
+                    self._outcome = Verdict(message["status"], message["failure"])
+                case "give back":
+                    self._outcome = SentBack(float(message["delay_s"]))
+                case "waiting" | "news":
+                    if message["text"] != self._news:
+                        _log.info("%s", message["text"])
+                    self._news = message["text"]
+            self._changed.notify_all()
+        if self._outcome is not None:
+            self._over.set()
+
+    # ---- leading ------------------------------------------------------------------------
+
+    async def _claim(self, number: int, before: Record | None) -> None:
+        """Try to create the next record as the next leader; whoever creates it first leads."""
+        await self._stop_leading()
+        listener = self._listener = Listener(self._candidacy.address)
+        here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
+        mine: Record | None = claim(number, before, here, time.time())
+        try:
+            if mine is not None and not await self._create(mine, first=before is None):
+                mine = None
+        finally:
+            if mine is None:
+                listener.close()
+        self._carry_out(self._following.claimed(mine, time.monotonic()))
+
+    def _lead(self, record: Record) -> None:
+        assert self._listener is not None
+        self._leader = Leader(self._office, record, self._listener)
+        self._leader.lead()
+
+    async def _create(self, record: Record, *, first: bool) -> bool:
+        try:
+            return await self._in_thread(self._office.register.create, record)
+        except RunDirectoryError:
+            if first:
+                raise  # it never worked here, and no other node will fare better
+            _log.exception("this node can not lead")
+        except OSError as e:
+            _log.warning("record %d can not be written: %s", record.number, e)
+        await asyncio.sleep(_CLAIM_AGAIN_S)
+        return False

@@ -29,10 +29,10 @@ class Stream:
         self._writer = writer
         self._cipher = cipher
 
-    def send(self, type_: str, **fields: Any) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Queue a message; a connection that is gone shows when the next one is received."""
         if not self._writer.is_closing():
-            self._writer.write(self._cipher.seal({"type": type_, **fields}))
+            self._writer.write(self._cipher.seal(message))
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message.
@@ -72,7 +72,7 @@ async def accept(
         key = session_key(secret, epoch, mine, theirs)
         stream = Stream(reader, writer, Cipher(key, "leader"))
         hello: dict[str, Any] = (await stream.receive())["agent"]
-    stream.send("welcome")
+    stream.send({"type": "welcome"})
     return stream, hello
 
 
@@ -108,7 +108,7 @@ async def _introduce(
         raise BadFrameError("no greeting") from e
     writer.write(mine.encode() + b"\n")
     stream = Stream(reader, writer, Cipher(session_key(secret, epoch, theirs, mine), "agent"))
-    stream.send("hello", agent=hello)
+    stream.send({"type": "hello", "agent": hello})
     await stream.receive()  # the welcome, under the key that only the run's leader can have
     return stream
 

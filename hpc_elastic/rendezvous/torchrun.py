@@ -1,12 +1,11 @@
 """``torchrun --rdzv-backend=slurm`` inside one Slurm allocation, without this package's launcher.
 
-Everything comes from Slurm's variables: the leader is the agent on the first host of the
-allocation, its port is derived from the job and step, and the tasks to wait for are the nodes of
-the step. What the agents authenticate each other by is derived from a key file in the user's home
-directory (0600, made on first use), which the nodes must share.
+Everything comes from Slurm's variables: the tasks to wait for are the nodes of the step. The agents
+meet in a folder of the user's home directory, which the nodes must share, and authenticate each
+other by a key file in it (0600, made on first use).
 
 ``--rdzv-conf``: ``join_timeout`` and ``last_call_timeout`` (seconds), as in torch's c10d backend;
-``interface``, ``key_file``.
+``interface``; ``dir``, another shared folder than ``~/.config/hpc_elastic``.
 """
 
 from __future__ import annotations
@@ -14,27 +13,32 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
-import tempfile
+import shutil
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous import address
-from hpc_elastic.rendezvous.endpoint import Endpoint, FixedEndpoint
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Leader, Surroundings
-from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
+from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.session import Candidacy, Session
 from hpc_elastic.rendezvous.wire import sign
 from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.slurm.states import TaskState
 
-_FIRST_PORT, _NUM_PORTS = 12000, 20000  # below the range that Linux hands out by itself
+_KEPT_S = 30 * 24 * 3600.0
+"""What a step leaves in the folder is removed by a later one after a month."""
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -43,64 +47,62 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     Raises:
         SlurmEnvironmentError: this is not inside a Slurm step.
         ConfigError: ``interface`` names none of this node's.
+        PermissionError: others than the owner may read the key file.
     """
     slurm = SlurmEnvironment.from_env(os.environ)
     settings = _settings(parameters)
-    run_id = f"{slurm.job_id}.{slurm.step_id}.{parameters.run_id}"
-    interface = address.choose(
-        slurm.node_name, settings.interface, address.interfaces(), address.resolve(slurm.node_name)
+    run_id = f"{slurm.job_id}.{slurm.step_id}.{slurm.restart_count}.{parameters.run_id}"
+    interface = address.find(
+        slurm.node_name,
+        parameters.get("interface"),
+        lambda: SlurmClient().node_address(slurm.node_name),
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
-    me = Agent(slurm.task_name, slurm.restart_count, slurm.node_id, slurm.node_name, nproc=1)
-    secret = sign(_user_key(parameters), run_id).encode()
-    endpoint = _endpoint(slurm, interface.address)
-    leader = _LeaderFactory(parameters, settings, secret, run_id, slurm, interface.address)
-    session = Session(
-        me, endpoint,
-        Candidacy(interface.address, endpoint.endpoint.port, leader.make, lambda _: None),
-        settings, secret=secret,
+    me = Agent(f"{slurm.job_id}.{slurm.node_id}", slurm.restart_count, slurm.node_id,
+               slurm.node_name, nproc=1)  # fmt: skip
+    folder = _folder(parameters)
+    run = _meeting_place(folder, run_id)
+    secret = sign(_user_key(folder), run_id).encode()
+    office = Office(
+        rules=Rules(
+            parameters.min_nodes, parameters.max_nodes, 0,
+            settings.start_timeout_s, settings.last_call_s, grow="now",
+        ),
+        liveness=Liveness(settings.heartbeat_s, settings.lost_after_s),
+        secret=secret,
+        register=Register(run.rdzv, secret),
+        make_journal=lambda: Journal(
+            run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
+        ),
+        world=_Step(slurm, RoundStores(interface.address)),
     )  # fmt: skip
+    session = Session(me, Candidacy(interface.address, office, lambda _: None))
     return SlurmRendezvousHandler(session, parameters.run_id, settings.join_timeout_s)
 
 
-class _LeaderFactory:
-    """Makes the one leader of the allocation; its files are temporary."""
+class _Step:
+    """The nodes of one Slurm step, which all run from its beginning."""
 
-    def __init__(
-        self,
-        parameters: RendezvousParameters,
-        settings: RendezvousSettings,
-        secret: bytes,
-        run_id: str,
-        slurm: SlurmEnvironment,
-        address_: str,
-    ) -> None:
-        self._rules = Rules(
-            parameters.min_nodes, parameters.max_nodes, 0,
-            settings.start_timeout_s, settings.last_call_s,
-        )  # fmt: skip
-        self._settings = settings
-        self._secret = secret
-        self._run_id = run_id
-        self._tasks = frozenset(f"{slurm.job_id}.{n}" for n in range(slurm.num_nodes))
-        self._task = slurm.task_name
-        self._stores = RoundStores(address_)
+    def __init__(self, slurm: SlurmEnvironment, stores: RoundStores) -> None:
+        names = [f"{slurm.job_id}.{n}" for n in range(slurm.num_nodes)]
+        self._tasks = {
+            name: TaskState(name, "RUNNING", node=host)
+            for name, host in zip(names, slurm.hosts, strict=True)
+        }
+        self.make_store = stores.make
 
-    def make(self, epoch: int, before: Endpoint | None) -> Leader:
-        self._folder = tempfile.TemporaryDirectory(prefix="hpc_elastic-")
-        run = RunDir(Path(self._folder.name))
-        run.rdzv.mkdir()
-        surroundings = Surroundings(
-            make_store=self._stores.make,
-            running_tasks=lambda: self._tasks,
-            latest_epoch=lambda: epoch,
-            cancel_pending=lambda: None,
-        )
-        journal = Journal(run, self._run_id, EventLog(run.path / "events.jsonl", self._task))
-        return Leader(
-            Machine(self._rules), journal, self._settings,
-            secret=self._secret, epoch=epoch, surroundings=surroundings,
-        )  # fmt: skip
+    def view(self) -> Mapping[str, TaskState]:
+        """Return the nodes."""
+        return self._tasks
+
+    def cancel_pending(self) -> None:
+        """Do nothing: nothing of a step is in the queue."""
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Do nothing: nothing of a step is in the queue."""
+
+    def log_of(self, task: str, attempt: int) -> None:
+        """Know nothing of the logs: srun and torchrun have them."""
 
 
 def _settings(parameters: RendezvousParameters) -> RendezvousSettings:
@@ -108,32 +110,29 @@ def _settings(parameters: RendezvousParameters) -> RendezvousSettings:
     return RendezvousSettings(
         join_timeout_s=float(parameters.get("join_timeout", defaults.join_timeout_s)),
         last_call_s=float(parameters.get("last_call_timeout", defaults.last_call_s)),
-        interface=parameters.get("interface"),
     )
 
 
-def _endpoint(slurm: SlurmEnvironment, my_address: str) -> FixedEndpoint:
-    first = slurm.first_host
-    leads = slurm.node_name == first
-    port = _FIRST_PORT + (slurm.job_id * 31 + (slurm.step_id or 0)) % _NUM_PORTS
-    where = my_address if leads else _resolve(first)
-    return FixedEndpoint(Endpoint(1, where, port, f"{slurm.job_id}.0", slurm.restart_count), leads)
+def _folder(parameters: RendezvousParameters) -> Path:
+    folder = Path(parameters.get("dir") or Path.home() / ".config" / "hpc_elastic")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
 
 
-def _resolve(host: str) -> str:
-    try:
-        return str(socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)[0][4][0])
-    except OSError as e:
-        raise SlurmEnvironmentError(
-            f"the first host of the allocation, {host!r} in SLURM_JOB_NODELIST, does not resolve "
-            f"on {socket.gethostname()}: {e}"
-        ) from e
+def _meeting_place(folder: Path, run_id: str) -> RunDir:
+    """Return the step's own folder, and remove those that nobody can need any more."""
+    steps = folder / "torchrun"
+    run = RunDir(steps / run_id)
+    run.rdzv.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for old in steps.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(old, ignore_errors=True)
+    return run
 
 
-def _user_key(parameters: RendezvousParameters) -> bytes:
-    default = Path.home() / ".config" / "hpc_elastic" / "key"
-    path = Path(parameters.get("key_file") or default)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _user_key(folder: Path) -> bytes:
+    path = folder / "key"
     if not path.exists():
         _create_key(path)
     if path.stat().st_mode & 0o077:

@@ -96,6 +96,13 @@ def _mounts(given: Given) -> list[str]:
     return texts(given)
 
 
+def _modules(given: Given) -> list[str]:
+    for module in texts(given):
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise given.refuse(f"{module!r} is not the name of a module, such as transformers")
+    return texts(given)
+
+
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
 
 
@@ -114,16 +121,19 @@ _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
 PARSERS: dict[str, Parser] = {
     "launcher.max_restarts": _AT_LEAST_0,
     "launcher.poll_s": _SPAN,
+    "launcher.grow_after_s": _WAIT,
+    "launcher.min_wait_s": _SPAN,
+    "launcher.interface": _name,
     "launcher.env": _environment,
     "launcher.rendezvous.join_timeout_s": _SPAN,
     "launcher.rendezvous.start_timeout_s": _WAIT,
     "launcher.rendezvous.last_call_s": _WAIT,
     "launcher.rendezvous.heartbeat_s": _SPAN,
     "launcher.rendezvous.lost_after_s": _SPAN,
-    "launcher.rendezvous.interface": _name,
     "launcher.agent.monitor_interval_s": _SPAN,
     "launcher.agent.stop_timeout_s": _AT_LEAST_0,
     "launcher.agent.omp_num_threads": _AT_LEAST_1,
+    "launcher.agent.preload": _modules,
     "launcher.partition": _name,
     "launcher.account": _name,
     "launcher.qos": _name,

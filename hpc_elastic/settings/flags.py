@@ -24,6 +24,7 @@ _OUTPUT = "the launcher reads what sbatch prints"
 _CLUSTERS = "the launcher asks the cluster it runs on; submit from the other cluster's login node"
 _GPUS = "use launcher.gpus_per_node"
 _CPUS = "use launcher.cpus_per_node"
+_SURVIVES = "one node or agent that is lost must not end the others"
 
 OWNED: dict[str, str] = {
     "array": "use the key nodes, and launcher.array_parallelism for the limit",
@@ -38,6 +39,7 @@ OWNED: dict[str, str] = {
     "open-mode": _LOGS,
     "requeue": _REQUEUE,
     "no-requeue": _REQUEUE,
+    "no-kill": f"{_SURVIVES}; launcher.gang sees to it",
     "nodelist": _HOSTS,
     "nodefile": _HOSTS,
     "job-name": "use launcher.job_name",
@@ -76,8 +78,12 @@ SRUN_OWNED = {
     **{name: _LOGS for name in ("output", "error", "open-mode")},
     "label": _LOGS,
     "multi-prog": "every task starts the same agent",
+    **{name: _SURVIVES for name in ("no-kill", "kill-on-bad-exit", "wait")},
 }
-_SHORT = {"N": "nodes", "n": "ntasks", "w": "nodelist", "o": "output", "e": "error", "l": "label"}
+_SHORT = {
+    **{"N": "nodes", "n": "ntasks", "w": "nodelist", "o": "output", "e": "error", "l": "label"},
+    **{"k": "no-kill", "K": "kill-on-bad-exit", "W": "wait"},
+}
 
 
 def sbatch_flags(given: Given) -> Flags:

@@ -136,7 +136,8 @@ def _contradictions(nodes: NodeRange, settings: Backend) -> Iterator[ConfigError
     if isinstance(settings, LocalSettings):
         yield from _too_few("launcher.max_agents", settings.max_agents, nodes)
     else:
-        yield from _too_few("launcher.array_parallelism", settings.array_parallelism, nodes)
+        if not settings.gang:  # else the min part is no part of the array
+            yield from _too_few("launcher.array_parallelism", settings.array_parallelism, nodes)
         yield from _slurm_contradictions(settings)
 
 

@@ -6,18 +6,30 @@ end. A job that Slurm has forgotten is no error here, just no longer among the a
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.slurm.command import call
 from hpc_elastic.slurm.environment import for_commands
 from hpc_elastic.slurm.nodelist import compress_indices
-from hpc_elastic.slurm.states import SQUEUE_FORMAT, Phase, TaskState, parse_squeue
+from hpc_elastic.slurm.states import (
+    SQUEUE_FORMAT,
+    Phase,
+    TaskState,
+    job_of,
+    parse_squeue,
+    queue_name,
+)
 
 FORGOTTEN = "Invalid job id specified"
 _ENDED = (FORGOTTEN, "already completing or completed")
+_NOT_PENDING = (FORGOTTEN, "no longer pending execution", "already finished", "No error")
+"""What scontrol says of each element when one of several could not be updated."""
+
+_REQUEUED = "Job is pending execution"
 _IDS_A_CALL = 100
 RELEASE_DELAY_S = 2
 
@@ -80,8 +92,8 @@ class SlurmClient:
                 A task that Slurm starts in between is cancelled nevertheless.
         """
         if pending_only:
-            states = self.tasks(task.partition("_")[0] for task in tasks)
-            tasks = _pending(tasks, states)
+            states = self.tasks(map(job_of, tasks))
+            tasks = _pending(map(queue_name, tasks), states)
         ids = list(_compact(tasks))
         for at in range(0, len(ids), _IDS_A_CALL):
             self._scancel(ids[at : at + _IDS_A_CALL])
@@ -90,8 +102,7 @@ class SlurmClient:
         try:
             self._run(["scancel", *ids])
         except SlurmCommandError as e:
-            lines = e.stderr.splitlines()
-            if e.exit_code is None or not lines or any(not _is_ended(line) for line in lines):
+            if not _says_only(e, _ENDED):
                 raise
 
     def max_array_size(self) -> int:
@@ -107,45 +118,76 @@ class SlurmClient:
         """Return the names of the cluster's partitions, those hidden from the user included."""
         return list(dict.fromkeys(self._run(["sinfo", "-h", "-a", "-o", "%R"]).split()))
 
+    def node_address(self, node: str) -> str | None:
+        """Return where the controller reaches a node: a host name or an address, as configured.
+
+        Returns:
+            None if Slurm has no such node, or no address of it.
+        """
+        try:
+            output = self._run(["scontrol", "show", "node", node])
+        except SlurmCommandError as e:
+            if "not found" not in e.stderr:
+                raise
+            return None
+        m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
+        return None if m is None or m[1] in ("(null)", "n/a") else m[1]
+
     def requeue(self, task: str) -> None:
-        """Send a task back to the queue: Slurm kills it, and starts it again when it can."""
-        self._run(["scontrol", "requeue", task])
+        """Send a task back to the queue: Slurm kills it, and starts it again when it can.
+
+        One that is on its way there already is no error: the agents of a job of several nodes
+        requeue it all at once. One that was cancelled comes back: look first (`requeue.departure`).
+        """
+        try:
+            self._run(["scontrol", "requeue", queue_name(task)])
+        except SlurmCommandError as e:
+            if not _says_only(e, (_REQUEUED,)):
+                raise
 
     def release(self, task: str) -> None:
         """Let a requeued task start soon, without the two minutes that Slurm makes it wait.
 
-        Not at once: a node refuses what was granted in the second in which the task's earlier
-        attempt was ended ("Job credential revoked"), and Slurm then ends the task as FAILED for
-        good, although it is to be requeued (22.05).
+        For a task whose last process has ended; `postpone` is for those where it has not. Not at
+        once: a node refuses what was granted in the second in which the task's earlier attempt
+        was ended ("Job credential revoked"), and Slurm then ends the task as FAILED for good,
+        although it is to be requeued (22.05).
         """
-        begin = f"starttime=now+{RELEASE_DELAY_S}"
+        self._start_in(queue_name(task), RELEASE_DELAY_S)
+
+    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+        """Let pending tasks not start before some time has passed; others are left alone.
+
+        Slurm keeps a record for each element of an array that it was told something about: not
+        for ten thousand of them at a time.
+
+        Args:
+            tasks: Names as in `tasks`; whole arrays, too. One that is being requeued counts as
+                pending from the moment of `requeue` on.
+            delay_s: From now, by this node's clock; Slurm knows whole seconds only. It replaces
+                what an earlier call said, longer or shorter.
+        """
+        for task in _compact(tasks):
+            try:
+                self._start_in(task, delay_s)
+            except SlurmCommandError as e:
+                if not _says_only(e, _NOT_PENDING):
+                    raise
+
+    def _start_in(self, task: str, delay_s: float) -> None:
+        begin = f"starttime=now+{math.ceil(delay_s)}"
         self._run(["scontrol", "update", f"jobid={task}", begin])
 
     def _run(self, argv: Sequence[str]) -> str:
         """Return what a command prints."""
-        try:
-            done = subprocess.run(
-                argv,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                stdin=subprocess.DEVNULL,
-                timeout=self.timeout_s,
-                env=self._env,
-            )
-        except subprocess.TimeoutExpired as e:
-            raise SlurmCommandError(argv, None, f"no answer within {self.timeout_s:g} s") from e
-        except OSError as e:
-            why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
-            raise SlurmCommandError(argv, None, why) from e
-        if done.returncode != 0:
-            raise SlurmCommandError(argv, done.returncode, done.stderr)
-        return done.stdout
+        return call(argv, env=self._env, timeout_s=self.timeout_s)
 
 
-def _is_ended(line: str) -> bool:
-    """Tell whether a line of scancel's says no more than that a job has ended."""
-    return any(phrase in line for phrase in _ENDED)
+def _says_only(error: SlurmCommandError, phrases: Iterable[str]) -> bool:
+    """Tell whether a command that failed wrote no line without one of these phrases."""
+    lines = error.stderr.splitlines()
+    harmless = all(any(phrase in line for phrase in phrases) for line in lines)
+    return error.exit_code is not None and bool(lines) and harmless
 
 
 def _pending(tasks: Iterable[str], states: Mapping[str, TaskState]) -> list[str]:
@@ -161,7 +203,7 @@ def _pending(tasks: Iterable[str], states: Mapping[str, TaskState]) -> list[str]
 def _compact(tasks: Iterable[str]) -> Iterator[str]:
     """Yield ``123_[1-5,7]`` for the elements of an array, and other names as they are."""
     elements: dict[str, list[int]] = {}
-    for task in dict.fromkeys(tasks):
+    for task in dict.fromkeys(map(queue_name, tasks)):
         job, _, index = task.partition("_")
         if index.isdecimal():
             elements.setdefault(job, []).append(int(index))

@@ -14,6 +14,7 @@ Source: https://slurm.schedmd.com/job_state_codes.html
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -44,7 +45,10 @@ _STATES: dict[Phase, tuple[str, ...]] = {
 }
 PHASES: dict[str, Phase] = {state: phase for phase, states in _STATES.items() for state in states}
 
-FIELDS = ("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "Reason")
+FIELDS = (
+    *("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "TimeLeft"),
+    "Reason",
+)
 """The fields asked of squeue; the reason comes last, for it is free text."""
 
 NO_ARRAY = "N/A"
@@ -52,6 +56,9 @@ NO_ARRAY = "N/A"
 
 SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 """For squeue -O: width 0 cuts nothing."""
+
+_DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
+"""Days, hours, minutes and seconds."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,9 @@ class TaskState:
         reason: Why it is in it, such as Resources; empty where Slurm says None.
         node: Its node, a host list if it has several; empty if it has none.
         restarts: How often it was requeued; None if squeue does not say.
+        time_left_s: How long it may still run, the whole time limit while it waits; None if there
+            is no limit, or none known. A length of time and no point in it: no clock but that of
+            the controller stands behind it.
     """
 
     task: str
@@ -71,11 +81,35 @@ class TaskState:
     reason: str = ""
     node: str = ""
     restarts: int | None = None
+    time_left_s: float | None = None
 
     @property
     def phase(self) -> Phase:
         """What the state means for a run."""
         return PHASES.get(self.state, Phase.LEAVING)
+
+
+def queue_name(task: str) -> str:
+    """Return what squeue and scontrol call a task: a node of a job of several goes by the job."""
+    return task.partition(".")[0]
+
+
+def job_of(task: str) -> str:
+    """Return the job id, of the array or of the job of several nodes, that a task is a part of."""
+    return queue_name(task).partition("_")[0]
+
+
+def parse_time_left(text: str) -> float | None:
+    """Return the seconds in squeue's TimeLeft, such as ``1-02:03:04`` or ``2:03``.
+
+    Returns:
+        None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
+    """
+    m = _DURATION.fullmatch(text.strip())
+    if m is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def parse_squeue(output: str) -> dict[str, TaskState]:
@@ -106,14 +140,13 @@ def _fields(line: str) -> list[str]:
     return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
 
 
-def _tasks(
-    array_job: str, indices: str, job: str, state: str, restarts: str, node: str, reason: str
-) -> Iterator[TaskState]:
+def _tasks(array_job: str, indices: str, job: str, *rest: str) -> Iterator[TaskState]:
     """Yield what one line stands for."""
+    state, restarts, node, left, reason = rest
     names = [job]
     if indices != NO_ARRAY:
         names = [f"{array_job}_{index}" for index in expand_indices(indices)[0]]
     why = "" if reason == "None" else reason
     num_restarts = int(restarts) if restarts.isdecimal() else None
     for name in names:
-        yield TaskState(name, state, why, node, num_restarts)
+        yield TaskState(name, state, why, node, num_restarts, parse_time_left(left))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.rundir import RunDir, task_name
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.plan import Plan
 
@@ -24,7 +24,9 @@ class Handle(Protocol):
         ...
 
     def tasks(self) -> Mapping[str, TaskState]:
-        """Return every task that the scheduler still lists, by name; one call for all.
+        """Return all that the scheduler still lists, by its own names; one call for all.
+
+        A gang is one entry, by its job id: `hpc_elastic.agent.gang.states_of` takes it apart.
 
         Raises:
             SlurmError: the scheduler does not answer at the moment.
@@ -51,7 +53,7 @@ class TrackedRun:
     Attributes:
         dir: The run directory.
         label: What people recognise it by: its overrides.
-        tasks: Names of its array tasks, by slot.
+        tasks: Names of its tasks, by slot.
         submission: The sweep's ``.hpc_elastic``.
     """
 
@@ -75,8 +77,13 @@ class TrackedRun:
 
 def track(plan: Plan, job_ids: Sequence[str], labels: Sequence[str]) -> list[TrackedRun]:
     """Return the runs of a plan as submitted, in its order."""
-    by_array = dict(zip((array.number for array in plan.arrays), job_ids, strict=True))
+    jobs = dict(zip((array.number for array in plan.arrays), job_ids, strict=True))
+    gangs = {array.number for array in plan.arrays if array.gang}
+    names = [
+        tuple(task_name(jobs[k], index, gang=k in gangs) for k, index in tasks)
+        for tasks in plan.tasks()
+    ]
     return [
-        TrackedRun(run.dir, label, tuple(f"{by_array[k]}_{i}" for k, i in tasks), plan.submission)
-        for run, label, tasks in zip(plan.runs, labels, plan.tasks(), strict=True)
+        TrackedRun(run.dir, label, tasks, plan.submission)
+        for run, label, tasks in zip(plan.runs, labels, names, strict=True)
     ]

@@ -25,7 +25,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import SubmissionError
-from hpc_elastic.rundir import write_atomic
+from hpc_elastic.rundir import ArrayFiles
 from hpc_elastic.slurm.environment import outside
 
 OVERRIDDEN = (
@@ -57,13 +57,14 @@ class ArrayTask:
 
 
 class ArrayExecutor(submitit.SlurmExecutor):
-    """Submits one batch script as one job array.
+    """Submits one batch script as one job array, or as one gang.
 
     Args:
         script: ``array-<k>.sbatch``, as rendered.
+        flags: Flags of sbatch beside those in the script.
     """
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, flags: Sequence[str] = ()) -> None:
         folder = script.parent / "submitit"
         try:
             super().__init__(folder)
@@ -72,6 +73,7 @@ class ArrayExecutor(submitit.SlurmExecutor):
             raise SubmissionError(f"Slurm's commands are not installed here: {remedy}") from e
         folder.mkdir(exist_ok=True)
         self._script = script
+        self._flags = list(flags)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
@@ -84,7 +86,7 @@ class ArrayExecutor(submitit.SlurmExecutor):
         return self._script.read_text()
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*without_outer_job(os.environ), "sbatch", str(self._script)]
+        return [*without_outer_job(os.environ), "sbatch", *self._flags, str(self._script)]
 
 
 def without_outer_job(environ: Mapping[str, str]) -> list[str]:
@@ -97,8 +99,16 @@ def without_outer_job(environ: Mapping[str, str]) -> list[str]:
     return ["env", *(f"--unset={name}" for name in sorted(hidden))] if hidden else []
 
 
-def submit_script(script: Path, settings: SlurmSettings, num_tasks: int) -> list[Any]:
-    """Submit one array, and write its job id beside the script.
+def submit_script(
+    script: Path, settings: SlurmSettings, num_tasks: int, *, after: str | None = None
+) -> list[Any]:
+    """Submit one array or gang, and write its job id beside the script.
+
+    Args:
+        script: ``array-<k>.sbatch``, as rendered.
+        settings: Its settings.
+        num_tasks: How many tasks it has.
+        after: Job id of the gang that has to start first.
 
     Returns:
         submitit's job of each task, by index; their ids are ``<array job id>_<index>``.
@@ -107,15 +117,16 @@ def submit_script(script: Path, settings: SlurmSettings, num_tasks: int) -> list
         SbatchRefusedError: sbatch did not take it.
         SubmissionError: there is no sbatch here, or its answer makes no sense.
     """
-    executor = ArrayExecutor(script)
-    tasks = [ArrayTask(str(script.with_suffix(".json")), index) for index in range(num_tasks)]
+    files = ArrayFiles.of(script)
+    executor = ArrayExecutor(script, [f"--dependency=after:{after}"] if after else [])
+    tasks = [ArrayTask(str(files.tasks), index) for index in range(num_tasks)]
     try:
         jobs = executor.submit_array(tasks)
     except FailedJobError as e:
         raise SbatchRefusedError(_own_words(str(e))) from e
     except FailedSubmissionError as e:
         raise SubmissionError(str(e)) from e
-    write_atomic(script.with_suffix(".jobid"), array_job_id(jobs) + "\n")
+    files.submitted_as(array_job_id(jobs))
     return list(jobs)
 
 

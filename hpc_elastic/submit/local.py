@@ -26,7 +26,7 @@ from typing import Any
 
 from hpc_elastic.config import LocalSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.rundir import RunDir, read_json, write_atomic
+from hpc_elastic.rundir import RunDir, Submission, read_json, task_name, write_atomic
 from hpc_elastic.slurm.environment import as_array_task, outside
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit import gpus
@@ -35,7 +35,7 @@ from hpc_elastic.submit.prepare import Prepared, python_path
 from hpc_elastic.submit.processes import end_processes, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
-TASKS_FILE = "local-tasks.json"
+TASKS_FILE = Submission(Path()).local_tasks.name
 
 _log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class LocalHandle:
         self._write()
 
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
-        log = self._submission / "logs" / f"{task.name}.log"
+        log = Submission(self._submission).logs / f"{task.name}.log"
         with log.open("ab") as output:
             return subprocess.Popen(
                 list(self._command(task.array_file)),
@@ -212,7 +212,7 @@ class LocalHandle:
         now = {task.name: task.describe() for task in self._tasks}
         if now == self._written:
             return
-        path = self._submission / TASKS_FILE
+        path = Submission(self._submission).local_tasks
         try:
             write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
         except OSError as e:  # a full disk is the runs' to report; the queue goes on
@@ -259,7 +259,7 @@ def submit(prepared: Prepared) -> LocalHandle:
         command=task_command,
     )
     for array, job_id in zip(plan.arrays, handle.job_ids, strict=True):
-        write_atomic(plan.submission / f"array-{array.number}.jobid", job_id + "\n")
+        Submission(plan.submission).array(array.number).submitted_as(job_id)
     handle.start()
     return handle
 
@@ -283,10 +283,10 @@ def _queue(plan: Plan) -> list[LocalTask]:
     devices = gpus.machine_gpus(os.environ)
     return [
         LocalTask(
-            name=f"{first_id + array.number}_{index}",
+            name=task_name(str(first_id + array.number), index),
             job_id=first_id + array.number,
             index=index,
-            array_file=plan.submission / f"array-{array.number}.json",
+            array_file=Submission(plan.submission).array(array.number).tasks,
             run=RunDir(plan.runs[task.run].dir),
             cpus=getattr(array.launcher, "cpus_per_node", 1) or 1,
             gpus=gpus.variables(

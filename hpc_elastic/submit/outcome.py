@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.errors import WorkerGroupError
-from hpc_elastic.rundir import read_json
+from hpc_elastic.rundir import Submission, read_json
+from hpc_elastic.slurm.states import queue_name
 from hpc_elastic.submit.backend import TrackedRun
 
 TAIL_LINES = 20
@@ -70,7 +71,7 @@ def failure(run: TrackedRun, result: Mapping[str, Any]) -> WorkerGroupError:
     lines = [f"the run failed: {run.dir}"]
     lines += [_in_full(first)] if first else ["no worker's failure was recorded"]
     lines += [f"  {_where(victim)}: {_how(victim)} (died afterwards)" for victim in victims]
-    lines += [f"logs: {run.dir / 'tasks'}", f"      {run.submission / 'logs'}"]
+    lines += [f"logs: {run.dir / 'tasks'}", f"      {Submission(run.submission).logs}"]
     return WorkerGroupError("\n".join(lines), first, victims)
 
 
@@ -89,7 +90,7 @@ def lost(run: TrackedRun, last_seen: Mapping[str, str]) -> Outcome:
 
 def log_tails(run: TrackedRun, num_files: int = 3) -> list[str]:
     """Return the last lines of the run's logs that say anything, and where they are."""
-    folder = run.submission / "logs"
+    folder = Submission(run.submission).logs
     said = [(f, text) for f in _logs(folder, run.tasks) if (text := tail(f))]
     shown = [line for file, text in said[:num_files] for line in (f"--- {file}", text)]
     return shown or [f"no task has written anything to {folder}"]
@@ -107,7 +108,9 @@ def tail(path: Path, num_lines: int = TAIL_LINES, at_most_bytes: int = 32_768) -
 
 
 def _logs(folder: Path, tasks: Sequence[str]) -> Iterable[Path]:
-    return (folder / f"{task}.log" for task in tasks)
+    """Return the logs of tasks, and for those of a gang that of its batch script as well."""
+    names = dict.fromkeys(name for task in tasks for name in (task, queue_name(task)))
+    return (folder / f"{name}.log" for name in names)
 
 
 def _in_full(first: Mapping[str, Any]) -> str:

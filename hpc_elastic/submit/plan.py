@@ -9,6 +9,9 @@ in the queue, hence the two orders:
 
 Slurm numbers the tasks of an array from 0 to MaxArraySize - 1 at most: what does not fit goes to
 the next array, in the same order, and a run may lie across two.
+
+A run with ``gang`` has its min nodes in one job of their own and an array for the others, which
+may start once that job has. With spread=runs all gangs stand in the queue before any such array.
 """
 
 from __future__ import annotations
@@ -53,11 +56,21 @@ class Slot:
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """One job array: its number k in the sweep, its settings, and its tasks by index."""
+    """One job array, or one gang.
+
+    Attributes:
+        number: Its number k in the sweep.
+        launcher: Its settings.
+        tasks: Its tasks by index in the array, or by node id in the gang.
+        gang: Whether it is one job of so many nodes.
+        after: Number of the gang that it may not start before; None if it need not wait.
+    """
 
     number: int
     launcher: SlurmSettings | LocalSettings
     tasks: tuple[Slot, ...]
+    gang: bool = False
+    after: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,13 +107,16 @@ class Plan:
 
     def array_file(self, array: PlannedArray) -> dict[str, Any]:
         """Return the content of ``array-<k>.json``: run directory and slot by index."""
-        return {"runs": [{"dir": str(self.runs[t.run].dir), "slot": t.slot} for t in array.tasks]}
+        runs = [{"dir": str(self.runs[t.run].dir), "slot": t.slot} for t in array.tasks]
+        return {"gang": True, "runs": runs} if array.gang else {"runs": runs}
 
     def __str__(self) -> str:
         """Return the plan in words, one line for each array."""
         num_tasks = sum(len(array.tasks) for array in self.arrays)
         head = [counted(len(self.runs), "run"), counted(num_tasks, "task")]
-        head.append(counted(len(self.arrays), "array"))
+        num_gangs = sum(array.gang for array in self.arrays)
+        head += [counted(num_gangs, "gang")] if num_gangs else []
+        head.append(counted(len(self.arrays) - num_gangs, "array"))
         return "\n".join([", ".join(head), *(_describe(array) for array in self.arrays)])
 
 
@@ -124,11 +140,19 @@ def make_plan(
     """
     _require_one_submission(runs)
     arrays: list[PlannedArray] = []
-    for group in _same_resources(runs):
-        launcher = runs[group[0]].settings.launcher
-        for tasks in _chunks(list(_in_order(group, runs)), max_array_size):
-            arrays.append(PlannedArray(first_array + len(arrays), launcher, tuple(tasks)))
+    gangs: dict[int, int] = {}
+    for tasks, gang in _pieces(runs, max_array_size):
+        number, first = first_array + len(arrays), tasks[0].run
+        launcher = runs[first].settings.launcher
+        arrays.append(PlannedArray(number, launcher, tuple(tasks), gang, gangs.get(first)))
+        if gang:
+            gangs[first] = number
     return Plan(submission, tuple(runs), tuple(arrays))
+
+
+def has_gang(settings: RunSettings) -> bool:
+    """Return whether the min part of a run is one job."""
+    return isinstance(settings.launcher, SlurmSettings) and settings.launcher.gang
 
 
 def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
@@ -141,6 +165,26 @@ def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
                 values = [getattr(first, name), getattr(other, name)]
                 remedy = "all runs of a sweep are submitted together and need the same value"
                 raise ConfigError(f"launcher.{name}", values, remedy)
+
+
+def _pieces(runs: Sequence[PlannedRun], size: int) -> Iterator[tuple[list[Slot], bool]]:
+    """Yield the tasks of each array or gang, and which of the two it is, in the queue's order."""
+    gangs_first = runs[0].settings.launcher.spread == "runs"
+    if gangs_first:
+        gangs = (number for number, run in enumerate(runs) if has_gang(run.settings))
+        yield from ((_gang(number, runs), True) for number in gangs)
+    for group in _same_resources(runs):
+        if not has_gang(runs[group[0]].settings):
+            yield from ((tasks, False) for tasks in _chunks(list(_in_order(group, runs)), size))
+            continue
+        for number in group:
+            if not gangs_first:
+                yield _gang(number, runs), True
+            yield from ((tasks, False) for tasks in _chunks(list(_in_order([number], runs)), size))
+
+
+def _gang(number: int, runs: Sequence[PlannedRun]) -> list[Slot]:
+    return [Slot(number, slot) for slot in range(runs[number].settings.nodes.min)]
 
 
 def _same_resources(runs: Sequence[PlannedRun]) -> Iterable[list[int]]:
@@ -156,11 +200,16 @@ def _resources(launcher: SlurmSettings | LocalSettings) -> str:
 
 
 def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot]:
-    num_nodes = {run: runs[run].settings.nodes.max for run in group}
+    """Return the slots of some runs that are no gang's, in the queue's order."""
+    slots = {run: _array_slots(runs[run].settings) for run in group}
     if runs[group[0]].settings.launcher.spread == "nodes":
-        return (Slot(run, slot) for run in group for slot in range(num_nodes[run]))
-    most = max(num_nodes.values())
-    return (Slot(run, slot) for slot in range(most) for run in group if slot < num_nodes[run])
+        return (Slot(run, slot) for run in group for slot in slots[run])
+    most = max(len(slots[run]) for run in group)
+    return (Slot(run, slots[run][n]) for n in range(most) for run in group if n < len(slots[run]))
+
+
+def _array_slots(settings: RunSettings) -> range:
+    return range(settings.nodes.min if has_gang(settings) else 0, settings.nodes.max)
 
 
 def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
@@ -169,8 +218,11 @@ def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
 
 def _describe(array: PlannedArray) -> str:
     runs = {task.run for task in array.tasks}
+    if array.gang:
+        return f"  array {array.number}: a gang, {counted(len(array.tasks), 'node')} at once"
     tasks = counted(len(array.tasks), "task")
-    return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}"
+    after = "" if array.after is None else f", once array {array.after} has started"
+    return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}{after}"
 
 
 def counted(number: int, thing: str) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from typing import Any
 from hpc_elastic import resources
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, write_atomic
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, write_atomic
 from hpc_elastic.submit import sbatch
-from hpc_elastic.submit.plan import Plan, PlannedArray
+from hpc_elastic.submit.plan import Plan, PlannedArray, has_gang
 from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
 
 
@@ -58,21 +59,41 @@ def prepare(
     """
     scripts = _render(plan, name)  # refuses before anything is written
     try:
-        (plan.submission / "logs").mkdir(parents=True, exist_ok=True)
+        Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
+        require_links(plan.submission)
         entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
         _write_runs(plan, entry, name, dict(provenance or {}))
         _write_arrays(plan, scripts)
+    except RunDirectoryError:
+        raise
     except OSError as e:
         remedy = "choose another folder with hydra.sweep.dir=..."
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
-    return Prepared(plan, tuple(_script(plan, k) for k in scripts), name)
+    submission = Submission(plan.submission)
+    return Prepared(plan, tuple(submission.array(k).script for k in scripts), name)
+
+
+def require_links(folder: Path) -> None:
+    """Try a hard link: the agents elect their leader by one, on whichever node they run.
+
+    Raises:
+        RunDirectoryError: the file system has none.
+    """
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".links-") as trial:
+        file = Path(trial, "file")
+        file.touch()
+        try:
+            file.with_name("link").hardlink_to(file)
+        except OSError as e:
+            remedy = "choose one on another file system with hydra.sweep.dir=... (launch: run_dir)"
+            why = f"{folder}: no hard links can be made in this directory ({e.strerror or e})"
+            raise RunDirectoryError(f"{why}, by which agents elect their leader; {remedy}") from e
 
 
 def next_array(submission: Path) -> int:
     """Return the first free array number: a sweep may be submitted in several batches."""
-    taken = [path.stem.removeprefix("array-") for path in submission.glob("array-*.json")]
-    return max((int(number) for number in taken if number.isdigit()), default=-1) + 1
+    return max((array.number for array in Submission(submission).arrays()), default=-1) + 1
 
 
 def make_run_id(name: str) -> str:
@@ -95,6 +116,11 @@ def make_spec(
         submission=str(plan.submission),
         tasks=tasks,
         launcher=plan.backend,
+        grow=settings.launcher.grow,
+        grow_after_s=settings.launcher.grow_after_s,
+        min_wait_s=settings.launcher.min_wait_s,
+        interface=settings.launcher.interface,
+        gang=has_gang(settings),
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
         agent=settings.launcher.agent,
@@ -130,11 +156,12 @@ def _write_runs(plan: Plan, entry: Entry, name: str, provenance: dict[str, Any])
 
 
 def _write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
+    submission = Submission(plan.submission)
     for array in plan.arrays:
         text = json.dumps(plan.array_file(array), indent=1) + "\n"
-        write_atomic(plan.submission / f"array-{array.number}.json", text)
+        write_atomic(submission.array(array.number).tasks, text)
     for number, text in scripts.items():
-        write_atomic(_script(plan, number), text)
+        write_atomic(submission.array(number).script, text)
 
 
 def _render(plan: Plan, name: str) -> dict[int, str]:
@@ -150,6 +177,7 @@ def _render_array(plan: Plan, array: PlannedArray, name: str) -> str:
         num_tasks=len(array.tasks),
         submission=plan.submission,
         array=array.number,
+        gang=array.gang,
         python=sys.executable,
         cwd=Path.cwd(),
         python_path=python_path(os.environ),
@@ -168,10 +196,6 @@ def read_template(path: str | None) -> str:
         return (Path(path) if path else packaged).read_text()
     except OSError as e:
         raise ConfigError("launcher.template", path, f"can not be read: {e.strerror}") from e
-
-
-def _script(plan: Plan, number: int) -> Path:
-    return plan.submission / f"array-{number}.sbatch"
 
 
 def overlapping(dirs: Sequence[Path]) -> Path | None:

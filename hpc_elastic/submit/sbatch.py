@@ -1,4 +1,4 @@
-"""The batch script of a job array, complete, as text (pure).
+"""The batch script of a job array or of a gang, complete, as text (pure).
 
 Three grammars meet in it and each has its own quoting: the #SBATCH lines, which sbatch itself
 reads (`directive`); the command, which bash reads (`shlex`); and the lists of mounts, in which
@@ -13,7 +13,11 @@ Why the flags are what they are:
 - ``srun``: at a preemption Slurm signals the steps, not the batch script;
 - ``srun --cpus-per-task``: since Slurm 22.05 srun no longer takes it over from sbatch, and would
   bind the agent and all its workers to a single CPU;
-- ``--requeue --open-mode=append``: a preempted task comes back and goes on in the same log.
+- ``--requeue --open-mode=append``: a preempted task comes back and goes on in the same log;
+- a gang has several nodes, one agent each, and must outlive the loss of any of them:
+  ``--no-kill`` (the job and the step), ``--kill-on-bad-exit=0 --wait=0`` (srun would end the
+  other agents when one fails, or some time after the first has ended). Each of its tasks writes
+  its log itself: what goes through srun is lost with the node that srun runs on.
 
 Nothing secret is in it: the variables of ``launcher.env`` travel in run.json.
 """
@@ -28,6 +32,7 @@ from pathlib import Path
 
 from hpc_elastic.config import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.rundir import Submission
 
 TASK_MODULE = "hpc_elastic.agent.task"
 
@@ -39,6 +44,12 @@ SHARE_FLAGS = frozenset(
 )
 """Flags in ``launcher.sbatch`` that say which share of a node is wanted."""
 
+_CPUS = '"$SLURM_CPUS_ON_NODE"'
+_CPUS_OF_SMALLEST_NODE = (
+    '"$(tr , "\\n" <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed "s/(.*//;q")"'
+)
+"""Known on the nodes only, so they stand outside of quotes. Of several nodes: ``72(x3),36``."""
+
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 
@@ -49,12 +60,13 @@ class Script:
     Attributes:
         settings: ``launcher.*`` of the array's runs.
         job_name: Name in the queue.
-        num_tasks: Tasks of the array.
+        num_tasks: Tasks of the array, or nodes of the gang.
         submission: Absolute path of the sweep's ``.hpc_elastic``.
         array: Number k of the array in the sweep.
         python: Interpreter outside of containers (``launcher.python`` goes before it).
         cwd: Directory of the submission; setup lines run there.
         python_path: What PYTHONPATH must begin with for the agent to be importable.
+        gang: Whether it is one job of ``num_tasks`` nodes in place of an array.
     """
 
     settings: SlurmSettings
@@ -65,11 +77,18 @@ class Script:
     python: str
     cwd: Path
     python_path: tuple[str, ...] = ()
+    gang: bool = False
 
     @property
     def array_file(self) -> Path:
         """Return the path of ``array-<k>.json``."""
-        return self.submission / f"array-{self.array}.json"
+        return Submission(self.submission).array(self.array).tasks
+
+    @property
+    def logs(self) -> str:
+        """Return the folder of the tasks' logs, as it stands in a file name pattern of Slurm's."""
+        # % introduces a replacement symbol there: a path's own is doubled.
+        return str(Submission(self.submission).logs).replace("%", "%%")
 
 
 def render(script: Script, template: str) -> str:
@@ -110,6 +129,7 @@ def _variables(script: Script) -> dict[str, object]:
         "settings": script.settings,
         "job_name": script.job_name,
         "num_tasks": script.num_tasks,
+        "gang": script.gang,
         "sweep": str(script.submission),
         "array_file": str(script.array_file),
         "task_argv": task_argv(script),
@@ -150,18 +170,19 @@ def directive(name: str, value: object) -> str:
 
 
 def _array_flags(script: Script) -> dict[str, object]:
+    num_nodes = script.num_tasks if script.gang else 1
     limit = script.settings.array_parallelism
-    # In file names % introduces a replacement symbol: a path's own is doubled.
-    logs = str(script.submission / "logs").replace("%", "%%")
+    array = f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else "")
     return {
         "job-name": script.job_name,
-        "array": f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else ""),
-        "nodes": 1,
-        "ntasks": 1,
+        "array": None if script.gang else array,
+        "nodes": num_nodes,
+        "ntasks": num_nodes,
         "ntasks-per-node": 1,
+        "no-kill": script.gang,
         "requeue": True,
         "open-mode": "append",
-        "output": f"{logs}/%A_%a.log",
+        "output": f"{script.logs}/{'%j' if script.gang else '%A_%a'}.log",
         "chdir": script.cwd,
     }
 
@@ -196,14 +217,21 @@ def wants_whole_node(settings: SlurmSettings) -> bool:
 
 def command(script: Script) -> str:
     """Return the command of the task, srun and container included, quoted for bash."""
-    settings = script.settings
-    cpus = settings.cpus_per_node
-    # SLURM_CPUS_ON_NODE is only known on the node: it must stay outside of the quotes.
-    num_cpus = str(cpus) if cpus else '"$SLURM_CPUS_ON_NODE"'
-    flags = ["srun", "--nodes=1", "--ntasks=1", f"--cpus-per-task={num_cpus}"]
-    own = [_one_line("launcher.srun_args", arg) for arg in settings.srun_args]
+    own = [_one_line("launcher.srun_args", arg) for arg in script.settings.srun_args]
     inner = [*own, *_in_container(script, task_argv(script))]
-    return " ".join([*flags, shlex.join(inner)])
+    return " ".join(["srun", *_srun_flags(script), shlex.join(inner)])
+
+
+def _srun_flags(script: Script) -> list[str]:
+    """Return our own flags of srun, quoted for bash."""
+    num_nodes = script.num_tasks if script.gang else 1
+    cpus = script.settings.cpus_per_node or (_CPUS_OF_SMALLEST_NODE if script.gang else _CPUS)
+    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", f"--cpus-per-task={cpus}"]
+    if not script.gang:
+        return flags
+    log = _one_line("hydra.sweep.dir", f"--output={script.logs}/%j.%n.log")
+    lives = ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return [*flags, *lives, "--open-mode=append", shlex.quote(log)]
 
 
 def task_argv(script: Script) -> list[str]:

@@ -1,4 +1,4 @@
-"""launcher=slurm: the plan as job arrays, and what Slurm says of their tasks."""
+"""launcher=slurm: the plan as job arrays and gangs, and what Slurm says of their tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SlurmHandle:
     """Submitted arrays: they go on whatever becomes of this process.
 
     Attributes:
-        job_ids: The array job ids.
+        job_ids: The job ids of the arrays and gangs.
         sweep: The sweep directory, which `hpc-elastic attach` takes.
         client: The caller of Slurm's commands.
     """
@@ -67,17 +67,19 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
 
     client = client or SlurmClient()
     sweep = prepared.plan.submission.parent
-    job_ids: list[str] = []
+    ids: dict[int, str] = {}
     for array, script in zip(prepared.plan.arrays, prepared.scripts, strict=True):
         assert isinstance(array.launcher, SlurmSettings)
+        after = None if array.after is None else ids[array.after]
         try:
-            job_ids.append(array_job_id(submit_script(script, array.launcher, len(array.tasks))))
+            jobs = submit_script(script, array.launcher, len(array.tasks), after=after)
         except BaseException as e:
-            SlurmHandle(job_ids, sweep, client).cancel()
+            SlurmHandle(list(ids.values()), sweep, client).cancel()
             if isinstance(e, SbatchRefusedError):
                 raise explain(e.stderr, array.launcher, _partitions(client)) from e
             raise
-    return SlurmHandle(job_ids, sweep, client)
+        ids[array.number] = array_job_id(jobs)
+    return SlurmHandle(list(ids.values()), sweep, client)
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.rundir import read_json
 from hpc_elastic.slurm.states import Phase, TaskState
@@ -118,7 +119,7 @@ class Waiter:
         self, number: int, run: TrackedRun, listed: Mapping[str, TaskState] | None
     ) -> None:
         outcome = read_outcome(run)
-        states = [listed[t] for t in run.tasks if t in listed] if listed is not None else None
+        states = None if listed is None else list(states_of(run.tasks, listed).values())
         if outcome is None and states is not None:
             outcome = self._missing(number, run, states)
         if outcome is not None:

@@ -13,63 +13,76 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rendezvous.endpoint import Endpoint, EndpointDir
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Leader, Surroundings
-from hpc_elastic.rendezvous.machine import Agent, Machine, Rules
-from hpc_elastic.rendezvous.session import Candidacy, Round, Session, Verdict
+from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.session import Candidacy, Outcome, Session, Verdict
 from hpc_elastic.rendezvous.stream import connect
 from hpc_elastic.rendezvous.wire import BadFrameError
 from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.states import TaskState
 
 SECRET = b"secret of this run"
 PATIENCE_S = 20.0
 
 
 class Group:
-    """A run's agents on this machine."""
+    """A run's agents on this machine, and what its leader sees of the world."""
 
-    def __init__(self, folder: Path, *, min_nodes: int = 1, max_nodes: int = 4) -> None:
+    def __init__(self, folder: Path, **rules: object) -> None:
         self.run = RunDir(folder)
         for sub in (self.run.rdzv, folder / "events"):
             sub.mkdir()
-        self.rules = Rules(min_nodes, max_nodes, 1, 60.0, 0.5)
+        defaults = {
+            "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
+            "start_timeout_s": 60.0, "last_call_s": 0.5, "grow": "now",
+        }  # fmt: skip
+        self.rules = Rules(**{**defaults, **rules})
+        self.register = Register(self.run.rdzv, SECRET)
         self.running: frozenset[str] = frozenset()
+        self.pending: frozenset[str] = frozenset()
         self.cancelled = threading.Event()
         self.sessions: list[Session] = []
         self.threads = ThreadPoolExecutor(16)
 
-    def agent(self, slot: int, nproc: int = 1) -> Session:
+    def agent(self, slot: int, nproc: int = 1, register: Register | None = None) -> Session:
         """Start an agent."""
         me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
         self.running |= {me.task}  # says Slurm, so that the first round waits for it
-        files = EndpointDir(self.run.rdzv, SECRET)
-
-        def make_leader(epoch, before):
-            machine = Machine(self.rules)
-            journal = Journal(self.run, "run", EventLog(self.run.events(me.task), me.task))
-            journal.restore(machine)
-            if before is not None:
-                machine.lost[before.task] = before.attempt
-            world = Surroundings(
-                lambda: ("127.0.0.1", 1),
-                lambda: self.running,
-                files.latest_epoch,
-                self.cancelled.set,
-            )
-            return Leader(
-                machine, journal, settings, secret=SECRET, epoch=epoch, surroundings=world
-            )
-
-        settings = RendezvousSettings(heartbeat_s=0.1, lost_after_s=2.0)
-        candidacy = Candidacy("127.0.0.1", 0, make_leader, lambda _: None)
-        session = Session(me, files, candidacy, settings, secret=SECRET)
+        events = EventLog(self.run.events(me.task), me.task)
+        office = Office(
+            self.rules, Liveness(heartbeat_s=0.1, lost_after_s=2.0), SECRET,
+            register or self.register, lambda: Journal(self.run, "run", events), self,
+        )  # fmt: skip
+        session = Session(me, Candidacy("127.0.0.1", office, lambda _: None))
         self.sessions.append(session)
         return session
 
-    def join(self, *sessions: Session) -> list[Round | Verdict]:
+    def make_store(self) -> tuple[str, int]:
+        """No store: nothing here starts workers."""
+        return "127.0.0.1", 1
+
+    def view(self) -> dict[str, TaskState]:
+        """Slurm's word."""
+        states = {t: TaskState(t, "PENDING", reason="Resources") for t in self.pending}
+        return states | {t: TaskState(t, "RUNNING", node="node9") for t in self.running}
+
+    def cancel_pending(self) -> None:
+        """Note it."""
+        self.cancelled.set()
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Nothing is queued."""
+
+    def log_of(self, task: str, attempt: int) -> str:
+        """Where a task's log is."""
+        return f"/logs/{task}/{attempt}"
+
+    def join(self, *sessions: Session) -> list[Outcome]:
         """Let these agents join at the same time, and wait for what they are told."""
         waiting = [self.threads.submit(s.join, PATIENCE_S) for s in sessions]
         return [w.result(PATIENCE_S) for w in waiting]
@@ -84,7 +97,7 @@ def group(tmp_path) -> Iterator[Callable[..., Group]]:
     """Makes groups, and ends their agents."""
     made: list[Group] = []
 
-    def make(**rules: int) -> Group:
+    def make(**rules: object) -> Group:
         made.append(Group(tmp_path, **rules))
         return made[-1]
 
@@ -192,12 +205,12 @@ def test_agents_that_start_together_have_one_leader(group):
     assert [e["epoch"] for e in g.events("leader")] == [1]
 
 
-def test_a_stale_endpoint_whose_port_has_another_owner_is_passed_over(group):
+def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
     """After a requeue the old leader's port may belong to somebody who knows nothing of the run."""
     g = group(max_nodes=1)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        stale = Endpoint(1, "127.0.0.1", other.getsockname()[1], "7_9", 0)
-        EndpointDir(g.run.rdzv, SECRET).claim(stale)
+        stale = Endpoint("127.0.0.1", other.getsockname()[1], "7_9", 0)
+        assert g.register.create(claim(1, None, stale, 0.0))
         threading.Thread(target=_hang_up, args=(other,), daemon=True).start()
         assert g.join(g.agent(0))[0].world_size == 1
     assert [e["epoch"] for e in g.events("leader")] == [2]
@@ -210,10 +223,11 @@ def _hang_up(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
-def test_an_endpoint_file_that_does_not_verify_is_waited_out_then_passed_over(group):
-    """A damaged file takes its epoch, and costs the time that a silent leader would."""
+@pytest.mark.parametrize("text", ["", "{}", '{"record": "{}", "mac": "00"}', "\xff\xfe"])
+def test_a_record_that_does_not_verify_is_waited_out_then_passed_over(group, text):
+    """A damaged file takes its number, and costs the time that a silent leader would."""
     g = group(max_nodes=1)
-    (g.run.rdzv / "endpoint.1.json").write_text("{}")
+    (g.run.rdzv / "record.1.json").write_text(text, encoding="latin-1")
     assert g.join(g.agent(0))[0].world_size == 1
     assert [e["epoch"] for e in g.events("leader")] == [2]
 
@@ -268,9 +282,9 @@ def test_strangers_change_nothing(group):
     g.running = frozenset({"7_0", "7_1"})
     a = g.agent(0)
     waiting = g.threads.submit(a.join, PATIENCE_S)
-    eventually(EndpointDir(g.run.rdzv, SECRET).latest_epoch)
-    _, endpoint = EndpointDir(g.run.rdzv, SECRET).latest()
-    where = (endpoint.address, endpoint.port)
+    eventually(g.register.last_number)
+    _, record = g.register.last()
+    where = (record.leader.address, record.leader.port)
     unsigned = b"ab" * 16 + b"\n{}\n"
     with socket.create_connection(where):  # this one is silent
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"x" * (2 << 20), b"\n" * 100, unsigned):
@@ -284,10 +298,13 @@ def test_strangers_change_nothing(group):
 def test_a_time_out_says_what_it_waited_for(group):
     """The error counts who has joined and names who has not."""
     g = group(min_nodes=3)
-    g.running = frozenset({"7_0", "7_5"})
+    g.running, g.pending = frozenset({"7_0", "7_5"}), frozenset({"7_6"})
     a = g.agent(0)
-    with pytest.raises(TimeoutError, match=r"1 of at least 3 nodes have joined; awaited: 7_5"):
+    with pytest.raises(TimeoutError) as e:
         a.join(2.5)
+    assert "1 of at least 3 nodes have joined" in str(e.value)
+    assert "7_5 (RUNNING on node9), log /logs/7_5/0" in str(e.value)
+    assert "7_6 (PENDING, Resources)" in str(e.value)
 
 
 @pytest.mark.parametrize("way", ["cancelled", "no greeting", "closed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +135,65 @@ def test_a_requeued_task_that_is_released_starts_soon(client, sbatch, cluster):
     assert wait_for(state, lambda s: s.phase is Phase.PENDING).restarts == 1
     client.release(task)
     assert wait_for(state, lambda s: s.phase is Phase.RUNNING).restarts == 1
+
+
+def test_pending_elements_are_postponed_and_no_others(client, sbatch):
+    """Neither those that run, nor the rest of the array, though all pending ones are one record."""
+    job = sbatch("sleep 600", "--array=0-9%2", "--time=10")
+    two_running(client, job)
+    client.postpone([f"{job}_{i}" for i in (0, 4, 5, 9, 77)], 3600)
+    tasks = client.tasks([job])
+    assert sorted(tasks) == [f"{job}_{i}" for i in range(10)]
+    assert phases(tasks)[Phase.RUNNING] == [f"{job}_0", f"{job}_1"]
+    client.cancel([f"{job}_0", f"{job}_1"])
+    tasks = two_running_of(client, job, 2, 3)
+    client.cancel([f"{job}_2", f"{job}_3"])
+    two_running_of(client, job, 6, 7)
+    client.postpone([f"{job}_{i}" for i in (4, 5)], 0)
+    client.cancel([f"{job}_{i}" for i in (6, 7, 8)])
+    two_running_of(client, job, 4, 5)
+
+
+def two_running_of(client, job, *indices):
+    """Wait until these two elements run, and no others."""
+    names = [f"{job}_{i}" for i in indices]
+    return wait_for(
+        lambda: client.tasks([job]), lambda tasks: phases(tasks)[Phase.RUNNING] == names
+    )
+
+
+def test_what_is_not_pending_need_not_be_postponed(client, sbatch):
+    """It runs, has ended, or was never there."""
+    job = sbatch("true")
+    wait_for(lambda: client.tasks([job]), lambda t: phases(t)[Phase.ENDED])
+    client.postpone([job, f"{job}_3", "9999999", "9999999_1"], 60)
+
+
+def test_the_time_left_shrinks_from_the_limit(client, sbatch):
+    """A task that waits has all of it."""
+    job, waits = sbatch("sleep 600", "--time=10"), sbatch("true", "--time=1-0", "--hold")
+    tasks = wait_for(
+        lambda: client.tasks([job, waits]), lambda t: (t[job].time_left_s or 600) < 600
+    )
+    assert tasks[job].phase is Phase.RUNNING and tasks[job].time_left_s > 0
+    assert tasks[waits].time_left_s == 86400
+
+
+def test_slurm_tells_where_its_nodes_are(client, slurm):
+    """An address of the network that the nodes share, and none for a stranger."""
+    assert client.node_address("node2") == slurm.address(2)
+    assert client.node_address("no-such-node") is None
+
+
+def test_a_controller_that_is_not_there_is_an_error(slurm, tmp_path):
+    """Within the time that was given, with Slurm's own words or ours."""
+    conf = tmp_path / "slurm.conf"
+    lines = Path(slurm.env["SLURM_CONF"]).read_text().splitlines()
+    elsewhere = ["SlurmctldPort=1" if x.startswith("SlurmctldPort=") else x for x in lines]
+    conf.write_text("\n".join([*elsewhere, ""]))
+    client = SlurmClient(3, env={**os.environ, **slurm.env, "SLURM_CONF": str(conf)})
+    with pytest.raises(SlurmCommandError, match=r"no answer|Unable to contact"):
+        client.tasks(["1"])
 
 
 def test_releasing_what_slurm_does_not_know_is_an_error(client):

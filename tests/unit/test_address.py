@@ -1,38 +1,151 @@
 """The address at which the others reach this node."""
 
+import logging
+import socket
+import threading
+
 import pytest
 
-from hpc_elastic.errors import ConfigError
-from hpc_elastic.rendezvous.address import Interface, choose
+from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.rendezvous import address
+from hpc_elastic.rendezvous.address import Interface, choose, find, resolve
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")
 ETH, IB = Interface("eth0", "10.0.0.5"), Interface("ib0", "192.168.1.5")
-HERE = [LO, DOCKER, ETH, IB]
+LO6, LINK6 = Interface("lo", "::1"), Interface("eth0", "fe80::5")
+ETH6, IB6 = Interface("eth0", "2001:db8::5"), Interface("ib0", "fd00::5")
+HERE = [LO, DOCKER, ETH, IB, LO6, LINK6, ETH6]
 
 
-def test_the_address_that_the_node_name_resolves_to():
-    """What the site calls the node by is what others reach it by."""
-    assert choose("n5", None, HERE, {"n5": IB.address}) == IB
+@pytest.fixture
+def here(monkeypatch):
+    """Return a function that gives this node other interfaces, and names in its hosts file."""
+
+    def set_(available, hosts):
+        def getaddrinfo(host, *_, **__):
+            if host not in hosts:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [(0, 0, 0, "", (ip, 0)) for ip in hosts[host]]
+
+        monkeypatch.setattr(address, "interfaces", lambda: available)
+        monkeypatch.setattr(address.socket, "getaddrinfo", getaddrinfo)
+
+    return set_
 
 
-@pytest.mark.parametrize("hosts", [{}, {"n5": "127.0.1.1"}, {"n5": "10.9.9.9"}])
-def test_a_name_that_leads_nowhere_is_ignored(hosts):
+@pytest.mark.parametrize("known", [[IB.address], ["10.9.9.9", IB.address, ETH.address]])
+def test_the_address_that_the_site_knows_the_node_by(known):
+    """The first of them that is the node's own."""
+    assert choose("n5", None, HERE, known) == IB
+
+
+def test_an_address_is_the_same_however_it_is_written():
+    """IPv6 has many ways, and a scope that means nothing elsewhere."""
+    assert choose("n5", None, HERE, ["2001:0DB8:0::5%eth0"]) == ETH6
+
+
+@pytest.mark.parametrize("known", [[], ["127.0.1.1"], ["10.9.9.9"], ["::1"], ["fe80::5"]])
+def test_an_address_that_leads_nowhere_is_ignored(known):
     """Loopback, another machine's address, no answer: the first physical interface is taken."""
-    assert choose("n5", None, HERE, hosts) == ETH
+    assert choose("n5", None, HERE, known) == ETH
+
+
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [
+        ([LO6, LINK6, ETH6, ETH], ETH),
+        ([LO, LO6, LINK6, ETH6], ETH6),
+        ([DOCKER, IB6], IB6),
+        ([LO, DOCKER], DOCKER),
+    ],
+)
+def test_ipv4_is_preferred_but_not_needed(available, expected):
+    """A node with IPv6 alone works; a bridge for containers is the last choice."""
+    assert choose("n5", None, available, []) == expected
 
 
 def test_the_wanted_interface_is_taken():
-    """`launcher.rendezvous.interface` decides."""
-    assert choose("n5", "ib0", HERE, {"n5": ETH.address}) == IB
+    """`launcher.interface` decides, and nobody is asked; its IPv4 address comes first."""
+    assert choose("n5", "ib0", HERE, unasked()) == IB
+    assert choose("n5", "eth0", [ETH6, *HERE], unasked()) == ETH
+    assert choose("n5", "ib0", [IB6, ETH], unasked()) == IB6
+
+
+def unasked():
+    """Be addresses that nobody may look at."""
+    pytest.fail("asked without need")
+    yield
 
 
 def test_a_wanted_interface_that_is_missing_is_named_beside_those_there_are():
     """The error lists what could have been meant."""
-    with pytest.raises(ConfigError, match=r"ib1.*docker0, eth0, ib0, lo"):
-        choose("n5", "ib1", HERE, {})
+    with pytest.raises(ConfigError, match=r"^launcher.interface='ib1'.*docker0, eth0, ib0$"):
+        choose("n5", "ib1", HERE, [])
 
 
-def test_never_a_loopback():
+@pytest.mark.parametrize("wanted", ["lo", "eth1"])
+def test_a_wanted_interface_that_nobody_reaches_is_refused(wanted):
+    """It is there, but has loopback or link-local addresses only."""
+    with pytest.raises(ConfigError, match=r"can not be reached from other nodes; .*eth0"):
+        choose("n5", wanted, [LO, LO6, ETH, Interface("eth1", "fe80::7")], [])
+
+
+@pytest.mark.parametrize("available", [[], [LO], [LO, LO6, LINK6]])
+def test_never_a_loopback(available):
     """A node that others can not reach says so instead of advertising 127.0.0.1."""
-    with pytest.raises(ConfigError, match="loopback"):
-        choose("n5", None, [LO], {})
+    with pytest.raises(ConfigError, match=r"n5 has no address that other nodes could reach"):
+        choose("n5", None, available, ["127.0.0.1"])
+
+
+@pytest.mark.parametrize("available", [[LO, ETH], [LO, LO6, LINK6, ETH6, ETH], [ETH6]])
+def test_nobody_is_asked_where_there_is_no_choice(here, available):
+    """Ten thousand nodes with one interface each do not all ask the controller."""
+    here(available, {})
+    assert find("n5", None, lambda: pytest.fail("asked")).name == "eth0"
+
+
+@pytest.mark.parametrize("node_address", ["192.168.1.5", "n5-ib"])
+def test_slurms_address_of_the_node_comes_first(here, node_address):
+    """Before what its name resolves to; a host name is replaced by the address."""
+    here(HERE, {"n5": [ETH.address], "n5-ib": ["::1", IB.address]})
+    assert find("n5", None, lambda: node_address) == IB
+
+
+@pytest.mark.parametrize("node_address", [None, "n5", "nosuch", "a..b", "127.0.1.1"])
+def test_the_nodes_name_comes_second(here, node_address):
+    """Where Slurm says nothing, or nothing of use."""
+    here(HERE, {"n5": ["127.0.1.1", IB.address]})
+    assert find("n5", None, lambda: node_address) == IB
+
+
+def test_a_slurm_that_fails_costs_nothing(here, caplog):
+    """The name is looked up instead, and nobody is alarmed."""
+
+    def fails():
+        raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
+
+    here(HERE, {"n5": [IB.address]})
+    with caplog.at_level(logging.INFO):
+        assert find("n5", None, fails) == IB
+    assert not caplog.records
+
+
+def test_whoever_does_not_answer_is_not_waited_for(here, monkeypatch):
+    """A controller that hangs, and a name service, too: the first physical interface is taken."""
+    release = threading.Event()
+    here(HERE, {})
+    monkeypatch.setattr(address.socket, "getaddrinfo", lambda *_, **__: release.wait(60) and [])
+    monkeypatch.setattr(address, "_RESOLVER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(address, "_SLURM_TIMEOUT_S", 0.01)
+    try:
+        assert find("n5", None, lambda: release.wait(60) and "n5") == ETH
+    finally:
+        release.set()
+
+
+def test_a_name_resolves_to_addresses_of_both_families(here):
+    """IPv4 first, each once, without a scope; an address stands for itself."""
+    here([], {"n5": ["fd00::5", "fe80::5%eth0", "10.0.0.5", "fd00::5"]})
+    assert resolve("n5") == ["10.0.0.5", "fd00::5", "fe80::5"]
+    assert resolve("fd00::7") == ["fd00::7"]
+    assert resolve("nosuch") == []

@@ -95,11 +95,11 @@ def test_the_command_line_overrides_the_users_own_config(project):
     """No + is needed: the keys exist."""
     project.write(config="nodes: '1:8'")
     overrides = ["+launcher=slurm", "nodes=2", "nproc_per_node=4", "launcher.env.A=b"]
-    settings = resolve(project.compose(*overrides, "launcher.rendezvous.interface=ib0"))
+    settings = resolve(project.compose(*overrides, "launcher.interface=ib0", "launcher.grow=now"))
     assert settings.nodes == NodeRange(2, 2)
     assert settings.nproc_per_node == 4
     assert settings.launcher.env == {"A": "b"}
-    assert settings.launcher.rendezvous.interface == "ib0"
+    assert (settings.launcher.interface, settings.launcher.grow) == ("ib0", "now")
 
 
 @pytest.mark.parametrize("order", ["[launcher: local, _self_]", "[_self_, launcher: local]"])

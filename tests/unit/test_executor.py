@@ -54,6 +54,13 @@ def test_the_array_is_submitted_once_without_pickles(script, fake_slurm):
     assert not list(script.parent.rglob("*.pkl"))
 
 
+def test_an_array_can_be_made_to_wait_for_a_gang(script, fake_slurm):
+    """It may start once the gang has, or once that was cancelled."""
+    fake_slurm(f'echo "$@" >> {script.parent.parent}/calls; echo Submitted batch job 4242')
+    executor.submit_script(script, SlurmSettings(), 1, after="4241")
+    assert (script.parent.parent / "calls").read_text() == f"--dependency=after:4241 {script}\n"
+
+
 def test_submission_does_not_pay_for_submitits_pauses(script, fake_slurm, monkeypatch):
     """It sleeps between submissions to spare sacct, which we do not ask."""
     fake_slurm("echo Submitted batch job 1")

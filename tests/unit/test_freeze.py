@@ -1,5 +1,6 @@
 """What is frozen of a job at submission: config, entry, provenance, run directory."""
 
+import errno
 import json
 import stat
 import subprocess
@@ -308,6 +309,34 @@ def test_prepare_writes_all_that_a_task_needs(tmp_path):
     assert prepared.scripts == (tmp_path / ".hpc_elastic" / "array-0.sbatch",)
     assert (tmp_path / ".hpc_elastic" / "logs").is_dir()
     assert next_array(tmp_path / ".hpc_elastic") == 1
+
+
+def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
+    """launcher.grow and its like are frozen; a requeued task runs by the same."""
+    launcher = SlurmSettings(
+        grow="now", grow_after_s=5.0, min_wait_s=None, interface="ib0", gang=True
+    )
+    prepare(plan_in(tmp_path, launcher=launcher), ENTRY, name="train")
+    spec = RunDir(tmp_path / "0").load()
+    found = (spec.grow, spec.grow_after_s, spec.min_wait_s, spec.interface, spec.gang)
+    assert found == ("now", 5.0, None, "ib0", True)
+    assert spec.task_names({0: "7"}) == ["7.0"]
+    assert spec.task_names({0: "7", 1: "8"}) == ["7.0", "8_0"]
+
+
+def test_a_file_system_without_hard_links_is_noticed_at_submission(tmp_path, monkeypatch):
+    """Not on the cluster, when the agents want to elect their leader."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(RunDirectoryError) as refused:
+        prepare(plan_in(tmp_path), ENTRY, name="train")
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / '.hpc_elastic'}: no hard links")
+    assert message.count("hydra.sweep.dir") == 1
+    assert [p.name for p in (tmp_path / ".hpc_elastic").iterdir()] == ["logs"]
 
 
 def test_a_run_directory_is_used_once(tmp_path):

@@ -1,59 +1,22 @@
-"""The rules of the rendezvous, one behaviour a test."""
+"""The rules of the rendezvous, one behaviour a test.
 
-import itertools
-import random
+Growth, Slurm's word and the nodes that are too few have tests of their own.
+"""
 
-from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.machine import (
-    Action,
-    Agent,
-    EndRun,
-    Machine,
-    Note,
-    Phase,
-    Rules,
-    StartRound,
-    StopRound,
-)
+from groups import A, B, C, D, decisions, failure, machine, notes, resumed, running, training
 
-A, B, C, D = (Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(4))
-BOTH = frozenset({A.task, B.task})
+from hpc_elastic.rendezvous.actions import EndRun, StartRound, StopRound
+from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.record import Agent, Ending
 
-
-def machine(**changes) -> Machine:
-    """A machine for one to four nodes with two restarts."""
-    defaults = {
-        "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "start_timeout_s": 60.0, "last_call_s": 5.0,
-    }  # fmt: skip
-    return Machine(Rules(**{**defaults, **changes}))
-
-
-def training(*agents: Agent, **changes) -> Machine:
-    """A machine whose first round has closed with these agents."""
-    m = machine(**changes)
-    for agent in agents:
-        m.join(agent, 0.0)
-    m.slurm_says(frozenset(a.task for a in agents), 0.0)
-    assert m.phase is Phase.RUNNING and m.members == agents
-    return m
-
-
-def decisions(actions: list[Action]) -> list[Action]:
-    """What is left of the actions without the notes for the log."""
-    return [a for a in actions if not isinstance(a, Note)]
-
-
-def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Failure:
-    """One failed worker of an agent."""
-    return Failure(agent.task, agent.host, agent.slot, 0, time, message, **fields)
+# ---- when a round closes ------------------------------------------------------------------
 
 
 def test_closes_when_all_running_tasks_have_joined():
     """A round does not wait for tasks that are not RUNNING."""
     m = machine()
     assert decisions(m.join(A, 0.0)) == []
-    assert decisions(m.slurm_says(BOTH, 0.1)) == []
+    assert decisions(m.slurm_says(running(A, B, s2="PENDING", s3="COMPLETING"), 0.1, 0.1)) == []
     assert decisions(m.join(B, 1.0)) == [StartRound(1, (A, B), 0)]
 
 
@@ -65,10 +28,10 @@ def test_closes_at_max_nodes_without_asking():
 
 
 def test_waits_for_min_nodes_however_long():
-    """Below min nodes neither Slurm's answer nor time closes a round."""
+    """Below min nodes neither Slurm's answer nor time closes a round, where nodes are kept."""
     m = machine(min_nodes=2)
     m.join(A, 0.0)
-    assert decisions(m.slurm_says(frozenset({A.task}), 0.0)) == []
+    assert decisions(m.slurm_says(running(A), 0.0, 0.0)) == []
     assert decisions(m.tick(1e6)) == []
 
 
@@ -76,20 +39,51 @@ def test_last_call_where_slurm_is_silent():
     """Without Slurm's word a round closes once nobody has joined for a while."""
     m = machine()
     m.join(A, 0.0)
-    m.slurm_says(None, 0.0)
+    m.slurm_says(None, 0.0, 0.0)
     m.join(B, 4.0)
     assert decisions(m.tick(8.9)) == []
     assert decisions(m.tick(9.0)) == [StartRound(1, (A, B), 0)]
+
+
+def test_a_slurm_that_falls_silent_leaves_the_last_call():
+    """An answer from before is not gone by once Slurm stops answering."""
+    m = machine()
+    m.join(A, 0.0)
+    m.slurm_says(running(A, B), 0.0, 0.1)
+    m.slurm_says(None, 1.0, 4.9)
+    assert decisions(m.tick(4.9)) == []
+    assert decisions(m.tick(5.0)) == [StartRound(1, (A,), 0)]
 
 
 def test_a_running_task_that_never_joins_delays_only_so_long():
     """A broken node that Slurm calls RUNNING does not hold the others up for ever."""
     m = machine()
     m.join(A, 0.0)
-    m.slurm_says(BOTH, 0.0)
+    m.slurm_says(running(A, B), 0.0, 0.0)
     assert m.missing() == [B.task]
     assert decisions(m.tick(59.9)) == []
     assert decisions(m.tick(60.0)) == [StartRound(1, (A,), 0)]
+
+
+def test_no_round_closes_before_its_time():
+    """A leader that may be the one that is cut off closes nothing until others had their turn."""
+    m = machine(max_nodes=2)
+    m.not_before = 6.0
+    m.join(A, 0.0)
+    assert decisions(m.join(B, 1.0)) == []
+    assert decisions(m.tick(5.9)) == []
+    assert decisions(m.tick(6.0)) == [StartRound(1, (A, B), 0)]
+
+
+def test_below_min_nodes_everybody_who_is_queued_is_missed():
+    """What a group that can not start waits for is in the queue as well."""
+    m = machine(min_nodes=3)
+    m.join(A, 0.0)
+    m.slurm_says(running(A, B, s2="PENDING", s3="FAILED"), 0.0, 0.1)
+    assert m.missing() == [B.task, C.task]
+
+
+# ---- members and newcomers ----------------------------------------------------------------
 
 
 def test_a_late_node_is_taken_in():
@@ -98,7 +92,7 @@ def test_a_late_node_is_taken_in():
     assert decisions(m.join(C, 10.0)) == [StopRound((A, B), "node3 joins")]
     m.join(B, 10.1)
     m.join(A, 10.2)
-    asked = m.slurm_says(BOTH | {C.task}, 10.3)
+    asked = m.slurm_says(running(A, B, C), 10.3, 10.3)
     assert decisions(asked) == [StartRound(2, (A, B, C), 0)]
 
 
@@ -117,7 +111,7 @@ def test_a_lost_member_costs_no_restart():
     m.gone(B, "silent", 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
-    started = m.slurm_says(frozenset({A.task, B.task, C.task}), 5.4)
+    started = m.slurm_says(running(A, B, C), 5.4, 5.4)
     assert decisions(started) == [StartRound(2, (A, C), 0)]
 
 
@@ -128,7 +122,7 @@ def test_a_loss_noticed_before_the_failures_costs_no_restart_either():
     m.worker_failed([failure(A, "Connection closed by peer")], A, 5.1)
     m.join(A, 5.2)
     m.join(C, 5.3)
-    assert decisions(m.slurm_says(frozenset({A.task, C.task}), 5.4)) == [StartRound(2, (A, C), 0)]
+    assert decisions(m.slurm_says(running(A, C), 5.4, 5.4)) == [StartRound(2, (A, C), 0)]
 
 
 def test_a_task_that_was_lost_is_not_waited_for():
@@ -136,7 +130,7 @@ def test_a_task_that_was_lost_is_not_waited_for():
     m = training(A, B)
     m.gone(B, "its connection closed", 5.0)
     m.join(A, 5.1)
-    assert decisions(m.slurm_says(BOTH, 5.2)) == [StartRound(2, (A,), 0)]
+    assert decisions(m.slurm_says(running(A, B), 5.2, 5.2)) == [StartRound(2, (A,), 0)]
 
 
 def test_a_requeued_task_comes_back_as_a_newcomer():
@@ -144,11 +138,66 @@ def test_a_requeued_task_comes_back_as_a_newcomer():
     m = training(A, B)
     m.gone(B, "preempted", 5.0)
     m.join(A, 5.1)
-    m.slurm_says(frozenset({A.task}), 5.2)
+    m.slurm_says(running(A), 5.2, 5.2)
     again = Agent(B.task, 1, B.slot, "node4", 1)
     assert decisions(m.join(again, 60.0)) == [StopRound((A,), "node4 joins")]
     m.join(A, 60.1)
-    assert decisions(m.slurm_says(BOTH, 60.2)) == [StartRound(3, (A, again), 0)]
+    assert decisions(m.slurm_says(running(A, again), 60.2, 60.2)) == [StartRound(3, (A, again), 0)]
+
+
+def test_an_attempt_that_ends_late_takes_nothing_from_the_next_one():
+    """The end of a task's old connection, after its next attempt has joined, is old news."""
+    m = training(A, B)
+    again = Agent(B.task, 1, B.slot, "node4", 1)
+    m.join(again, 5.0)
+    m.gone(B, "silent", 5.1)
+    m.join(A, 5.2)
+    m.slurm_says(running(A, again), 5.3, 5.3)
+    assert m.members == (A, again)
+    broken = m.worker_failed([failure(A)], A, 9.0)
+    assert decisions(broken) == [StopRound((A, again), "a worker failed on node1")]
+
+
+def test_a_member_that_joins_anew_breaks_the_round():
+    """It has stopped its workers, for whatever reason: the others can not go on without them."""
+    m = training(A, B)
+    assert decisions(m.join(B, 5.0)) == [StopRound((A, B), "node2 joins anew")]
+    m.join(B, 5.1)
+    m.join(A, 5.2)
+    assert decisions(m.slurm_says(running(A, B), 5.3, 5.3)) == [StartRound(2, (A, B), 0)]
+
+
+def test_ranks_are_stable():
+    """Members keep their order whatever the order of joining; a lost one's place closes up."""
+    m = training(A, B, C, D)
+    m.gone(B, "silent", 1.0)
+    for agent in (D, C, A):
+        m.join(agent, 1.1)
+    asked = m.slurm_says(running(A, C, D), 1.2, 1.2)
+    assert decisions(asked) == [StartRound(2, (A, C, D), 0)]
+
+
+def test_newcomers_follow_in_the_order_of_their_slots():
+    """Not in the order in which they happened to join."""
+    m = machine(max_nodes=3)
+    for agent in (C, B, A):
+        actions = m.join(agent, 0.0)
+    assert decisions(actions) == [StartRound(1, (A, B, C), 0)]
+
+
+def test_a_member_that_does_not_come_back_is_given_up():
+    """A stopped member that neither joins nor disconnects can not block the others for ever."""
+    m = training(A, B)
+    m.join(C, 1.0)
+    m.join(A, 2.0)
+    m.slurm_says(running(A, B, C), 2.0, 2.0)
+    assert decisions(m.tick(60.9)) == []
+    late = m.tick(61.0)
+    assert decisions(late) == [StartRound(2, (A, C), 0)]
+    assert [n.fields["task"] for n in notes(late, "gone")] == [B.task]
+
+
+# ---- restarts, and the end ----------------------------------------------------------------
 
 
 def test_a_workers_own_failure_spends_one_restart_of_the_run():
@@ -159,7 +208,17 @@ def test_a_workers_own_failure_spends_one_restart_of_the_run():
     m.worker_failed([failure(A, "ValueError: boom", 2.0)], A, 2.0)
     m.join(B, 2.1)
     m.join(A, 2.2)
-    assert decisions(m.slurm_says(BOTH, 2.3)) == [StartRound(2, (A, B), 1)]
+    assert decisions(m.slurm_says(running(A, B), 2.3, 2.3)) == [StartRound(2, (A, B), 1)]
+
+
+def test_a_failure_that_a_stop_has_caused_spends_nothing():
+    """A member's collectives break when the others are stopped for a newcomer before it is."""
+    m = training(A, B, max_restarts=0)
+    m.join(C, 1.0)
+    m.join(A, 1.1)
+    m.worker_failed([failure(B, "Connection reset by peer")], B, 1.2)
+    m.join(B, 1.3)
+    assert decisions(m.slurm_says(running(A, B, C), 1.4, 1.4)) == [StartRound(2, (A, B, C), 0)]
 
 
 def test_fails_with_the_first_cause_when_restarts_have_run_out():
@@ -186,11 +245,19 @@ def test_an_import_error_after_training_has_begun_is_an_ordinary_failure():
     m = training(A)
     m.join(B, 1.0)
     m.join(A, 1.0)
-    m.slurm_says(BOTH, 1.0)
+    m.slurm_says(running(A, B), 1.0, 1.0)
     m.worker_failed([failure(B, "ImportError: bad disk", phase="import")], B, 2.0)
     m.join(A, 2.1)
     m.join(B, 2.2)
-    assert decisions(m.slurm_says(BOTH, 2.3)) == [StartRound(3, (A, B), 1)]
+    assert decisions(m.slurm_says(running(A, B), 2.3, 2.3)) == [StartRound(3, (A, B), 1)]
+
+
+def test_a_failure_of_somebody_who_is_no_member_changes_nothing():
+    """What a node of an earlier round reports late has been judged without it."""
+    m = training(A)
+    assert m.worker_failed([failure(B)], B, 1.0) == []
+    assert m.finished(B, 1.0) == [] and m.boundary(B, 5, True, 1.0) == []
+    assert m.phase is Phase.RUNNING
 
 
 def test_succeeds_when_every_member_is_done():
@@ -206,7 +273,8 @@ def test_a_member_lost_before_all_are_done_means_another_round():
     m.finished(A, 9.0)
     assert decisions(m.gone(B, "silent", 9.1)) == [StopRound((A,), "node2 is gone: silent")]
     m.join(A, 9.2)
-    assert decisions(m.slurm_says(frozenset({A.task}), 9.3)) == [StartRound(2, (A,), 0)]
+    assert decisions(m.slurm_says(running(A), 9.3, 9.3)) == [StartRound(2, (A,), 0)]
+    assert m.finished(A, 9.9) == [EndRun("succeeded")]
 
 
 def test_whoever_comes_after_the_end_is_told_so():
@@ -215,95 +283,37 @@ def test_whoever_comes_after_the_end_is_told_so():
     m.finished(A, 9.0)
     assert m.join(B, 10.0) == [EndRun("succeeded")]
     assert m.gone(A, "its connection closed", 10.0) == []
+    assert m.tick(99.0) == [] and m.close() == []
 
 
-def test_ranks_are_stable():
-    """Members keep their order whatever the order of joining; a lost one's place closes up."""
-    m = training(A, B, C, D)
-    m.gone(B, "silent", 1.0)
-    for agent in (D, C, A):
-        m.join(agent, 1.1)
-    assert decisions(m.slurm_says(frozenset({A.task, C.task, D.task}), 1.2)) == [
-        StartRound(2, (A, C, D), 0)
-    ]
+def test_anybody_may_close_the_run_once():
+    """torch's set_closed and shutdown end it for everybody."""
+    m = training(A)
+    assert m.close() == [EndRun("closed")] and m.close() == []
 
 
-def test_a_member_that_does_not_come_back_is_given_up():
-    """A stopped member that neither joins nor disconnects can not block the others for ever."""
-    m = training(A, B)
-    m.join(C, 1.0)
-    m.join(A, 2.0)
-    m.slurm_says(BOTH | {C.task}, 2.0)
-    assert decisions(m.tick(60.9)) == []
-    assert decisions(m.tick(61.0)) == [StartRound(2, (A, C), 0)]
+# ---- a new leader -------------------------------------------------------------------------
 
 
-def random_schedule(seed: int) -> None:
-    """Drive one machine with random events and check the invariants after each."""
-    rng = random.Random(seed)
-    rules = {"min_nodes": rng.randint(1, 3), "max_nodes": rng.randint(3, 5)}
-    m = machine(**rules)
-    now, attempts = 0.0, itertools.count(1)
-    alive = {Agent(f"7_{s}", 0, s, f"n{s}", 1) for s in range(5)}
-    ready: set[Agent] = set(alive)  # whose workers are stopped and who has not joined
-    in_round: set[Agent] = set()
-    last_number = 0
-    for _ in range(60):
-        now += rng.random() * 3
-        agent = rng.choice(sorted(alive, key=lambda a: a.slot))
-        kind = rng.choice(["join", "join", "join", "gone", "fail", "done", "slurm", "tick"])
-        if kind == "join" and agent in ready:
-            ready.discard(agent)
-            actions = m.join(agent, now)
-        elif kind == "gone":
-            fresh = Agent(agent.task, next(attempts), agent.slot, agent.host, 1)
-            alive = (alive - {agent}) | {fresh}
-            ready = (ready - {agent}) | {fresh}
-            in_round.discard(agent)
-            actions = m.gone(agent, "lost", now)
-        elif kind == "fail" and agent in in_round:
-            actions = m.worker_failed([failure(agent)], agent, now)
-        elif kind == "done" and agent in in_round:
-            actions = m.finished(agent, now)
-        elif kind == "slurm":
-            running = frozenset(a.task for a in alive if rng.random() < 0.8)
-            actions = m.slurm_says(running if rng.random() < 0.8 else None, now)
-        else:
-            actions = m.tick(now)
-        for action in actions:
-            match action:
-                case StopRound(agents, _):
-                    assert set(agents) <= in_round, "only members are stopped"
-                    ready |= set(agents)
-                    in_round -= set(agents)
-                case StartRound(number, members, restarts):
-                    assert number == last_number + 1, "rounds are numbered without a gap"
-                    last_number = number
-                    assert len(set(members)) == len(members), "nobody has two ranks"
-                    assert rules["min_nodes"] <= len(members) <= rules["max_nodes"]
-                    assert set(members) <= alive, "the dead have no ranks"
-                    assert not in_round, "nobody is in two rounds"
-                    assert restarts <= 2
-                    in_round = set(members)
-                case EndRun():
-                    return
-    # With everybody back and Slurm's word, a round must close.
-    for agent in sorted(ready & alive, key=lambda a: a.slot):
-        ready.discard(agent)
-        for action in m.join(agent, now):
-            if isinstance(action, StopRound):
-                ready |= set(action.agents)
-    for agent in sorted(ready, key=lambda a: a.slot):
-        m.join(agent, now)
-    m.slurm_says(frozenset(a.task for a in alive), now)
-    m.tick(now + 61)
-    assert m.phase is not Phase.FORMING, "a round closes in bounded time"
+def test_a_new_leader_goes_on_from_the_record():
+    """Rounds, restarts and ranks survive it, and a broken round costs nothing."""
+    m = resumed(round=4, restarts=2, members=(B, A))
+    m.worker_failed([failure(A)], A, 100.0)
+    m.join(A, 100.1)
+    assert m.missing() == [B.task]
+    m.join(B, 100.2)
+    assert decisions(m.slurm_says(running(A, B), 100.3, 100.3)) == [StartRound(5, (B, A), 2)]
 
 
-def test_invariants_hold_over_random_schedules():
-    """3000 random histories of joins, losses, failures and answers keep every invariant."""
-    for seed in range(3000):
-        try:
-            random_schedule(seed)
-        except AssertionError as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
+def test_a_new_leader_does_not_wait_for_tasks_that_were_lost():
+    """Slurm may call them RUNNING for minutes."""
+    m = resumed(round=2, members=(A, B), lost={B.task: 0})
+    m.join(A, 100.0)
+    assert decisions(m.slurm_says(running(A, B), 100.1, 100.1)) == [StartRound(3, (A,), 0)]
+
+
+def test_a_new_leader_of_a_run_that_has_ended_tells_the_end():
+    """And decides nothing."""
+    m = resumed(round=2, members=(A,), ending=Ending("failed", "boom"))
+    assert m.phase is Phase.ENDED
+    assert m.join(A, 100.0) == [EndRun("failed")]

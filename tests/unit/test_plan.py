@@ -9,9 +9,9 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.submit.plan import Plan, PlannedRun, make_plan
 
 
-def run(name: str, nodes: int, launcher=None) -> PlannedRun:
+def run(name: str, nodes: int, launcher=None, *, low: int = 1) -> PlannedRun:
     """Return a run of up to so many nodes."""
-    settings = RunSettings(NodeRange(1, nodes), 1, launcher or SlurmSettings())
+    settings = RunSettings(NodeRange(low, nodes), 1, launcher or SlurmSettings())
     return PlannedRun(Path("/sweep", name), settings)
 
 
@@ -77,6 +77,69 @@ def test_array_file_names_run_and_slot_by_index():
             {"dir": "/sweep/b", "slot": 1},
         ]
     }
+
+
+GANG = SlurmSettings(gang=True)
+
+
+def laid_out(planned: Plan) -> list[tuple[int, bool, int | None, list[tuple[int, int]]]]:
+    """Return (number, gang, after, tasks) of all arrays."""
+    return [
+        (array.number, array.gang, array.after, order(planned, at))
+        for at, array in enumerate(planned.arrays)
+    ]
+
+
+def test_a_gang_run_is_one_job_and_an_array_for_the_other_nodes():
+    """The array waits until the gang has started: below min nodes nothing is held."""
+    planned = plan(run("a", 5, GANG, low=3), first=4)
+    assert laid_out(planned) == [
+        (4, True, None, [(0, 0), (0, 1), (0, 2)]),
+        (5, False, 4, [(0, 3), (0, 4)]),
+    ]
+    assert planned.tasks() == [[(4, 0), (4, 1), (4, 2), (5, 0), (5, 1)]]
+    assert planned.array_file(planned.arrays[0])["gang"] is True
+    assert "gang" not in planned.array_file(planned.arrays[1])
+    assert str(planned).splitlines() == [
+        "1 run, 5 tasks, 1 gang, 1 array",
+        "  array 4: a gang, 3 nodes at once",
+        "  array 5: 2 tasks of 1 run, once array 4 has started",
+    ]
+
+
+def test_a_gang_of_all_nodes_has_no_array():
+    """min == max leaves nothing for one."""
+    assert laid_out(plan(run("a", 2, GANG, low=2))) == [(0, True, None, [(0, 0), (0, 1)])]
+
+
+def test_with_spread_runs_every_gang_stands_before_any_further_node():
+    """And runs without a gang keep their shared array."""
+    planned = plan(run("a", 2, GANG), run("b", 3), run("c", 2, GANG), run("d", 1))
+    assert laid_out(planned) == [
+        (0, True, None, [(0, 0)]),
+        (1, True, None, [(2, 0)]),
+        (2, False, 0, [(0, 1)]),
+        (3, False, 1, [(2, 1)]),
+        (4, False, None, [(1, 0), (3, 0), (1, 1), (1, 2)]),
+    ]
+
+
+def test_with_spread_nodes_a_gang_and_its_array_stand_together():
+    """All nodes of a run are queued before those of the next."""
+    by_nodes = SlurmSettings(gang=True, spread="nodes")
+    planned = plan(run("a", 2, by_nodes), run("b", 2, by_nodes))
+    assert [(gang, after) for _, gang, after, _ in laid_out(planned)] == [
+        *[(True, None), (False, 0)],
+        *[(True, None), (False, 2)],
+    ]
+
+
+def test_the_array_of_a_gang_is_split_at_max_array_size_as_well():
+    """Both parts wait for the gang, which has no index set and is never split."""
+    planned = plan(run("a", 6, GANG, low=3), size=2)
+    assert [(after, len(tasks)) for _, _, after, tasks in laid_out(planned)] == [
+        *[(None, 3), (0, 2), (0, 1)]
+    ]
 
 
 def test_settings_of_the_whole_submission_may_not_differ():

@@ -57,6 +57,7 @@ CASES = {
     "plain": PLAIN,
     "full": replace(PLAIN, settings=FULL, job_name="digits", array=3),
     "awkward": AWKWARD,
+    "gang": replace(PLAIN, num_tasks=3, gang=True),
     "pyxis": replace(PLAIN, settings=SlurmSettings(container=PYXIS)),
     "apptainer": replace(
         PLAIN, settings=SlurmSettings(container=APPTAINER, gpus_per_node=2), python_path=("/clone",)
@@ -101,6 +102,23 @@ def test_bash_runs_exactly_the_command_that_was_meant(tmp_path):
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=6"),
         *("/venv/bin/python", "-u", "-m", "hpc_elastic.agent.task"),
         "/s c/it's/a\"b/%j/.hpc_elastic/array-0.json",
+    ]
+
+
+def test_a_gang_asks_for_the_cpus_that_its_smallest_node_has(tmp_path):
+    """One srun starts an agent on every node; a number that one of them has not, it refuses."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_CPUS_PER_NODE": "72(x3),36,128(x2)"}
+    script = replace(AWKWARD, num_tasks=3, gang=True)
+    done = subprocess.run(
+        ["bash", "-s"], input=rendered(script), env=env, text=True, capture_output=True, check=True
+    )
+    assert done.stdout.splitlines()[:9] == [
+        *("--nodes=3", "--ntasks=3", "--cpus-per-task=36", "--ntasks-per-node=1", "--no-kill"),
+        *("--kill-on-bad-exit=0", "--wait=0", "--open-mode=append"),
+        "--output=/s c/it's/a\"b/%%j/.hpc_elastic/logs/%j.%n.log",
     ]
 
 
@@ -161,7 +179,8 @@ def test_a_container_can_not_mount_a_path_with_a_comma():
 def test_users_template_gets_the_documented_variables():
     """Every name that the packaged template documents can be used."""
     names = (
-        "directives setup exports command settings job_name num_tasks sweep array_file task_argv"
+        "directives setup exports command settings job_name num_tasks gang sweep array_file "
+        "task_argv"
     )
     head = read_template(None).split("#}")[0]
     assert all(name in head for name in names.split())

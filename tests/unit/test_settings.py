@@ -184,7 +184,7 @@ def test_what_is_not_given_takes_its_default(nothing):
     config = {
         "nodes": nothing,
         "nproc_per_node": nothing,
-        "launcher": {"backend": "slurm", "partition": "???", "rendezvous": {"interface": "???"}},
+        "launcher": {"backend": "slurm", "partition": "???", "rendezvous": {"heartbeat_s": "???"}},
     }
     assert resolve(config) == RunSettings(NodeRange(1, 1), "auto", SlurmSettings())
 
@@ -238,8 +238,10 @@ def test_a_sweep_written_in_yaml_is_from_yaml():
         (local(container={}), "it belongs to launcher=slurm"),
         (slurm(max_agents=2), "launcher=slurm; it belongs to launcher=local"),
         (slurm(heartbeat_s=1), "(did you mean launcher.rendezvous.heartbeat_s?)"),
+        (slurm(rendezvous={"interface": "ib0"}), "(did you mean launcher.interface?)"),
+        (local(gang=True), "launcher=local; it belongs to launcher=slurm"),
         (slurm(nproc_per_node=2), "top level: nproc_per_node=..."),
-        (local(zzz=2), "launcher has max_restarts, wait"),
+        (local(zzz=2), "launcher has max_restarts, grow"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message):
@@ -259,6 +261,15 @@ def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message
         ("poll_s", 0, "above 0"),
         ("poll_s", float("inf"), "a number"),
         ("poll_s", "fast", "a number"),
+        ("grow", "boundry", "did you mean 'boundary'"),
+        ("grow", False, "boundary or now or never"),
+        ("grow_after_s", -1, "at least 0"),
+        ("grow_after_s", None, "a number"),
+        ("min_wait_s", 0, "above 0"),
+        ("min_wait_s", "ever", "a number"),
+        ("interface", 10, "quotes"),
+        ("interface", "ib0,eth0 ", "without spaces"),
+        ("gang", "yes", "true or false"),
         ("cpus_per_node", 0, "at least 1"),
         ("array_parallelism", 0, "at least 1"),
         ("gpus_per_node", 0, "'a100:2'"),
@@ -289,12 +300,24 @@ def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, a
     assert allowed in str(error)
 
 
+@pytest.mark.parametrize("preload", ["torch", ["scikit-learn"], ["torch", ""], ["a b"]])
+def test_what_spares_import_ahead_is_a_list_of_modules(preload):
+    """A distribution's name, or a text in place of a list, is refused."""
+    assert refusal(slurm(agent={"preload": preload})).key == "launcher.agent.preload"
+
+
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
         ("cpus_per_node", "4", 4),
         ("poll_s", "0.5", 0.5),
         ("poll_s", 2, 2.0),
+        ("grow", "now", "now"),
+        ("grow_after_s", 0, 0.0),
+        ("min_wait_s", None, None),
+        ("min_wait_s", "30", 30.0),
+        ("interface", "ib0", "ib0"),
+        ("gang", True, True),
         ("gpus_per_node", "2", 2),
         ("gpus_per_node", "a100:2", "a100:2"),
         ("mem", "64G", "64G"),
@@ -346,6 +369,7 @@ def test_environment_variables_that_can_not_work(name, value, why):
         ("open-mode", "append", "logs in the run directory"),
         ("open_mode", "append", "logs in the run directory"),
         ("requeue", True, "always requeued"),
+        ("no-kill", False, "launcher.gang"),
         ("no-requeue", True, "always requeued"),
         ("nodes", 2, "use the key nodes"),
         ("ntasks", 2, "nproc_per_node"),
@@ -385,7 +409,9 @@ def test_an_sbatch_flag_given_twice_is_refused():
     assert "twice" in str(refusal(slurm(sbatch={"mail_type": "END", "mail-type": "FAIL"})))
 
 
-@pytest.mark.parametrize("arg", ["-N2", "-n", "--nodes=2", "--ntasks", "--output=x", "-o"])
+@pytest.mark.parametrize(
+    "arg", ["-N2", "-n", "--nodes=2", "--ntasks", "--output=x", "-o", "-W9", "-K"]
+)
 def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
     """One agent on one node, with logs of its own."""
     assert refusal(slurm(srun_args=[arg])).key == "launcher.srun_args"
@@ -409,6 +435,12 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
 def test_keys_that_contradict_each_other_are_refused(config, key):
     """Each is allowed alone, but not together."""
     assert refusal(config).key == key
+
+
+def test_the_array_of_a_gang_may_be_narrower_than_the_min_part():
+    """array_parallelism limits the array, and the min part is not in it."""
+    settings = resolve(slurm(nodes="2:4", array_parallelism=1, gang=True))
+    assert settings.launcher.array_parallelism == 1
 
 
 def test_everything_that_is_wrong_is_said_at_once():

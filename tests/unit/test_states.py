@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.states import FIELDS, SQUEUE_FORMAT, Phase, TaskState, parse_squeue
+from hpc_elastic.slurm.states import (
+    FIELDS,
+    SQUEUE_FORMAT,
+    Phase,
+    TaskState,
+    job_of,
+    parse_squeue,
+    parse_time_left,
+    queue_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,18 +58,18 @@ def test_the_format_cuts_nothing():
 def test_pending_elements_of_an_array_are_taken_apart():
     """One line of squeue holds them all; a running element has its own."""
     tasks = parse_squeue(
-        line("7", "3-7:2,9%2", "7", "PENDING", "0", "", "JobArrayTaskLimit")
-        + line("7", "1", "9", "RUNNING", "2", "n1", "None")
+        line("7", "3-7:2,9%2", "7", "PENDING", "0", "", "UNLIMITED", "JobArrayTaskLimit")
+        + line("7", "1", "9", "RUNNING", "2", "n1", "1:30:00", "None")
     )
     waiting = {
         f"7_{i}": TaskState(f"7_{i}", "PENDING", "JobArrayTaskLimit", "", 0) for i in (3, 5, 7, 9)
     }
-    assert tasks == {**waiting, "7_1": TaskState("7_1", "RUNNING", "", "n1", 2)}
+    assert tasks == {**waiting, "7_1": TaskState("7_1", "RUNNING", "", "n1", 2, 5400.0)}
 
 
 def test_a_job_that_is_no_array_goes_by_its_job_id():
     """It may have several nodes, and a reason with spaces and bars."""
-    text = line("8", "N/A", "8", "PENDING", "", "", "Nodes down, DRAINED | reserved")
+    text = line("8", "N/A", "8", "PENDING", "", "", "INVALID", "Nodes down, DRAINED | reserved")
     reason = "Nodes down, DRAINED | reserved"
     assert parse_squeue(text) == {"8": TaskState("8", "PENDING", reason, "", None)}
 
@@ -68,8 +77,8 @@ def test_a_job_that_is_no_array_goes_by_its_job_id():
 def test_what_is_left_of_cancelled_elements_is_no_task():
     """One line without an index stands for them."""
     tasks = parse_squeue(
-        line("7", "N/A", "7", "CANCELLED", "0", "", "None")
-        + line("7", "1", "9", "RUNNING", "0", "n1", "None")
+        line("7", "N/A", "7", "CANCELLED", "0", "", "UNLIMITED", "None")
+        + line("7", "1", "9", "RUNNING", "0", "n1", "2:03", "None")
     )
     assert list(tasks) == ["7_1"]
 
@@ -80,9 +89,42 @@ def test_no_lines_are_no_tasks():
 
 
 @pytest.mark.parametrize(
-    "text", ["squeue: hello", line("x", "1", "9", "RUNNING", "0", "n1", "None"), "7|1|9"]
+    "text", ["squeue: hello", line("x", "1", "9", "RUNNING", "0", "n1", "2:03", "None"), "7|1|9"]
 )
 def test_other_output_is_refused(text):
     """A message in the place of a table is no task."""
     with pytest.raises(ValueError, match="not a line of squeue"):
         parse_squeue(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-02:03:04", 93784.0),
+        ("364-23:59:31", 31535971.0),
+        ("2:03:04", 7384.0),
+        ("59:59", 3599.0),
+        ("2:03", 123.0),
+        ("0:00", 0.0),
+        ("UNLIMITED", None),
+        ("NOT_SET", None),
+        ("INVALID", None),
+        ("N/A", None),
+        ("", None),
+        ("-0:05", None),
+        ("12", None),
+        ("1-2", None),
+        ("2:03\n4:05", None),
+    ],
+)
+def test_the_time_left_is_a_length_of_time(text, seconds):
+    """No limit, a limit that has passed and words of tomorrow are no number."""
+    assert parse_time_left(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "job"), [("7_3", "7_3", "7"), ("8", "8", "8"), ("8.1", "8", "8")]
+)
+def test_a_node_of_a_larger_job_goes_by_the_job(task, name, job):
+    """Slurm requeues and postpones the job as a whole."""
+    assert (queue_name(task), job_of(task)) == (name, job)

@@ -205,6 +205,20 @@ def test_a_run_whose_tasks_vanish_is_given_up_after_the_grace_period(run):
     assert GRACE_S < script.now < GRACE_S + 4
 
 
+def test_a_gang_is_one_line_of_the_queue_and_several_tasks(run):
+    """All its nodes have the job's state; its batch script's log is shown beside theirs."""
+    (run.submission / "logs" / "8.log").write_text("module: command not found")
+    gang = replace(run, tasks=("8.0", "8.1", "7_0"))
+    running = TaskState("8", "RUNNING", node="n[1-2]")
+    script, shown = Script([[running, RUNNING], [TaskState("8", "FAILED")], []]), Shown()
+    watch = waiter(script, [gang], shown)
+    watch.look()
+    assert shown.rows[-1][0].tasks == "3 RUNNING"
+    (outcome,) = watch.wait()
+    assert outcome.status == "lost"
+    assert all(text in str(outcome.error) for text in ("8.1: FAILED", "7_0: RUNNING", "module:"))
+
+
 def test_a_result_that_is_late_counts(run):
     """A network file system may show it after the last task has gone."""
     script, shown = Script([[]]), Shown()

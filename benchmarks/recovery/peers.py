@@ -1,0 +1,136 @@
+"""Who is measured: a run of ours, and torchrun with torch's own rendezvous.
+
+Both start the same training on the same four nodes, as four jobs of one node each, so that Slurm
+lets the others be when one is lost or cancelled. (In one job of four nodes, Slurm would end all.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
+from recovery.trail import Notice, host_of_leader, read_notices
+
+TRAINING = Path(__file__).with_name("training.py")
+TORCHRUN = Path(sys.executable).parent / "torchrun"
+TUNED = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+"""The shortest that hold: torch leaves a heartbeat out that comes a little early, so that with two
+attempts agents that live are written off."""
+_ports = itertools.count(29400)  # the last one may still be waiting for stray packets
+
+
+class Peer(Protocol):
+    """One way of running the training on all nodes of a sandbox."""
+
+    name: str
+    program: str
+    """What stands in the command line of its agents."""
+
+    def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
+        """Submit the training, one agent a node; it writes its trail and more into the folder.
+
+        Each node's job writes the Unix time at which it starts into ``began-<node>``.
+        """
+
+    def leader(self, folder: Path) -> str:
+        """Return the node on which all others depend."""
+
+    def notices(self, folder: Path) -> list[Notice]:
+        """Return what is known of its decisions."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A run of hpc_elastic with the default settings, but for those given.
+
+    Its spares are told to import one small module more, which tells when they were done.
+    """
+
+    settings: dict[str, Any]
+    name: str = "hpc_elastic"
+    program: str = "hpc_elastic.agent.task"
+
+    def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
+        """Submit a run of one to four nodes."""
+        agent = {"preload": ["torch", "ahead"], **self.settings.get("agent", {})}
+        settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
+        argv = [sys.executable, TRAINING, folder, folder / "run", json.dumps(settings)]
+        subprocess.run(
+            argv, env={**os.environ, **sandbox.env}, cwd=folder,
+            stdout=subprocess.DEVNULL, check=True, timeout=60,
+        )  # fmt: skip
+
+    def leader(self, folder: Path) -> str:
+        """Return the node whose agent leads."""
+        return host_of_leader(folder / "run")
+
+    def notices(self, folder: Path) -> list[Notice]:
+        """Return what the leaders did."""
+        return read_notices(folder / "run")
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """torchrun with the c10d backend, its store on the first node; restarts are on."""
+
+    name: str
+    conf: dict[str, int]
+    environment: dict[str, str]
+    program: str = str(TORCHRUN)
+
+    def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
+        """Submit one job for each node."""
+        port = next(_ports)
+        for node in sandbox.nodes:
+            options = ["-N1", f"--nodelist={node}", "--exclusive", "--no-requeue"]
+            options += [f"--output={folder}/{node}.log", f"--chdir={folder}"]
+            script = f"{_note_begin(folder)}; {self._command(sandbox.nodes[0], port, folder)}"
+            sandbox.run(["env", *self._variables(), "sbatch", *options, f"--wrap={script}"])
+
+    def _variables(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.environment.items()]
+
+    def _command(self, host: str, port: int, folder: Path) -> str:
+        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
+        argv = [
+            "srun", self.program, "--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=3",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={port}",
+            *([f"--rdzv-conf={conf}"] if conf else []), str(TRAINING), str(folder),
+        ]  # fmt: skip
+        return shlex.join(argv)
+
+    def leader(self, folder: Path) -> str:
+        """Return the node of the store."""
+        return "node1"
+
+    def notices(self, folder: Path) -> list[Notice]:
+        """Return nothing: torch's agents keep no record of what they decide."""
+        return []
+
+
+def _note_begin(folder: Path) -> str:
+    return f"date +%s.%N > {shlex.quote(str(folder))}/began-$(hostname)"
+
+
+def peers(settings: dict[str, Any]) -> dict[str, Peer]:
+    """Return all peers by their names on the command line.
+
+    Args:
+        settings: Launcher settings of ours that are not the default.
+    """
+    # Without it new workers may read what the last group's have left in the store.
+    unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return {
+        "ours": Ours(settings),
+        "c10d": Torchrun("torchrun c10d", {}, {}),
+        "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, unshared),
+        "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, unshared),
+    }

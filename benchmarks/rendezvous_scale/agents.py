@@ -1,0 +1,229 @@
+"""Many light agents in one event loop: the product's decisions (`following`) and connections
+(`stream`), without its threads. What an agent would read from the run directory it is given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hpc_elastic.rendezvous.following import (
+    Claim,
+    Connect,
+    Effect,
+    Following,
+    HangUp,
+    Look,
+    Say,
+    Tell,
+)
+from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.session import CONNECT_TIMEOUT_S
+from hpc_elastic.rendezvous.stream import Stream, connect
+from hpc_elastic.rendezvous.wire import BadFrameError
+from hpc_elastic.rundir import RunDir
+from rendezvous_scale.leading import SECRET, liveness, member
+from rendezvous_scale.process import allow_files
+
+_TICKS_A_BEAT = 2
+_SLICES = 25
+_HANDSHAKE_LINES = 2
+_TCP_INFO_BYTES = struct.Struct("=120xQQ")
+"""tcpi_bytes_acked and tcpi_bytes_received of linux/tcp.h: what the peer and we have taken."""
+
+_PROGRESS = {"step": 12345, "total": 100_000, "loss": 1.2345678901234567}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What it took until all agents had their rank."""
+
+    wall_s: float
+    tries: int
+    """Connections tried so far."""
+    messages: int
+    """Sent and received so far, over all agents that are connected."""
+    sent_bytes: int
+    received_bytes: int
+
+
+class LightAgent:
+    """One agent: carries out what its `Following` decides."""
+
+    def __init__(self, group: Group, me: Agent) -> None:
+        self.group = group
+        self.me = me
+        self.rank: int | None = None
+        self.stream: Stream | None = None
+        self.following = Following(me, liveness(), time.monotonic())
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look for the leader and ask for a place."""
+        self.following.join()
+        self.tick()
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._carry_out(self.following.tick(time.monotonic()))
+
+    def die(self) -> None:
+        """Be gone without a word."""
+        if self.stream is not None:
+            self.stream.abort()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Look():
+                    record, lease = self.group.record, self.group.lease()
+                    now = time.monotonic()
+                    self._carry_out(self.following.looked(record.number, record, lease, now))
+                case Connect(record):
+                    self._task = asyncio.create_task(self._follow(record))
+                case HangUp():
+                    self.die()
+                case Say(message) if self.stream is not None:
+                    is_beat = message["type"] == "beat"
+                    self.stream.send({**message, "progress": _PROGRESS} if is_beat else message)
+                case Tell(message):
+                    self._hear(message)
+                case Claim():
+                    raise AssertionError("an agent takes the leader for dead")
+
+    def _hear(self, message: dict) -> None:
+        if message["type"] == "round":
+            self.rank = message["group_rank"]
+            self.group.waiting.discard(self)
+            self.group.check()
+        elif message["type"] == "stop":  # its workers, if it had any, would be stopped now
+            self.group.waiting.add(self)
+            self._carry_out(self.following.join())
+
+    async def _follow(self, record: Record) -> None:
+        where, hello = record.leader, asdict(self.me)
+        self.group.tries += 1
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                self.stream = await connect(where.address, where.port, SECRET, record.epoch, hello)
+        except (OSError, BadFrameError) as e:
+            refused, why = isinstance(e, ConnectionRefusedError), type(e).__name__
+            now = time.monotonic()
+            self._carry_out(self.following.not_connected(why, now, refused=refused))
+            return
+        self._carry_out(self.following.connected(time.monotonic()))
+        stream = self.stream
+        try:
+            while True:
+                message = await stream.receive()
+                self._carry_out(self.following.received(message, time.monotonic()))
+        except (OSError, BadFrameError) as e:
+            self.stream = None
+            self._carry_out(self.following.disconnected(str(e), time.monotonic()))
+        finally:
+            stream.abort()
+
+
+class Group:
+    """All agents of a run."""
+
+    def __init__(self, record: Record, size: int, folder: Path) -> None:
+        self.record = record
+        self._register = Register(RunDir(folder).rdzv, SECRET)
+        self.tries = 0
+        self._agents = [LightAgent(self, member(slot)) for slot in range(size)]
+        self.waiting: set[LightAgent] = set()
+        """Who has no rank, or is to get another one."""
+        self._complete = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    async def form(self) -> Reached:
+        """Let all agents go at once; return when the last has its rank."""
+        since = time.perf_counter()
+        self.waiting.update(self._agents)
+        for agent in self._agents:
+            agent.start()
+        self._life = asyncio.create_task(self._live())
+        return await self._reach(since)
+
+    async def form_again(self) -> Reached:
+        """Lose the last node, which comes back at once; return when all have their new ranks."""
+        since = time.perf_counter()
+        self._complete.clear()
+        self.waiting.update(self._agents)
+        lost = self._agents.pop()
+        lost.die()
+        self.waiting.remove(lost)
+        back = LightAgent(self, member(len(self._agents), attempt=1))
+        self._agents.append(back)
+        self.waiting.add(back)
+        back.start()
+        return await self._reach(since)
+
+    def end(self) -> None:
+        """Stop everything."""
+        if self._life is not None:
+            self._life.cancel()
+
+    async def _live(self) -> None:
+        """Let time pass for every agent, not for all at once, as on as many nodes."""
+        for turn in itertools.count():
+            for agent in self._agents[turn % _SLICES :: _SLICES]:
+                agent.tick()
+            await asyncio.sleep(liveness().heartbeat_s / _TICKS_A_BEAT / _SLICES)
+
+    def lease(self) -> int | None:
+        """Return what shows that the leader lives."""
+        return self._register.lease(self.record.epoch)
+
+    def check(self) -> None:
+        """See whether everybody has a rank."""
+        if not self.waiting:
+            self._complete.set()
+
+    async def _reach(self, since: float) -> Reached:
+        await self._complete.wait()
+        wall_s = time.perf_counter() - since
+        assert sorted(a.rank for a in self._agents) == list(range(len(self._agents)))
+        streams = [a.stream for a in self._agents if a.stream is not None]
+        ciphers = [s._cipher for s in streams]
+        messages = sum(c.sent + c.received + _HANDSHAKE_LINES for c in ciphers)
+        counted = [_tcp_bytes(s._writer.get_extra_info("socket")) for s in streams]
+        sent, received = (sum(side) for side in zip(*counted, strict=True))
+        return Reached(wall_s, self.tries, messages, sent, received)
+
+
+def _tcp_bytes(connection: socket.socket) -> tuple[int, int]:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES.size)
+    return _TCP_INFO_BYTES.unpack(info)
+
+
+def follow(pipe: Connection, size: int, record: Record, folder: Path) -> None:
+    """Be ``size`` agents; form and form again, each when told to, until the pipe closes."""
+    allow_files(size)
+    asyncio.run(_follow(pipe, size, record, folder))
+
+
+async def _follow(pipe: Connection, size: int, record: Record, folder: Path) -> None:
+    group = Group(record, size, folder)
+    pipe.send("ready")
+    while await asyncio.to_thread(_told, pipe):
+        pipe.send(await (group.form_again() if group.tries else group.form()))
+    group.end()
+
+
+def _told(pipe: Connection) -> bool:
+    try:
+        return pipe.recv() is not None
+    except (EOFError, OSError):
+        return False

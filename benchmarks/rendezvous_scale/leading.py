@@ -1,0 +1,111 @@
+"""Our leader as the product runs it, in a process of its own; no store is started, no Slurm asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hpc_elastic.config import RendezvousSettings
+from hpc_elastic.events import EventLog
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.leader import Leader, Office
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.listener import Listener
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.states import TaskState
+from rendezvous_scale.process import allow_files
+
+ADDRESS = "127.0.0.1"
+SECRET = b"the secret of a run that lives for a few seconds"
+
+
+def member(slot: int, attempt: int = 0) -> Agent:
+    """Return an agent of the group."""
+    return Agent(f"1000_{slot}", attempt, slot, f"node{slot:05d}", nproc=8)
+
+
+def liveness() -> Liveness:
+    """Return the product's defaults."""
+    defaults = RendezvousSettings()
+    return Liveness(defaults.heartbeat_s, defaults.lost_after_s)
+
+
+class World:
+    """Slurm calls every task RUNNING; nothing else is asked for."""
+
+    def __init__(self, size: int) -> None:
+        tasks = [member(slot).task for slot in range(size)]
+        self._view = {task: TaskState(task, "RUNNING", node="node") for task in tasks}
+
+    def make_store(self) -> tuple[str, int]:
+        """No store: nobody starts workers."""
+        return ADDRESS, 1
+
+    def view(self) -> dict[str, TaskState]:
+        """Slurm's word."""
+        return self._view
+
+    def cancel_pending(self) -> None:
+        """Nothing is queued."""
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Nothing is queued."""
+
+    def log_of(self, task: str, attempt: int) -> None:
+        """There are no logs."""
+
+
+def lead(pipe: Connection, size: int, folder: Path) -> None:
+    """Lead a group of ``size`` nodes, exactly, until the pipe closes.
+
+    Sends the leader's record first; then, whenever it is asked, the processor seconds used so far.
+    """
+    allow_files(size)
+    asyncio.run(_lead(pipe, size, folder))
+
+
+async def _lead(pipe: Connection, size: int, folder: Path) -> None:
+    office, record = _office(size, folder), None
+    listener = Listener(ADDRESS)
+    record = _claim(office.register, listener.port)
+    leader = Leader(office, record, listener)
+    leader.lead()
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_reader(pipe.fileno(), _tell_cpu, pipe, over)
+    pipe.send(record)
+    await over.wait()
+    await leader.stop(linger_s=0.0)
+
+
+def _tell_cpu(pipe: Connection, over: asyncio.Event) -> None:
+    try:
+        pipe.recv()
+        pipe.send(time.process_time())
+    except (EOFError, OSError):
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
+        over.set()
+
+
+def _office(size: int, folder: Path) -> Office:
+    run = RunDir(folder)
+    events = EventLog(run.events(member(0).task), member(0).task)
+    for needed in (run.rdzv, events.path.parent):
+        needed.mkdir(parents=True, exist_ok=True)
+    settings = RendezvousSettings()
+    rules = Rules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
+    register = Register(run.rdzv, SECRET)
+    return Office(
+        rules, liveness(), SECRET, register, lambda: Journal(run, "scale", events), World(size)
+    )
+
+
+def _claim(register: Register, port: int) -> Record:
+    here = Endpoint(ADDRESS, port, member(0).task, 0)
+    record = claim(1, None, here, time.time())
+    assert register.create(record)
+    return record

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Does the rendezvous keep its promises, whatever goes wrong? Random schedules in virtual time.
+
+    python benchmarks/simulate.py --schedules 1000000
+    python benchmarks/simulate.py --seed 4711 --trace
+
+The first runs so many schedules, prints what was in them, and ends with 1 if an invariant did not
+hold in one; the second shows one schedule whole. No torch, no Slurm, no network is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from hpc_elastic.testing.simulation import Outcome, Simulator, format_trace, run_in_parallel
+
+SHOWN_FAILURES = 5
+
+
+def main() -> int:
+    """Run the schedules; return the exit code."""
+    args = parse_args()
+    if args.trace:
+        return show(args.seed)
+    started = time.monotonic()
+    progress = Progress(args.schedules)
+    total = run_in_parallel(args.seed, args.schedules, args.processes, progress)
+    Console().print(table(total, time.monotonic() - started, args.processes))
+    for failure in list(total.failures.values())[:SHOWN_FAILURES]:
+        print(f"\n{failure}")
+    return 1 if total.failures else 0
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--trace", action="store_true", help="show one schedule, event by event")
+    return parser.parse_args()
+
+
+def show(seed: int) -> int:
+    """Run one schedule and print all that happens in it."""
+    sim = Simulator(seed, whole_trace=True)
+    complaint = None
+    try:
+        sim.run()
+    except Exception as e:  # a schedule may fail in the protocol's own code
+        complaint = f"{type(e).__name__}: {e}"
+    print(sim.scenario, format_trace(sim), sep="\n")
+    print(complaint or "everything held")
+    return 1 if complaint else 0
+
+
+class Progress:
+    """Says every now and then, on a terminal or in a log, how far it is."""
+
+    def __init__(self, schedules: int) -> None:
+        self._schedules = schedules
+        self._told = time.monotonic()
+
+    def __call__(self, total: Outcome) -> None:
+        """Say it, if the last time was long ago."""
+        if time.monotonic() - self._told >= 30:
+            self._told = time.monotonic()
+            failures = len(total.failures)
+            print(f"{total.schedules} of {self._schedules}, {failures} failed", file=sys.stderr)
+
+
+def table(total: Outcome, wall_s: float, processes: int) -> Table:
+    """Return the totals as a table."""
+    rows = Table("what", "how many", title="Random schedules of the rendezvous")
+    rows.columns[1].justify = "right"
+    for what, value in {
+        "schedules": total.schedules,
+        "virtual hours": round(total.virtual_s / 3600, 1),
+        "events": total.events,
+        "rounds closed": total.rounds,
+        "elections": total.elections,
+        "leaders fenced": total.fenced,
+        "rounds broken at a boundary": total.growths,
+        "runs ended": total.endings,
+        "rounds stood when all was calm": total.stood_after.total(),
+        "after so many virtual seconds, median": percentile(total.stood_after, 0.5),
+        "after so many virtual seconds, 99 %": percentile(total.stood_after, 0.99),
+        "after so many virtual seconds, longest": percentile(total.stood_after, 1.0),
+        "invariant checks": total.checks,
+    }.items():
+        rows.add_row(what, f"{value:,}")
+    rows.add_section()
+    for kind, num in sorted(total.faults.items()):
+        rows.add_row(f"fault: {kind}", f"{num:,}")
+    rows.add_section()
+    rows.add_row("failures", f"{len(total.failures):,}")
+    seeds = ", ".join(map(str, sorted(total.failures)[:10]))
+    rows.add_row("their seeds", seeds or "-")
+    rows.add_row("wall seconds", f"{wall_s:.1f} on {processes} processes")
+    rows.add_row("ms per schedule and process", f"{1e3 * wall_s * processes / total.schedules:.2f}")
+    return rows
+
+
+def percentile(seconds: Counter[int], share: float) -> int:
+    """Return the seconds within which this share of the schedules was well; 0 if there is none."""
+    seen = 0
+    for second, num in sorted(seconds.items()):
+        seen += num
+        if seen >= share * seconds.total():
+            return second
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the leader of a run reaches beyond the run directory: the scheduler, and torch's store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from hpc_elastic.agent.tasks import RunTasks
+from hpc_elastic.errors import SlurmError
+from hpc_elastic.rendezvous.handler import RoundStores
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.states import TaskState
+
+_log = logging.getLogger(__name__)
+
+
+class RunWorld:
+    """`rendezvous.leader.World` of one run. A scheduler that fails is logged, and ends nothing."""
+
+    def __init__(self, run: RunDir, tasks: RunTasks, stores: RoundStores) -> None:
+        self._run = run
+        self._tasks = tasks
+        self.make_store = stores.make
+
+    def view(self) -> Mapping[str, TaskState] | None:
+        """Ask how the tasks of the run are; None where nobody knows."""
+        return self._tasks.view()
+
+    def cancel_pending(self) -> None:
+        """Take back the run's tasks that are still in the queue."""
+        try:
+            self._tasks.cancel_pending()
+        except SlurmError as e:
+            _log.warning("pending tasks of the run were not cancelled: %s", e)
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Let none of the run's queued tasks start for a while."""
+        try:
+            self._tasks.postpone_pending(delay_s)
+        except SlurmError as e:
+            _log.warning("pending tasks of the run were not postponed: %s", e)
+
+    def log_of(self, task: str, attempt: int) -> str | None:
+        """Return where an attempt's log is."""
+        return str(self._run.attempt(task, attempt) / "agent.log")

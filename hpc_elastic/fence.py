@@ -1,0 +1,68 @@
+"""The fence: may this worker still act for its group?
+
+Every decision about a run's group is a numbered record in its run directory (`rendezvous.record`).
+A worker group belongs to the record that formed it, and is over as soon as a later one exists:
+another leader was elected, or another group was formed. A worker that was paused or cut off, and
+does not know, must not commit a checkpoint then; it asks here first.
+
+    from hpc_elastic import fence
+
+    fence.check()                          # right before the rename that commits
+    staged.rename(checkpoint)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from hpc_elastic.errors import CheckpointFencedError
+
+VARIABLE = "HPC_ELASTIC_FENCE"
+"""Path of the record that formed the worker's group."""
+
+_NAME = re.compile(r"record\.(\d+)\.json")
+
+
+def check() -> None:
+    """Return if this worker's group is the run's present one; outside of a run, always.
+
+    Costs one listing of a small directory on the shared file system. It is to be called right
+    before what must not happen twice, by the process that does it; the shorter the time between
+    the two, the better.
+
+    Raises:
+        CheckpointFencedError: the group is over. Commit nothing, and let the agent stop this
+            process; the run goes on without it.
+        OSError: the run directory can not be read.
+    """
+    mine = os.environ.get(VARIABLE)
+    if mine is None:
+        return
+    path = Path(mine)
+    newest = last_record(path.parent)
+    if newest > _number(path.name):
+        raise CheckpointFencedError(
+            f"this worker belongs to the group of {path}, but record {newest} exists: "
+            "another group or another leader has taken over"
+        )
+
+
+def record_path(folder: Path, number: int) -> Path:
+    """Return the file of a record."""
+    return folder / f"record.{number}.json"
+
+
+def last_record(folder: Path) -> int:
+    """Return the highest number of a record in a folder; 0 if there is none.
+
+    The folder is opened anew, which makes a client of NFS ask the server.
+    """
+    with os.scandir(folder) as entries:
+        return max((_number(entry.name) for entry in entries), default=0)
+
+
+def _number(name: str) -> int:
+    m = _NAME.fullmatch(name)
+    return int(m[1]) if m else 0

@@ -1,0 +1,65 @@
+"""What the rendezvous machine decides: the actions that its events return (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.record import Agent
+
+
+@dataclass(frozen=True)
+class StartRound:
+    """Give every member its rank: its index in ``members``."""
+
+    number: int
+    members: tuple[Agent, ...]
+    restarts: int
+
+
+@dataclass(frozen=True)
+class StopRound:
+    """Tell these agents to stop their workers and to join again."""
+
+    agents: tuple[Agent, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Ask these members to hold at their next checkpoint boundary, or not to any more."""
+
+    agents: tuple[Agent, ...]
+    on: bool
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """Send these nodes back to the queue for a while.
+
+    ``all``: the run is to be left by everybody, and what is queued of it is to wait as well.
+    """
+
+    agents: tuple[Agent, ...]
+    delay_s: float
+    all: bool
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """The run is over; tell everybody."""
+
+    status: str
+    failure: Failure | None = None
+    victims: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something worth a line in the event log."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+Action = StartRound | StopRound | Hold | GiveBack | EndRun | Note

@@ -1,0 +1,400 @@
+"""What an agent does to have a leader: finds it, follows it, or takes its place (pure).
+
+Theory of operation
+-------------------
+An agent looks at the run's last record, which names the leader, and connects to it. It *follows*
+as long as it hears the leader; workers run only while their agent does. When the connection breaks,
+or nothing was heard for ``lost_after_s``, its workers are to be stopped and it looks again.
+
+A leader that can not be reached is taken for dead, and the agent *claims* the next epoch, when
+
+- its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
+- Slurm says that its task does not run (the first few members ask); or
+- it was out of reach for ``lost_after_s``, and its lease on the shared file system was not renewed
+  for four heartbeats either. A lease that is renewed says that the leader lives and others follow
+  it: then it is this agent that is cut off, and it keeps trying.
+
+A record that does not verify counts as a leader out of reach without a lease.
+
+Members of the last round claim one after the other, in rank order, so that ten thousand of them do
+not fall upon the file system at once; whoever comes first has it, the others follow.
+
+Events return the effects to carry out, in order. Times are monotonic seconds of this node. After a
+long gap between two ticks it was this agent that slept, and the leader's silence is forgiven.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.record import Agent, Record
+
+Message = dict[str, Any]
+
+CONFIRM_REFUSAL_S = 0.2
+_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 1.0
+_LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 1.0
+_LEASE_BEATS = 4
+_ADVISED_BY_SLURM = 3
+"""So many members ask Slurm about a leader out of reach; the others wait for the lease."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Read the last record and its epoch's lease; then say `looked`, or `blind` if that fails."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Connect to this record's leader; then say `connected`, or `not_connected`."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a message to the leader."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class HangUp:
+    """Abandon the connection, or the attempt to make one."""
+
+
+@dataclass(frozen=True)
+class Inquire:
+    """Ask Slurm whether the leader's task runs; then say `slurm_says`."""
+
+    task: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Try to create record ``number`` as the next leader; then say `claimed`."""
+
+    number: int
+    before: Record | None
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Lead: the record was created."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Write the result of a run that has ended, unless its leader has: it may have died first."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the agent's own thread what the leader said, or what became of it.
+
+    Types: ``round``, ``stop``, ``hold``, ``end``, ``give back``, ``waiting`` (as `leader` sends
+    them) and ``news``, the reason why nothing has come yet.
+    """
+
+    message: Message
+
+
+Effect = Look | Connect | Say | HangUp | Inquire | Claim | Lead | Publish | Tell
+
+
+class _Link(Enum):
+    DOWN = "down"
+    CONNECTING = "connecting"
+    UP = "up"
+
+
+@dataclass
+class _Watch:
+    """What is known of one epoch's leader while it is out of reach."""
+
+    epoch: int = 0
+    since: float = 0.0
+    """Since when it is out of reach."""
+    refused_since: float | None = None
+    lease: int | None = None
+    lease_since: float | None = None
+    """When the lease's present value was first seen; None before the first look."""
+    inquired: bool = False
+    slurm_says_dead: bool = False
+
+    def saw_lease(self, lease: int | None, now: float) -> None:
+        if self.lease_since is None or lease != self.lease:
+            self.lease, self.lease_since = lease, now
+
+
+class Following:
+    """One agent's search for a leader, and its life under it."""
+
+    def __init__(self, me: Agent, liveness: Liveness, now: float) -> None:
+        self.me = me
+        self.beat_every_s = liveness.heartbeat_s
+        self.joining = False
+        self._liveness = liveness
+        self._link = _Link.DOWN
+        self._record: Record | None = None
+        """The record whose leader is followed, or was tried last."""
+        self._heard = now
+        self._watch = _Watch(since=now)
+        self._asks = 0
+        """How often this agent has asked for a place; a round must answer the last time."""
+        self._placed = 0
+        """The record number of the last round that this agent got a place in."""
+        self._looking = self._claiming = False
+        self._look_due = now
+        self._look_pause_s = _LOOK_AGAIN_S
+        self._dead_since: float | None = None
+        self._ticked = now
+        self._beaten = now
+        self._over = False
+
+    # ---- the agent's wishes -------------------------------------------------------------
+
+    def join(self) -> list[Effect]:
+        """Ask for a place in the next round; the agent's workers have been stopped."""
+        self.joining = True
+        return self._ask()
+
+    def report(self, type_: str, **fields: Any) -> list[Effect]:
+        """Tell the leader of the present round; without one it is lost, and the round with it."""
+        return self._say({"type": type_, "record": self._placed, **fields})
+
+    # ---- events -------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed; to be called every `beat_every_s` at least."""
+        if self._over:
+            return []
+        self._forgive_if_slept(now)
+        if self._link is _Link.UP:
+            return self._keep_contact(now)
+        return self._look_if_due(now)
+
+    def looked(
+        self, number: int, record: Record | None, lease: int | None, now: float
+    ) -> list[Effect]:
+        """The last record has this number, and this is the newest one that verifies."""
+        self._looking = False
+        if self._over or self._claiming:
+            return []
+        if record is not None and record.ending is not None:
+            ending = record.ending
+            end = {"type": "end", "status": ending.status, "failure": ending.summary}
+            return [Publish(record), *self._end(end)]
+        self._note_epoch(number, record, now)
+        self._watch.saw_lease(lease, now)
+        if self._link is _Link.UP:
+            deposed = self._record is not None and number > 0 and self._is_newer(record)
+            return self._lost("another agent leads", now) if deposed else []
+        self._plan_look(now)
+        if number == 0 or self._may_claim(number, record, now):
+            self._claiming = True
+            hang_up: list[Effect] = [HangUp()] if self._link is _Link.CONNECTING else []
+            self._link = _Link.DOWN
+            return [*hang_up, Claim(number + 1, record)]
+        if record is None or record.number != number:
+            return []
+        hang_up = list[Effect]()
+        if self._link is _Link.CONNECTING and self._is_newer(record):
+            self._link, hang_up = _Link.DOWN, [HangUp()]
+        if self._link is _Link.CONNECTING:
+            return []
+        self._link, self._record = _Link.CONNECTING, record
+        return [*hang_up, Connect(record)]
+
+    def blind(self, why: str, now: float) -> list[Effect]:
+        """The shared file system did not answer."""
+        self._looking = False
+        self._plan_look(now)
+        return [] if self._link is _Link.UP else [self._news(f"no record can be read: {why}")]
+
+    def connected(self, now: float) -> list[Effect]:
+        """The leader has proved who it is."""
+        self._link = _Link.UP
+        self._heard = self._beaten = now
+        self.beat_every_s = self._liveness.heartbeat_s
+        self._look_pause_s = _LOOK_AGAIN_S
+        self._dead_since = None
+        self._watch.refused_since, self._watch.slurm_says_dead = None, False
+        return self._ask() if self.joining else []
+
+    def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
+        """The leader could not be reached; ``refused``: its node says that nobody listens."""
+        if self._link is not _Link.CONNECTING:
+            return []
+        self._link = _Link.DOWN
+        assert self._record is not None
+        if not refused:
+            self._watch.refused_since = None
+        elif self._watch.refused_since is None:
+            self._watch.refused_since = now
+        leader, epoch = self._record.leader, self._record.epoch
+        news = self._news(f"the leader of epoch {epoch}, {leader.task}, can not be reached: {why}")
+        return [news, *self._inquire(refused)]
+
+    def received(self, message: Message, now: float) -> list[Effect]:
+        """The leader says something."""
+        if self._over or self._link is not _Link.UP:
+            return []
+        self._heard = now
+        match message["type"]:
+            case "round" if self.joining and message["ask"] == self._asks:
+                self.joining, self._placed = False, message["record"]
+                return [Tell(message)]
+            case "stop" if not self.joining:
+                return [Tell(message)]
+            case "hold" | "waiting":
+                return [Tell(message)]
+            case "end" | "give back":
+                return self._end(message)
+            case "beat":
+                self.beat_every_s = float(message.get("every_s", self.beat_every_s))
+        return []
+
+    def disconnected(self, why: str, now: float) -> list[Effect]:
+        """The connection to the leader is gone."""
+        return self._lost(why, now) if self._link is _Link.UP and not self._over else []
+
+    def slurm_says(self, task: str, runs: bool | None, now: float) -> list[Effect]:
+        """Slurm's word on the task that was asked about; None: it gave none."""
+        if self._record is not None and self._record.leader.task == task and runs is False:
+            self._watch.slurm_says_dead = True
+        return self._look_if_due(now)
+
+    def claimed(self, record: Record | None, now: float) -> list[Effect]:
+        """The record asked for was created, or (None) it was not: somebody else was faster."""
+        self._claiming = False
+        if record is not None:
+            self._look_due = now
+        else:
+            self._plan_look(now)
+        lead: list[Effect] = [Lead(record)] if record is not None and not self._over else []
+        return [*lead, *self._look_if_due(now)]
+
+    # ---- contact ------------------------------------------------------------------------
+
+    def _keep_contact(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if now - self._beaten >= self.beat_every_s:
+            self._beaten = now
+            effects.append(Say({"type": "beat"}))
+        silence_s = now - self._heard
+        if silence_s > self._liveness.lost_after_s:
+            return effects + self._lost(f"silent for {silence_s:.1f} s", now)
+        if silence_s > 2 * self.beat_every_s:
+            effects += self._look_if_due(now)  # watch the lease, to know by when to claim
+        return effects
+
+    def _lost(self, why: str, now: float) -> list[Effect]:
+        """Let the workers be stopped, and look for the leader anew."""
+        self._link = _Link.DOWN
+        self._watch.since = min(now, self._heard + self.beat_every_s)
+        self._watch.refused_since, self._watch.inquired = None, False
+        self._look_due = now
+        stop: list[Effect] = []
+        if not self.joining:
+            stop = [Tell({"type": "stop", "reason": f"lost the leader: {why}"})]
+        return [HangUp(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
+
+    def _forgive_if_slept(self, now: float) -> None:
+        gap_s, self._ticked = now - self._ticked, now
+        if gap_s > self.beat_every_s + self._liveness.lost_after_s / 2:
+            self._heard = now
+            self._watch.since += gap_s
+            self._watch.lease_since = None
+            self._watch.refused_since = None
+
+    def _ask(self) -> list[Effect]:
+        self._asks += 1
+        return self._say({"type": "join", "ask": self._asks})
+
+    def _say(self, message: Message) -> list[Effect]:
+        return [Say(message)] if self._link is _Link.UP else []
+
+    def _end(self, message: Message) -> list[Effect]:
+        self._over = True
+        return [Tell(message)]
+
+    def _news(self, text: str) -> Tell:
+        return Tell({"type": "news", "text": text})
+
+    # ---- election -----------------------------------------------------------------------
+
+    def _note_epoch(self, number: int, record: Record | None, now: float) -> None:
+        """Begin to watch anew when the leader in question has changed."""
+        epoch = self._epoch_of(number, record)
+        if self._watch.epoch == epoch:
+            return
+        self._watch = _Watch(epoch, since=now)
+        self._dead_since = None
+        self._look_pause_s = _LOOK_AGAIN_S
+
+    def _epoch_of(self, number: int, record: Record | None) -> int:
+        """Return a record's epoch; one that does not verify stands for an epoch of its own."""
+        if record is not None and record.number == number:
+            return record.epoch
+        return -number
+
+    def _is_newer(self, record: Record | None) -> bool:
+        assert self._record is not None
+        return record is not None and record.epoch > self._record.epoch
+
+    def _look_if_due(self, now: float) -> list[Effect]:
+        if self._looking or self._claiming or self._over or now < self._look_due:
+            return []
+        self._looking = True
+        return [Look()]
+
+    def _plan_look(self, now: float) -> None:
+        self._look_due = now + self._look_pause_s
+        self._look_pause_s = min(_LONGEST_LOOK_S, 1.3 * self._look_pause_s)
+
+    def _inquire(self, refused: bool) -> list[Effect]:
+        if refused or self._watch.inquired or self._place() >= _ADVISED_BY_SLURM:
+            return []
+        assert self._record is not None
+        self._watch.inquired = True
+        return [Inquire(self._record.leader.task)]
+
+    def _may_claim(self, number: int, record: Record | None, now: float) -> bool:
+        if not self._is_dead(record is None or record.number != number, now):
+            self._dead_since = None
+            return False
+        if self._dead_since is None:
+            self._dead_since = now
+        wait_s = min(_STAGGER_S * self._place(record), _LONGEST_STAGGER_S)
+        if now - self._dead_since >= wait_s:
+            return True
+        self._look_due = self._dead_since + wait_s
+        return False
+
+    def _is_dead(self, damaged: bool, now: float) -> bool:
+        watch = self._watch
+        if not damaged and watch.slurm_says_dead:
+            return True
+        if not damaged and watch.refused_since is not None:
+            return now - watch.refused_since >= CONFIRM_REFUSAL_S
+        if now - watch.since <= self._liveness.lost_after_s:
+            return False
+        quiet_s = _LEASE_BEATS * self._liveness.heartbeat_s
+        return damaged or (watch.lease_since is not None and now - watch.lease_since >= quiet_s)
+
+    def _place(self, record: Record | None = None) -> int:
+        """Return this agent's place in the line of those who may claim."""
+        record = record or self._record
+        members = record.members if record is not None else ()
+        for rank, member in enumerate(members):
+            if member == self.me:
+                return rank
+        return len(members)

@@ -1,0 +1,137 @@
+"""The decisions of a run, as a numbered sequence of signed records (pure).
+
+Theory of operation
+-------------------
+All that the agents of a run must agree on, whoever leads, is one small state: which epoch it is and
+who leads it, which round was closed last and with whom, what has been spent and lost, and whether
+the run has ended. Each change of that state is one `Record`, a whole snapshot with a number, and
+record ``n + 1`` may be created by exactly one agent (`register`: link(2) on the shared file
+system). Whoever creates it has seen record ``n``; so nobody can decide without knowing everything
+that was decided before:
+
+- An agent *claims* the next epoch by creating the next record, with itself as the leader.
+- The leader *closes a round*, or *ends the run*, by creating the next record of its own epoch.
+- A leader that was paused or cut off, while somebody else has claimed an epoch, finds its next
+  number taken. It is *fenced*: nothing that it would still decide can come true.
+
+The number of a round's record is its fencing token: whoever acts for that round (a checkpoint's
+writer, `hpc_elastic.fence`) may do so as long as no later record exists.
+
+Reference: M. Herlihy, Wait-Free Synchronization (1991), on agreement by a chain of
+compare-and-swap decisions; M. Burrows, The Chubby Lock Service (2006), on sequencers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.wire import is_signed, sign
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One node's agent, in one attempt of its task."""
+
+    task: str
+    attempt: int
+    slot: int
+    host: str
+    nproc: int
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a leader listens, and which attempt of which task it is."""
+
+    address: str
+    port: int
+    task: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    status: str
+    failure: Failure | None = None
+    victims: tuple[Failure, ...] = ()
+
+    @property
+    def summary(self) -> str | None:
+        """The failure in one line; None if there was none."""
+        return self.failure.summary() if self.failure is not None else None
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state that all agents agree on, after one decision."""
+
+    number: int
+    epoch: int
+    leader: Endpoint
+    round: int = 0
+    """Rounds closed so far."""
+    restarts: int = 0
+    """Restarts spent so far."""
+    members: tuple[Agent, ...] = ()
+    """Members of the last round, in rank order."""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    """Task -> attempt that was lost; Slurm may call it RUNNING for a while yet."""
+    given_back: int = 0
+    """How often the run gave its nodes back because they were too few."""
+    started: float = 0.0
+    """Unix time at which the run was first led."""
+    ending: Ending | None = None
+
+    def seal(self, secret: bytes) -> str:
+        """Return the text of the record's file."""
+        body = json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({"record": body, "mac": sign(secret, f"record|{body}")})
+
+
+def claim(number: int, before: Record | None, leader: Endpoint, now: float) -> Record:
+    """Return the record that makes somebody the leader of the next epoch.
+
+    The leader before is noted as lost: it is not waited for until it joins anew.
+
+    Args:
+        number: The record's number.
+        before: The newest record that verifies; None where there is none. Those in between are
+            damaged, and may each have begun an epoch.
+        leader: Who claims.
+        now: Unix time.
+    """
+    if before is None:
+        return Record(number=number, epoch=number, leader=leader, started=now)
+    gone = before.leader
+    lost = {**before.lost, gone.task: max(gone.attempt, before.lost.get(gone.task, -1))}
+    if lost.get(leader.task, -1) >= leader.attempt:
+        del lost[leader.task]
+    epoch = before.epoch + number - before.number
+    return replace(before, number=number, epoch=epoch, leader=leader, lost=lost)
+
+
+def unseal(text: str, secret: bytes) -> Record | None:
+    """Return the record in a file's text; None if it is cut short, or not signed by this run."""
+    try:
+        sealed = json.loads(text)
+        body, mac = str(sealed["record"]), str(sealed["mac"])
+        if not is_signed(secret, f"record|{body}", mac):
+            return None
+        raw = json.loads(body)
+        raw["leader"] = Endpoint(**raw["leader"])
+        raw["members"] = tuple(Agent(**m) for m in raw["members"])
+        raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
+        return Record(**raw)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _ending(raw: dict[str, Any]) -> Ending:
+    failure = Failure(**raw["failure"]) if raw["failure"] else None
+    return Ending(raw["status"], failure, tuple(Failure(**v) for v in raw["victims"]))

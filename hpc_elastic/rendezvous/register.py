@@ -1,0 +1,137 @@
+"""The run's records on the shared file system: ``rdzv/record.<n>.json``, and the leaders' leases.
+
+A record is made complete under another name and then linked to its own: link(2) fails if the name
+exists, on NFS too, so that exactly one agent creates each number (`record` says what follows from
+that). Where the answer to link(2) is lost, the number of links of the file that was linked tells
+whether it came true (open(2), O_EXCL).
+
+A lease is a counter that the leader of an epoch writes anew with every heartbeat. Only whether it
+changes matters, seen on the reader's own clock: no two clocks are ever compared.
+
+Everything here may block for as long as the file system likes; callers use threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.fence import last_record, record_path
+from hpc_elastic.rendezvous.record import Record, unseal
+from hpc_elastic.rendezvous.wire import is_signed, sign
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NOT_WRITABLE = (errno.EACCES, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class Register:
+    """The records of one run."""
+
+    path: Path
+    secret: bytes
+
+    def last_number(self) -> int:
+        """Return the number of the last record; 0 if there is none.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        return last_record(self.path)
+
+    def last(self) -> tuple[int, Record | None]:
+        """Return the number of the last record, and the newest record that verifies.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        number = self.last_number()
+        for n in range(number, 0, -1):
+            record = self._read(n)
+            if record is not None:
+                return number, record
+        return number, None
+
+    def create(self, record: Record) -> bool:
+        """Create a record; False if its number is taken.
+
+        Raises:
+            RunDirectoryError: the file system has no hard links, or may not be written to.
+            OSError: it failed for now; the record may be tried again.
+        """
+        staged = self.path / f".record.{secrets.token_hex(8)}"
+        try:
+            _write(staged, record.seal(self.secret))
+            try:
+                os.link(staged, record_path(self.path, record.number))
+            except OSError as e:
+                if staged.stat().st_nlink == 2:
+                    return True
+                if isinstance(e, FileExistsError):
+                    return self._read(record.number) == record  # ours, of a try before
+                raise
+        except OSError as e:
+            raise _explained(e, self.path) from e
+        finally:
+            with contextlib.suppress(OSError):
+                staged.unlink()
+        return True
+
+    def renew_lease(self, epoch: int, beats: int) -> None:
+        """Show that the leader of an epoch lives; ``beats`` is another number each time.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        text = f"{epoch}|{beats}"
+        self._lease_file(epoch).write_text(f"{text}|{sign(self.secret, f'lease|{text}')}")
+
+    def lease(self, epoch: int) -> int | None:
+        """Return what the leader of an epoch wrote last; None if nothing of his is there.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        try:
+            text, _, mac = self._lease_file(epoch).read_text().rpartition("|")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        if not is_signed(self.secret, f"lease|{text}", mac):
+            return None
+        of_epoch, _, beats = text.partition("|")
+        return int(beats) if int(of_epoch) == epoch else None
+
+    def _lease_file(self, epoch: int) -> Path:
+        return self.path / f"lease.{epoch}"
+
+    def _read(self, number: int) -> Record | None:
+        try:
+            text = record_path(self.path, number).read_text()
+        except UnicodeDecodeError:
+            return None
+        record = unseal(text, self.secret)
+        return record if record is not None and record.number == number else None
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("x") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _explained(error: OSError, folder: Path) -> OSError:
+    """Return the error that says what to do, where it will not go away by itself."""
+    if error.errno in _NO_HARD_LINKS:
+        return RunDirectoryError(
+            f"{folder}: the file system has no hard links ({error.strerror}), by which the nodes "
+            "of a run agree: put hydra.sweep.dir on one that has, such as NFS, Lustre or GPFS"
+        )
+    if error.errno in _NOT_WRITABLE:
+        return RunDirectoryError(f"{folder}: not writable on this node ({error.strerror})")
+    return error

@@ -1,0 +1,34 @@
+"""A deterministic simulator of the rendezvous, for tests and `benchmarks/simulate.py`.
+
+scenario    the parameters of one random schedule, and the bound within which a round must stand
+world       virtual time, chance, processes that are paused or dead
+network     connections: ordered, reset, cut off
+files       the shared file system: records and leases; slow, stale, failing
+slurm       what Slurm believes, late
+node        a task of the array and its attempts
+agent       the adapter around `rendezvous.following`, and the agent's own thread
+leader      the adapter around `rendezvous.leadership`
+training    the workers of a round
+faults      what goes wrong
+invariants  what must hold all the same
+parts       the classes under test; `mutants`: the same with planted bugs
+simulator   one schedule; `campaign`: many
+"""
+
+from hpc_elastic.testing.simulation.campaign import find, run_in_parallel, run_many
+from hpc_elastic.testing.simulation.mutants import MUTANTS
+from hpc_elastic.testing.simulation.parts import SOUND, Parts
+from hpc_elastic.testing.simulation.simulator import Outcome, Simulator, format_trace, simulate
+
+__all__ = [
+    "MUTANTS",
+    "SOUND",
+    "Outcome",
+    "Parts",
+    "Simulator",
+    "find",
+    "format_trace",
+    "run_in_parallel",
+    "run_many",
+    "simulate",
+]

@@ -1,0 +1,272 @@
+"""The agent's adapter in the simulation: a `Following`, and the workers that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.following import (
+    Claim,
+    Connect,
+    Effect,
+    HangUp,
+    Inquire,
+    Lead,
+    Look,
+    Say,
+    Tell,
+)
+from hpc_elastic.rendezvous.record import Agent, Record, claim
+from hpc_elastic.testing.simulation.attempt import Attempt
+from hpc_elastic.testing.simulation.leader import Leader
+from hpc_elastic.testing.simulation.network import CLIENT, Connection
+from hpc_elastic.testing.simulation.scenario import CONNECT_TIMEOUT_S
+from hpc_elastic.testing.simulation.training import Work
+from hpc_elastic.testing.simulation.world import Process
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.node import Node
+    from hpc_elastic.testing.simulation.simulator import Simulator
+
+_TICK_S = 0.25
+"""How often an agent without a leader wakes up."""
+_LINGER_S = 1.0
+"""A leader's process stays this long after the run's end, or its own, to tell everybody."""
+
+
+class AgentProcess:
+    """One attempt of one task."""
+
+    def __init__(self, sim: Simulator, host: Node) -> None:
+        self.sim = sim
+        self.host = host
+        self.process = Process()
+        self.me = Agent(host.task, host.attempt, host.slot, f"node{host.slot}", host.nproc)
+        self.over = False
+        """Whether it was told to go, or that the run has ended."""
+        self.work: Work | None = None
+        self.leaders: list[Leader] = []
+        self._stopping = False
+        self._has_failed = False
+        self._connection: Connection | None = None
+        self._attempt: Attempt | None = None
+        self._following = sim.parts.following(self.me, sim.scenario.liveness, host.clock())
+
+    def start(self) -> None:
+        """Ask for a place in the next round."""
+        self._do(self._following.join())
+        self._tick()
+
+    def end(self, silently: bool = False) -> None:
+        """The process ends: on its own, by a crash, or (``silently``) together with its node."""
+        self.process.alive = False
+        if self.work is not None:
+            self.work.leave(self, victims=not silently)
+            self.sim.monitor.stopped(self.me)
+            self.work = None
+        rng = self.sim.world.rng
+        lossy = self.sim.scenario.lose_at_break and not self.over
+        self.sim.network.crashed(self.process, silently, lambda: lossy and rng.random() < 0.5)
+
+    def leave(self, why: str) -> None:
+        """Tell the leader that this node goes."""
+        self._say({"type": "leave", "why": why})
+
+    def _tick(self) -> None:
+        if not self.over:
+            self._do(self._following.tick(self.host.clock()))
+            pause = _TICK_S if self._connection is None else self._following.beat_every_s
+            self.sim.world.after(pause, self.process, self._tick)
+
+    # ---- the connection -----------------------------------------------------------------
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """The leader, or one that was, says something."""
+        if isinstance(message, Attempt):
+            self._greeted(connection, message)
+        elif connection is self._connection:
+            self._do(self._following.received(message, self.host.clock()))
+
+    def _greeted(self, connection: Connection, attempt: Attempt) -> None:
+        if attempt.is_over:
+            return
+        attempt.is_over = True
+        self._attempt, self._connection = None, connection
+        connection.send(CLIENT, self.me)
+        self._do(self._following.connected(self.host.clock()))
+
+    def lost(self, connection: Connection) -> None:
+        """A connection has ended."""
+        if connection is self._connection:
+            self._connection = None
+            self._do(self._following.disconnected("connection reset", self.host.clock()))
+
+    def not_connected(self, attempt: Attempt, why: str, refused: bool) -> None:
+        """An attempt came to nothing."""
+        attempt.abandon()
+        self._attempt = None
+        self._do(self._following.not_connected(why, self.host.clock(), refused=refused))
+
+    def _connect(self, record: Record) -> None:
+        self._attempt = attempt = Attempt(self, record.leader)
+        world = self.sim.world
+        world.after(self.sim.network.delay(), None, attempt.reach)
+        world.after(CONNECT_TIMEOUT_S, self.process, attempt.fail, "timed out", False)
+
+    def _hang_up(self) -> None:
+        if self._attempt is not None:
+            self._attempt.abandon()
+        if self._connection is not None:
+            self._connection.close(CLIENT)
+        self._attempt = self._connection = None
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self._connection is None:
+            return
+        if message["type"] == "beat":
+            message = {**message, "progress": self._progress()}
+        self._connection.send(CLIENT, message)
+
+    def _progress(self) -> dict[str, Any]:
+        total = self.sim.scenario.training.total_steps
+        return {"step": self.work.steps, "total": total} if self.work is not None else {}
+
+    # ---- effects ------------------------------------------------------------------------
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if type(effect) is Say:
+                self._say(effect.message)
+            else:
+                self._do_rarely(effect)
+
+    def _do_rarely(self, effect: Effect) -> None:
+        sim = self.sim
+        match effect:
+            case Tell(message):
+                self._told(message)
+            case Look():
+                sim.files.look(self.host.access, self.process, self._looked, self._blind)
+            case Connect(record):
+                self._connect(record)
+            case HangUp():
+                self._hang_up()
+            case Inquire(task):
+                sim.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
+            case Claim(number, before):
+                self._claim(number, before)
+            case Lead(record):
+                sim.world.note(self.host.task, "leads", record)
+                self.leaders[-1].lead(record)
+
+    def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
+        self._do(self._following.looked(number, record, lease, self.host.clock()))
+
+    def _blind(self, why: str) -> None:
+        self._do(self._following.blind(why, self.host.clock()))
+
+    def _slurm_says(self, task: str, runs: bool | None) -> None:
+        self._do(self._following.slurm_says(task, runs, self.host.clock()))
+
+    def _claim(self, number: int, before: Record | None) -> None:
+        endpoint = self.sim.new_endpoint(self.host)
+        self.leaders.append(Leader(self, endpoint))
+        record = claim(number, before, endpoint, self.sim.world.now)
+        self.sim.world.note(self.host.task, "claims", record)
+        self._put(record)
+
+    def _put(self, record: Record) -> None:
+        access = self.host.access
+        answer = self._claimed
+        self.sim.files.create(access, self.process, record, lambda done: answer(record, done))
+
+    def _claimed(self, record: Record, done: bool | None) -> None:
+        if done is None and self.sim.world.rng.random() < 0.5:
+            self._put(record)
+            return
+        leader = self.leaders[-1]
+        self._do(self._following.claimed(record if done else None, self.host.clock()))
+        if not leader.leads:
+            leader.close()
+
+    # ---- the agent's own thread ---------------------------------------------------------
+
+    def _told(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind not in ("news", "waiting"):
+            self.sim.world.note(self.host.task, "told", message)
+        match kind:
+            case "round":
+                self._begin(message)
+            case "stop":
+                self._stop()
+            case "hold" if self.work is not None:
+                self.work.hold(self, message["on"])
+            case "end":
+                self.sim.monitor.told_the_end(self.me, message["status"], self.sim.files.records)
+                self._go(None)
+            case "give back":
+                self._go(message["delay_s"])
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        record = self.sim.monitor.accepted(self.me, message)
+        self.work = self.sim.work_of(record)
+        self._has_failed = self._stopping = False
+        delay = 0.1 + 0.5 * self.sim.world.rng.random()
+        self.sim.world.after(delay, self.process, self._enter, self.work)
+
+    def _enter(self, work: Work) -> None:
+        if self.work is work and not self._stopping:
+            work.enter(self)
+
+    def _stop(self) -> None:
+        if self.work is None or self._stopping or self.over:
+            return
+        self._stopping = True
+        self.work.leave(self, victims=True)
+        delay = self.sim.scenario.longest_stop_s * self.sim.world.rng.random() ** 2
+        self.sim.world.after(delay, self.process, self._stopped)
+
+    def _stopped(self) -> None:
+        if self.over:
+            return
+        self.work, self._stopping = None, False
+        self.sim.monitor.stopped(self.me)
+        self._do(self._following.join())
+
+    def _go(self, away_s: float | None) -> None:
+        """Leave: the run has ended (None), or the node goes back to the queue for a while."""
+        self.over = True
+        delay = _LINGER_S if any(leader.leads for leader in self.leaders) else 0.2
+        self.sim.world.after(delay, self.process, self.host.left, away_s)
+
+    # ---- the workers --------------------------------------------------------------------
+
+    def boundary(self, work: Work, step: int, held: bool) -> None:
+        """All workers of this node have announced a checkpoint."""
+        if self._is_at(work):
+            self._do(self._following.report("boundary", step=step, held=held))
+
+    def finished(self, work: Work) -> None:
+        """All workers of this node have returned."""
+        if self._is_at(work):
+            self._do(self._following.report("finished"))
+
+    def worker_failed(self, work: Work, message: str) -> None:
+        """A worker of this node has failed; the node's others are ended."""
+        if not self._is_at(work):
+            return
+        self._has_failed = True
+        if message == "out of luck":
+            self.sim.monitor.own_failures += 1
+        work.leave(self, victims=True)
+        failure = Failure(
+            self.me.task, self.me.host, 0, 0, self.sim.world.now, message, exit_code=1
+        )
+        self.sim.world.note(self.host.task, "failed", message)
+        self._do(self._following.report("failed", failures=[failure.to_json()]))
+
+    def _is_at(self, work: Work) -> bool:
+        at = self.work is work and not self._stopping
+        return at and not self._has_failed and not self.over

@@ -1,0 +1,183 @@
+"""What must hold at every step of every schedule.
+
+Records    Each number is created once, and the numbers follow each other. Within an epoch all
+           records are its leader's; an epoch begins with a claim, which changes nothing but the
+           leader. So one leader at most closes rounds in an epoch; a fenced one changes nothing.
+Rounds     Between min and max members, each task once. Only the leader that created a round's
+           record announces it, once. Whoever accepts a place in it is among its members,
+           with the ranks that follow from their order, and no rank is taken twice. An agent accepts
+           no round before its workers of the last one have ended, and never an older one.
+The end    Once it is recorded no record follows, and nobody is told of an end that is not.
+Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
+Growth     A round that is broken at a boundary has made no step beyond it.
+Progress   See `Scenario.bound_s`; checked by `simulator`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpc_elastic.rendezvous.leadership import Announce, Publish
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+
+_AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
+
+
+class InvariantError(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Monitor:
+    """Sees everything, and raises `InvariantError` at once."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.num_checks = 0
+        self.own_failures = 0
+        """Workers that have failed on their own."""
+        self.rounds = 0
+        self.elections = 0
+        self.fenced = 0
+        self.growths = 0
+        self._rules = rules
+        self._by_number: dict[int, Record] = {}
+        self._announced: set[int] = set()
+        self._taken: dict[int, set[int]] = {}
+        self._accepted: dict[Agent, int] = {}
+        self._at_work: dict[Agent, int] = {}
+
+    def _check(self, holds: bool, what: str, *facts: object) -> None:
+        self.num_checks += 1
+        if not holds:
+            raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
+
+    # ---- records ------------------------------------------------------------------------
+
+    def record_created(self, records: Sequence[Record], record: Record) -> None:
+        """Check a record that comes to be after (or, if that is broken, among) these."""
+        number = record.number
+        self._check(number not in self._by_number, "a record was created twice", number)
+        self._check(number == len(records) + 1, "a record's number was left out", number)
+        self._by_number[number] = record
+        before = records[-1] if records else None
+        if before is None:
+            self._check(record.epoch == 1 and record.round == 0, "the first record claims", record)
+            self.elections += 1
+            return
+        self._check(before.ending is None, "a record follows the end", before, record)
+        self._check(record.epoch >= before.epoch, "an epoch went backwards", before, record)
+        if record.epoch == before.epoch:
+            self._decision(before, record)
+        else:
+            self._claim(before, record)
+
+    def _claim(self, before: Record, record: Record) -> None:
+        self.elections += 1
+        self._check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
+        state = replace(
+            before, number=record.number, epoch=record.epoch, leader=record.leader,
+            lost=record.lost,
+        )  # fmt: skip
+        self._check(record == state, "a claim changed the run's state", before, record)
+
+    def _decision(self, before: Record, record: Record) -> None:
+        self._check(
+            record.leader == before.leader, "a fenced leader changed something", before, record
+        )
+        self._check(record.round - before.round in (0, 1), "a round was left out", before, record)
+        self._check(
+            before.restarts <= record.restarts <= min(self._rules.max_restarts, self.own_failures),
+            f"restarts: {self.own_failures} workers failed", before.restarts, record.restarts,
+        )  # fmt: skip
+        if record.round == before.round:
+            self._check(record.members == before.members, "members without a round", record)
+        else:
+            self._round(record)
+
+    def _round(self, record: Record) -> None:
+        self.rounds += 1
+        size, tasks = len(record.members), {m.task for m in record.members}
+        self._check(len(tasks) == size, "a task twice in a round", record)
+        self._check(
+            self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", record
+        )
+
+    # ---- what leaders and agents do -----------------------------------------------------
+
+    def announced(self, leader: Endpoint, announce: Announce) -> None:
+        """A leader carries out that a round has closed."""
+        record = self._own(leader, announce.record, "announced")
+        self._check(
+            announce.record not in self._announced, "a round was announced twice", announce.record
+        )
+        self._announced.add(announce.record)
+        start = announce.start
+        same = start.members == record.members and start.number == record.round
+        self._check(same, "announced another round than recorded", start, record)
+
+    def published(self, leader: Endpoint, publish: Publish, records: Sequence[Record]) -> None:
+        """A leader carries out that the run has ended."""
+        record = self._own(leader, len(records), "published")
+        ending = record.ending
+        self._check(
+            ending is not None and ending.status == publish.end.status,
+            "published another end than recorded", publish.end.status, record,
+        )  # fmt: skip
+
+    def _own(self, leader: Endpoint, number: int, done: str) -> Record:
+        record = self._by_number.get(number)
+        self._check(record is not None, f"{done} what was not recorded", leader, number)
+        assert record is not None
+        self._check(record.leader == leader, f"{done} another leader's record", leader, record)
+        return record
+
+    def accepted(self, agent: Agent, told: dict[str, Any]) -> Record:
+        """An agent is told its place in a round; return the round's record."""
+        number, rank = told["record"], told["group_rank"]
+        record = self._by_number.get(number)
+        self._check(record is not None, "a place in a round that was not recorded", agent, told)
+        assert record is not None
+        last = self._accepted.get(agent, 0)
+        self._check(number > last, "an older round was accepted", agent, last, number)
+        at_work = self._at_work.get(agent)
+        self._check(at_work is None, "an agent is in two rounds", agent, at_work, number)
+        self._accepted[agent] = self._at_work[agent] = number
+        self._ranks(agent, told, record)
+        taken = self._taken.setdefault(number, set())
+        self._check(rank not in taken, "a rank was given twice", agent, told)
+        taken.add(rank)
+        return record
+
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
+        members, rank = record.members, told["group_rank"]
+        self._check(agent in members, "a place for an agent that is no member", agent, record)
+        self._check(
+            0 <= rank < len(members) and members[rank] == agent, "another's rank", agent, told
+        )
+        first = sum(m.nproc for m in members[:rank])
+        world = sum(m.nproc for m in members)
+        agree = (told["group_size"], told["first_rank"], told["world_size"], told["number"]) == (
+            len(members), first, world, record.round
+        )  # fmt: skip
+        self._check(agree, "members disagree on their round", agent, told, record)
+
+    def stopped(self, agent: Agent) -> None:
+        """An agent's workers have ended."""
+        self._at_work.pop(agent, None)
+
+    def told_the_end(self, agent: Agent, status: str, records: Sequence[Record]) -> None:
+        """An agent is told that the run has ended."""
+        ending = records[-1].ending if records else None
+        self._check(
+            ending is not None and ending.status == status, "an end that is not", agent, status
+        )
+
+    def told_to_stop(self, reason: str, steps: int) -> None:
+        """A round is broken, after so many steps that all of its members have made."""
+        at = _AT_BOUNDARY.search(reason)
+        if at is not None:
+            self.growths += 1
+            self._check(steps <= int(at[1]), "a step was lost to growth", reason, steps)

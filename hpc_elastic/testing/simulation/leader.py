@@ -1,0 +1,200 @@
+"""The leader's adapter in the simulation: carries a `Leadership`'s effects out, tells it events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.rendezvous.leadership import (
+    Announce,
+    AskSlurm,
+    Create,
+    Drop,
+    Effect,
+    Postpone,
+    Publish,
+    RenewLease,
+    StepDown,
+    Tell,
+)
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.testing.simulation.network import SERVER, Connection
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.agent import AgentProcess
+    from hpc_elastic.testing.simulation.attempt import Attempt
+
+_LOOK_EVERY_S = 1.0
+_RETRY_S = 0.5
+
+
+class Leader:
+    """A listener, and, once its claim is recorded, the leader of an epoch."""
+
+    def __init__(self, agent: AgentProcess, endpoint: Endpoint) -> None:
+        self.agent = agent
+        self.process = agent.process
+        self.host = agent.host
+        self.endpoint = endpoint
+        self.is_open = True
+        self._sim = agent.sim
+        self._early: list[Attempt] = []
+        """Agents that came before this one leads."""
+        self._connections: dict[Agent, Connection] = {}
+        self._all: list[Connection] = []
+        self._creating: Record | None = None
+
+    # ---- its life -----------------------------------------------------------------------
+
+    def lead(self, record: Record) -> None:
+        """Begin: the claim was recorded."""
+        sim = self._sim
+        self.leadership = sim.parts.leadership(
+            record, sim.scenario.rules, sim.scenario.liveness, self._now(), sim.world.rng
+        )
+        self._epoch = record.epoch
+        early, self._early = self._early, []
+        for attempt in early:
+            self._greet(attempt)
+        self._tick()
+        self._watch()
+
+    def close(self) -> None:
+        """Stop listening, and let go of everybody."""
+        self.is_open = False
+        for connection in self._all:
+            connection.close(SERVER)
+        self._connections.clear()
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads still, as far as it knows."""
+        return self.is_open and hasattr(self, "leadership")
+
+    def _now(self) -> float:
+        return self.host.clock()
+
+    def _tick(self) -> None:
+        if self.is_open:
+            self._do(self.leadership.tick(self._now()))
+            self._sim.world.after(self.leadership.beat_every_s, self.process, self._tick)
+
+    def _watch(self) -> None:
+        if self.is_open:
+            access = self.host.access
+            self._sim.files.look(access, self.process, self._looked, self._blind)
+
+    def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
+        self._do(self.leadership.saw(number))
+        self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
+
+    def _blind(self, why: str) -> None:
+        self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
+
+    # ---- agents -------------------------------------------------------------------------
+
+    def accept(self, attempt: Attempt) -> None:
+        """Somebody connects."""
+        if not self.is_open:
+            attempt.refuse()
+        elif self.leads:
+            self._greet(attempt)
+        else:
+            self._early.append(attempt)
+
+    def _greet(self, attempt: Attempt) -> None:
+        connection = self._sim.network.connect(attempt.client, self)
+        attempt.connection = connection
+        self._all.append(connection)
+        connection.send(SERVER, attempt)  # the greeting: it is the right leader
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A message came over one of the connections."""
+        if not self.is_open:
+            return
+        if isinstance(message, Agent):
+            self._admit(message, connection)
+        elif self._connections.get(connection.peer) is connection:
+            self._do(self.leadership.received(connection.peer, message, self._now()))
+
+    def _admit(self, agent: Agent, connection: Connection) -> None:
+        old = self._connections.get(agent)
+        effects = self.leadership.connected(agent, self._now())
+        if old is not None:
+            old.close(SERVER)
+        connection.peer = agent
+        self._connections[agent] = connection
+        self._do([e for e in effects if type(e) is not Drop])
+
+    def lost(self, connection: Connection) -> None:
+        """A connection has ended."""
+        agent = connection.peer
+        if self.is_open and agent is not None and self._connections.get(agent) is connection:
+            del self._connections[agent]
+            self._do(self.leadership.disconnected(agent, "its connection closed", self._now()))
+
+    # ---- effects ------------------------------------------------------------------------
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            kind = type(effect)
+            if kind is Tell:
+                self._tell(effect.agent, effect.message)  # type: ignore[union-attr]
+            elif kind is RenewLease:
+                self._sim.files.renew(self.host.access, self._epoch)
+            else:
+                self._do_rarely(effect)
+
+    def _do_rarely(self, effect: Effect) -> None:
+        sim = self._sim
+        sim.world.note(self.endpoint.task, "leader", effect)
+        match effect:
+            case Drop(agent):
+                if agent in self._connections:
+                    self._connections.pop(agent).close(SERVER)
+            case Create(record):
+                self._creating = record
+                self._create()
+            case Announce():
+                self._announce(effect)
+            case Publish():
+                sim.monitor.published(self.endpoint, effect, sim.files.records)
+            case Postpone(delay_s):
+                sim.slurm.postponed_until = sim.world.now + delay_s
+            case AskSlurm():
+                sim.slurm.ask(self.process, self._slurm_says)
+            case StepDown():
+                sim.monitor.fenced += 1
+                self.close()
+
+    def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
+        connection = self._connections.get(agent)
+        if connection is not None:
+            if message["type"] == "stop":
+                self._sim.told_to_stop(self.leadership.at.number, message["reason"])
+            connection.send(SERVER, message)
+
+    def _announce(self, announce: Announce) -> None:
+        self._sim.monitor.announced(self.endpoint, announce)
+        for agent, message in self._sim.parts.placements(announce):
+            self._tell(agent, message)
+
+    def _create(self) -> None:
+        if self._creating is not None:
+            access = self.host.access
+            self._sim.files.create(access, self.process, self._creating, self._created)
+
+    def _created(self, outcome: bool | None) -> None:
+        if outcome is None:
+            self._sim.world.after(_RETRY_S, self.process, self._create)
+            return
+        self._creating = None
+        if outcome:
+            self._do(self.leadership.created(self._now()))
+        else:
+            self._do(self.leadership.refused())
+
+    def _slurm_says(self, view: dict[str, TaskState] | None) -> None:
+        if self.is_open:
+            self._do(self.leadership.slurm_says(view, self._now()))

@@ -1,0 +1,26 @@
+"""The parts under test, as one value: so that a test can plant a bug in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.rendezvous.following import Following
+from hpc_elastic.rendezvous.leadership import Announce, Leadership, placements
+from hpc_elastic.rendezvous.record import Agent
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The protocol's classes, and what its adapters must take care of."""
+
+    leadership: type[Leadership] = Leadership
+    following: type[Following] = Following
+    placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
+    exclusive_create: bool = True
+    """Whether a record that exists can not be created again."""
+
+
+SOUND = Parts()
+"""The product."""

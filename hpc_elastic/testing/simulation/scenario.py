@@ -1,0 +1,128 @@
+"""What one random schedule is made of: the settings, the training, and how bad the world is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.machine import Rules
+
+CONNECT_TIMEOUT_S = 1.5
+"""An agent gives up on a leader that does not greet it."""
+SLURM_TIMEOUT_S = 10.0
+"""A question to Slurm is given up."""
+SLOWEST_FILES_S = 15.0
+"""A slow file system answers after this long at most."""
+LONGEST_AWAY_S = 8.0
+"""A task that was requeued starts again after this long at most."""
+_LEASE_BEATS, _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 4, 1.0, 1.0, 10.0
+_WHOLE_ELECTIONS = 3
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the workers of a schedule do; steps are collective."""
+
+    step_s: float
+    boundary_every: int
+    announced_by: Literal["all", "first", "nobody"]
+    total_steps: int | None
+    """A round that makes so many steps finishes the run; None: it never ends."""
+    failure_rate: float
+    """Chance that a given member's worker fails in a given round."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One schedule's parameters, drawn once at its start."""
+
+    num_nodes: int
+    rules: Rules
+    liveness: Liveness
+    training: Training
+    calm_after_s: float
+    """From here on nothing fails any more, and what did fail is healed."""
+    num_faults: int
+    isolates: bool
+    """Whether one node is cut off from all others at some time, for ever."""
+    late: int
+    """So many nodes start late."""
+    longest_stop_s: float
+    """Workers are stopped after this long at most."""
+    longest_delay_s: float
+    """A message is under way for this long at most; nearly all take a few milliseconds."""
+    longest_answer_s: float
+    """Slurm answers after this long at most, if it does."""
+    stale_s: float
+    """A reader of the shared file system may not see, or not whole, what is younger than this."""
+    lose_at_break: bool
+    """Whether a connection that is reset loses what was under way."""
+
+    @property
+    def confirm_s(self) -> float:
+        """How long a round must stand to count: a dead member would have been noticed."""
+        return self.liveness.lost_after_s + 2 * self.liveness.heartbeat_s + 1.0
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds after calm within which a round must stand.
+
+        The sum of what may follow one after the other: the last slow answer; elections, of which
+        the first may be won by a node that nobody reaches and the second by one whose process is
+        just ending; the new leader's wait for members that do not find it, and its yielding; tasks
+        that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end; and
+        newcomers, each of whom may break the round once before it counts as standing.
+        """
+        lost, beat = self.liveness.lost_after_s, self.liveness.heartbeat_s
+        election = lost + _LEASE_BEATS * beat + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
+        forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
+        growth = self.num_nodes * (self.confirm_s + self.longest_stop_s)
+        holding = _STRAGGLE_S + self.rules.grow_after_s
+        away = 8 * (self.rules.min_wait_s or 0.0) + LONGEST_AWAY_S
+        return (
+            SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
+            + SLURM_TIMEOUT_S + self.longest_stop_s + growth + holding + away
+        )  # fmt: skip
+
+
+def draw(rng: random.Random) -> Scenario:
+    """Draw a schedule's parameters."""
+    num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
+    min_nodes = rng.randint(1, max(1, num_nodes - 1))
+    rules = Rules(
+        min_nodes=min_nodes,
+        max_nodes=rng.randint(min_nodes, num_nodes),
+        max_restarts=rng.choice((0, 1, 3, 100, 100, 100)),
+        start_timeout_s=rng.choice((4.0, 8.0)),
+        last_call_s=rng.choice((0.5, 2.0)),
+        grow=rng.choice(("boundary", "boundary", "now", "never")),
+        grow_after_s=rng.choice((1.0, 4.0)),
+        min_wait_s=rng.choice((None, None, None, None, 3.0, 6.0)),
+    )
+    return Scenario(
+        num_nodes=num_nodes,
+        rules=rules,
+        liveness=Liveness(heartbeat_s=rng.choice((0.5, 1.0, 1.0)), lost_after_s=3.0),
+        training=_draw_training(rng),
+        calm_after_s=rng.uniform(4.0, 24.0),
+        num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
+        isolates=rng.random() < 0.15,
+        late=rng.choice((0, 0, 1, 1, 2)),
+        longest_stop_s=rng.choice((0.5, 1.5, 1.5, 8.0)),
+        longest_delay_s=rng.choice((0.3, 0.3, 1.5)),
+        longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
+        stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+        lose_at_break=rng.random() < 0.5,
+    )
+
+
+def _draw_training(rng: random.Random) -> Training:
+    return Training(
+        step_s=rng.choice((0.4, 1.0)),
+        boundary_every=rng.choice((1, 2, 3)),
+        announced_by=rng.choice(("all", "all", "first", "nobody")),
+        total_steps=rng.choice((None, None, None, 4, 20)),
+        failure_rate=rng.choice((0.0, 0.0, 0.05, 0.3)),
+    )

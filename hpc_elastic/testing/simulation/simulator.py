@@ -1,0 +1,195 @@
+"""One random schedule: a run of a few nodes in virtual time, with all that can go wrong.
+
+The protocol's own classes run here (`rendezvous.following`, `rendezvous.leadership`, and through it
+`rendezvous.machine`), under adapters of the simulation. All chance comes from one seed, so a
+schedule that fails fails again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hpc_elastic.rendezvous.record import Endpoint, Record
+from hpc_elastic.testing.simulation.faults import Faults
+from hpc_elastic.testing.simulation.files import Files
+from hpc_elastic.testing.simulation.invariants import InvariantError, Monitor
+from hpc_elastic.testing.simulation.network import Network
+from hpc_elastic.testing.simulation.node import Node
+from hpc_elastic.testing.simulation.parts import SOUND, Parts
+from hpc_elastic.testing.simulation.scenario import draw
+from hpc_elastic.testing.simulation.slurm import Slurm
+from hpc_elastic.testing.simulation.training import Work
+from hpc_elastic.testing.simulation.world import World
+
+_LOOK_EVERY_S = 1.0
+"""How often it is checked, in the calm, whether a round stands."""
+
+
+@dataclass
+class Outcome:
+    """What became of one schedule, or of many."""
+
+    schedules: int = 0
+    virtual_s: float = 0.0
+    events: int = 0
+    checks: int = 0
+    rounds: int = 0
+    elections: int = 0
+    fenced: int = 0
+    growths: int = 0
+    endings: int = 0
+    stood_after: Counter[int] = field(default_factory=Counter)
+    """Whole seconds from calm until a round began to stand -> in how many schedules."""
+    faults: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+    """Seed -> what did not hold, with the last lines of the trace."""
+
+    def add(self, other: Outcome) -> None:
+        """Count another outcome in."""
+        for name, value in vars(other).items():
+            if isinstance(value, dict):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+class Simulator:
+    """The world of one schedule."""
+
+    def __init__(self, seed: int, parts: Parts = SOUND, whole_trace: bool = False) -> None:
+        self.seed = seed
+        self.parts = parts
+        self.world = World(seed, whole_trace)
+        self.scenario = draw(self.world.rng)
+        self.monitor = Monitor(self.scenario.rules)
+        self.network = Network(self.world, self.scenario.longest_delay_s)
+        self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
+        self.slurm = Slurm(self.world, self.scenario.longest_answer_s)
+        self.nodes = [Node(self, slot) for slot in range(self.scenario.num_nodes)]
+        self.faults = Faults(self)
+        self._works: dict[int, Work] = {}
+        self._num_ports = 0
+        self._stands_since: float | None = None
+        self._standing: Work | None = None
+        self._stood_after: Counter[int] = Counter()
+
+    # ---- what the nodes use -------------------------------------------------------------
+
+    def new_endpoint(self, host: Node) -> Endpoint:
+        """Return an endpoint that was never used before."""
+        self._num_ports += 1
+        return Endpoint(str(host.slot), self._num_ports, host.task, host.attempt)
+
+    def work_of(self, record: Record) -> Work:
+        """Return the workers of a round."""
+        work = self._works.get(record.number)
+        if work is None:
+            training = self.scenario.training
+            work = self._works[record.number] = Work(record, self.world, self.network, training)
+        return work
+
+    def told_to_stop(self, number: int, reason: str) -> None:
+        """A leader breaks the round of a record."""
+        work = self._works.get(number)
+        if work is not None:
+            self.monitor.told_to_stop(reason, work.steps)
+
+    # ---- the schedule -------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run the schedule.
+
+        Raises:
+            InvariantError: something happened that must never happen.
+        """
+        self._start_nodes()
+        self.faults.plan()
+        self.world.run(self.scenario.calm_after_s)
+        self._calm()
+        end = self.world.now + self.scenario.bound_s
+        while not self._is_well():
+            if self.world.now > end:
+                raise InvariantError(self._complaint())
+            self.world.run(self.world.now + _LOOK_EVERY_S)
+
+    def _start_nodes(self) -> None:
+        rng = self.world.rng
+        late_from = len(self.nodes) - self.scenario.late
+        for node in self.nodes:
+            latest = self.scenario.calm_after_s if node.slot >= late_from else 1.5
+            self.slurm.believe(node.task, "PENDING", 0)
+            self.world.after(latest * rng.random(), None, node.boot)
+
+    def _calm(self) -> None:
+        self.world.note("world", "is calm from now on")
+        self.faults.heal()
+
+    # ---- progress -----------------------------------------------------------------------
+
+    def _is_well(self) -> bool:
+        """Tell whether all that must come to pass in the calm has come to pass."""
+        if self.files.records and self.files.records[-1].ending is not None:
+            return not any(n.lives for n in self.nodes)
+        if not self._is_enough():
+            return True
+        work = next((w for w in reversed(self._works.values()) if w.is_whole), None)
+        if work is None or work is not self._standing or self._is_any_left_behind(work):
+            self._standing, self._stands_since = work, self.world.now
+            return False
+        assert self._stands_since is not None
+        if self.world.now - self._stands_since < self.scenario.confirm_s:
+            return False
+        self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
+        return True
+
+    def _is_any_left_behind(self, standing: Work) -> bool:
+        """Tell whether an agent still has workers in another round than the one that stands."""
+        agents = [n.agent for n in self.nodes if n.agent is not None and not n.agent.over]
+        return any(a.work is not None and a.work is not standing for a in agents)
+
+    def _is_enough(self) -> bool:
+        """Tell whether at least min nodes that reach each other live, or will again."""
+        reachable = [n for n in self.nodes if n.slot != self.network.isolated and not n.ended]
+        return len(reachable) >= self.scenario.rules.min_nodes
+
+    def _complaint(self) -> str:
+        records = self.files.records
+        last = records[-1] if records else None
+        alive = [n.task for n in self.nodes if n.lives]
+        what = "not everybody hears of the end" if last and last.ending else "no round stands"
+        return f"{what} {self.scenario.bound_s:.0f} s after all was healed: {alive} live, {last}"
+
+    def outcome(self) -> Outcome:
+        """Return the numbers of the schedule."""
+        monitor, records = self.monitor, self.files.records
+        ended = bool(records) and records[-1].ending is not None
+        return Outcome(
+            1, self.world.now, self.world.num_events, monitor.num_checks, monitor.rounds,
+            monitor.elections, monitor.fenced, monitor.growths, int(ended),
+            self._stood_after, self.faults.count,
+        )  # fmt: skip
+
+
+def simulate(seed: int, parts: Parts = SOUND) -> Outcome:
+    """Run one schedule; what did not hold is in the outcome's ``failures``."""
+    sim = Simulator(seed, parts)
+    try:
+        sim.run()
+    except Exception as e:  # the protocol's own errors are findings too
+        return _failed(sim, e)
+    return sim.outcome()
+
+
+def _failed(sim: Simulator, error: Exception) -> Outcome:
+    outcome = sim.outcome()
+    what = f"{type(error).__name__}: {error}"
+    outcome.failures[sim.seed] = f"seed {sim.seed}: {what}\n{sim.scenario}\n{format_trace(sim)}"
+    return outcome
+
+
+def format_trace(sim: Simulator) -> str:
+    """Return the trace as text."""
+    return "\n".join(
+        f"{now:9.3f}  {who:6}  {what} {detail}" for now, who, what, detail in sim.world.trace
+    )

@@ -1,0 +1,80 @@
+"""Nodes that are too few for too long go back to the queue."""
+
+import random
+
+import pytest
+from groups import A, B, decisions, machine, resumed, running, training
+
+from hpc_elastic.rendezvous.actions import GiveBack
+from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
+
+
+def test_too_few_for_too_long_gives_every_node_back():
+    """Between one and two times min_wait_s, by chance: of two runs one gives way."""
+    m = machine(min_nodes=3, min_wait_s=10.0)
+    m.join(A, 0.0)
+    m.join(B, 5.0)
+    assert decisions(m.tick(9.9)) == []
+    (given,) = decisions(m.tick(20.0))
+    assert isinstance(given, GiveBack) and given.agents == (A, B) and given.all
+    assert m.phase is Phase.DISBANDED and m.tick(99.0) == []
+
+
+def test_nodes_are_kept_where_there_is_no_queue():
+    """Without min_wait_s a group waits for min nodes for ever."""
+    m = machine(min_nodes=2)
+    m.join(A, 0.0)
+    assert decisions(m.tick(1e9)) == []
+
+
+def test_the_wait_begins_anew_once_there_were_enough():
+    """A group that has trained waits its full time again."""
+    m = training(A, B, min_nodes=2, min_wait_s=10.0)
+    m.gone(B, "silent", 500.0)
+    m.join(A, 500.1)
+    assert decisions(m.tick(509.9)) == []
+    (given,) = decisions(m.tick(520.2))
+    assert isinstance(given, GiveBack) and given.all
+
+
+@pytest.mark.parametrize(("before", "least", "most"), [(0, 5, 15), (2, 20, 60), (30, 1800, 5400)])
+def test_the_time_away_doubles_and_is_random_within_its_range(before, least, most):
+    """Half to one and a half of it; an hour, no more, after many times."""
+    away = set()
+    for seed in range(40):
+        m = machine(min_nodes=2, min_wait_s=10.0)
+        m.rng, m.given_back = random.Random(seed), before
+        m.join(A, 0.0)
+        (given,) = decisions(m.tick(20.0))
+        away.add(given.delay_s)
+    assert len(away) == 40 and least <= min(away) and max(away) <= most
+    assert max(away) > 1.5 * min(away)
+
+
+def test_the_wait_is_random_from_one_run_to_the_next():
+    """Two runs that hold half of the nodes each do not give them back at the same time."""
+
+    def waited(seed: int) -> float:
+        m = Machine(Rules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0), random.Random(seed))
+        m.join(A, 0.0)
+        return next(t / 10 for t in range(1000) if decisions(m.tick(t / 10)))
+
+    waits = {waited(seed) for seed in range(20)}
+    assert len(waits) > 10 and min(waits) >= 10.0 and max(waits) <= 20.1
+
+
+def test_whoever_joins_after_that_goes_back_too():
+    """For as long as the others; nobody is left behind."""
+    m = machine(min_nodes=2, min_wait_s=10.0)
+    m.join(A, 0.0)
+    (given,) = decisions(m.tick(20.0))
+    assert m.join(B, 21.0) == [GiveBack((B,), given.delay_s, all=False)]
+    assert m.gone(A, "its connection closed", 21.0) == []
+
+
+def test_a_round_forgets_how_often_nodes_were_given_back():
+    """The next shortage is a new one."""
+    m = resumed(given_back=3)
+    m.join(A, 100.0)
+    m.slurm_says(running(A), 100.1, 100.1)
+    assert m.phase is Phase.RUNNING and m.given_back == 0

@@ -1,0 +1,90 @@
+"""Records: sealed under the run's secret, and each claim follows from the record before."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.rendezvous.record import Agent, Ending, Endpoint, Record, claim, unseal
+
+SECRET = b"topsecret"
+A, B = Agent("7_0", 0, 0, "node1", 2), Agent("7_1", 3, 1, "nöde2", 2)
+FIRST, SECOND = Endpoint("10.0.0.1", 4000, "7_0", 0), Endpoint("fd00::2", 4001, "7_1", 3)
+BEFORE = Record(
+    6, 2, FIRST, round=4, restarts=1, members=(A, B), lost={"7_3": 1},
+    given_back=2, started=1000.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", [None, Ending("succeeded"), Ending("failed", "rank 3: boom")])
+def test_a_record_survives_its_file(ending):
+    """All fields, with their types: what was decided is what is read."""
+    record = replace(BEFORE, ending=ending)
+    assert unseal(record.seal(SECRET), SECRET) == record
+
+
+@pytest.mark.parametrize("length", range(0, 400, 7))
+def test_a_file_cut_short_is_no_record(length):
+    """However much of it there is."""
+    assert unseal(BEFORE.seal(SECRET)[:length], SECRET) is None
+
+
+def test_another_runs_record_is_none_of_ours():
+    """The signature goes by the run's secret."""
+    assert unseal(BEFORE.seal(b"another"), SECRET) is None
+
+
+def test_a_record_that_was_changed_is_none():
+    """Each character is under the signature."""
+    assert unseal(BEFORE.seal(SECRET).replace("10.0.0.1", "10.6.6.6"), SECRET) is None
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "7", "{}", '{"record": 1, "mac": 2}', "\0\0"])
+def test_garbage_is_no_record(text):
+    """Whatever somebody leaves there, no reader fails on it."""
+    assert unseal(text, SECRET) is None
+
+
+def test_a_signed_record_of_another_version_is_none():
+    """Fields that are missing or unknown are not guessed at."""
+    sealed = json.loads(BEFORE.seal(SECRET))
+    body = json.loads(sealed["record"])
+    assert set(body) == set(vars(BEFORE))
+
+
+def test_the_secret_is_not_in_the_file():
+    """Whoever may read the run directory's files learns nothing that lets him in."""
+    assert "topsecret" not in BEFORE.seal(SECRET)
+
+
+def test_the_first_claim_begins_the_run():
+    """Nothing is known but who leads, and since when."""
+    assert claim(1, None, FIRST, 1000.0) == Record(1, 1, FIRST, started=1000.0)
+
+
+def test_a_claim_keeps_what_was_decided():
+    """Another leader, the next epoch, the next number: all else is as it was."""
+    now = claim(7, BEFORE, SECOND, 2000.0)
+    assert (now.number, now.epoch, now.leader) == (7, 3, SECOND)
+    kept = ("round", "restarts", "members", "given_back", "started", "ending")
+    assert [getattr(now, k) for k in kept] == [getattr(BEFORE, k) for k in kept]
+
+
+def test_a_claim_notes_that_the_leader_before_was_lost():
+    """Slurm may call it RUNNING for minutes; nobody is to wait for it."""
+    assert claim(7, BEFORE, SECOND, 2000.0).lost == {"7_3": 1, "7_0": 0}
+    assert BEFORE.lost == {"7_3": 1}
+
+
+def test_who_claims_after_itself_is_not_lost():
+    """An agent may lead twice, and its task may come back in its next attempt."""
+    for attempt in (0, 1):
+        again = replace(FIRST, port=5000, attempt=attempt)
+        lost = claim(7, BEFORE, again, 2000.0).lost
+        assert lost.get("7_0", -1) < attempt, "the claimer itself counts as lost"
+
+
+def test_damaged_records_may_each_have_begun_an_epoch():
+    """An epoch is never led twice, so none is counted less than once."""
+    assert claim(9, BEFORE, SECOND, 2000.0).epoch == 5
+    assert claim(4, None, SECOND, 2000.0).epoch == 4

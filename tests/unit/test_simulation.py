@@ -1,0 +1,61 @@
+"""The rendezvous under random schedules in virtual time, and the simulator under planted bugs."""
+
+import re
+
+import pytest
+
+from hpc_elastic.testing.simulation import MUTANTS, Simulator, find, format_trace, run_in_parallel
+
+SCHEDULES = 20_000
+MUTANT_SCHEDULES = 2_000
+
+
+@pytest.fixture(scope="module")
+def total():
+    return run_in_parallel(first_seed=0, schedules=SCHEDULES, processes=2)
+
+
+def test_every_invariant_holds_in_every_schedule(total):
+    """No schedule breaks an invariant; a failure names its seed and shows its last events."""
+    shown = "\n\n".join(list(total.failures.values())[:3])
+    assert not total.failures, f"{len(total.failures)} of {total.schedules} failed\n{shown}"
+
+
+def test_schedules_contain_what_is_to_be_tested(total):
+    """The schedules elect, fence, grow, end, and stand; and every kind of fault is among them."""
+    assert total.schedules == SCHEDULES
+    assert total.rounds > SCHEDULES
+    assert total.elections > SCHEDULES
+    assert min(total.fenced, total.growths, total.endings) > SCHEDULES / 50
+    assert total.stood_after.total() > SCHEDULES / 2
+    assert len(total.faults) == 13
+    assert min(total.faults.values()) > SCHEDULES / 50
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_bug_is_found(name):
+    """Each planted bug breaks the invariant that it should, within a few schedules."""
+    parts, complaint = MUTANTS[name]
+    failure = find(0, MUTANT_SCHEDULES, parts)
+    assert failure is not None, f"{name} went unnoticed"
+    assert re.search(complaint, failure.splitlines()[0]), failure
+
+
+def test_failure_can_be_replayed():
+    """A failure names its seed, and that seed fails again in the same way."""
+    parts, _ = MUTANTS["no epoch check"]
+    first = find(0, MUTANT_SCHEDULES, parts)
+    assert first is not None
+    seed = int(re.match(r"seed (\d+):", first)[1])
+    assert find(seed, 1, parts) == first
+
+
+def test_schedule_is_deterministic():
+    """The same seed gives the same events at the same times."""
+    traces = []
+    for _ in range(2):
+        sim = Simulator(7, whole_trace=True)
+        sim.run()
+        traces.append(format_trace(sim))
+    assert traces[0] == traces[1]
+    assert traces[0]

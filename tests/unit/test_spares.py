@@ -1,0 +1,369 @@
+"""Spares: a worker made from one is the worker that a new process would have been."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import start_processes
+
+from hpc_elastic.agent.agent import RoundLogs, _made_from
+from hpc_elastic.agent.prewarm import fits
+from hpc_elastic.agent.report import WorkerFiles
+from hpc_elastic.agent.spares import Spares
+from hpc_elastic.config import AgentSettings
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+
+LOADED_AS = __name__
+
+def who():
+    prctl = Path("/proc/self/status").read_text()
+    handled = [line for line in prctl.splitlines() if line.startswith(("SigIgn", "SigCgt"))]
+    threads = [int(t) for t in os.listdir("/proc/self/task")]
+    return {
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(),
+        "env": dict(os.environ), "name": LOADED_AS, "handled": handled,
+        "main": [sys.modules[m].__file__ for m in ("__main__", "__mp_main__")],
+        "finders": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
+        "own_session": os.getsid(0) == os.getpid(), "parent": os.getppid(),
+        "policies": sorted({os.sched_getscheduler(t) for t in threads}),
+        "nice": os.nice(0), "descriptors": [os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2)],
+        "open": len(os.listdir("/proc/self/fd")),
+        "flags": [sys.stdout.write_through, sys.stdout.line_buffering, sys.stdout.encoding],
+    }
+
+def imported(name):
+    return name in sys.modules
+
+def say():
+    print("from the function")
+    print("an error", file=sys.stderr)
+
+def exit_with(code):
+    sys.exit(code)
+
+def fail():
+    raise ValueError("boom")
+"""
+
+TALKS = "import sys\nprint('imported')\nprint('warned', file=sys.stderr)\n"
+WAITS = """
+import time
+from pathlib import Path
+end = time.monotonic() + 60
+while not Path("go").exists() and time.monotonic() < end:
+    time.sleep(0.02)
+"""
+OPENS_GPU = """
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")
+sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: True)
+"""
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for something that other processes do."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "nothing happened for a minute"
+        time.sleep(0.01)
+
+
+class Node:
+    """A run with one script, started as torch's agent does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = RunDir(folder / "run")
+        self.command = (sys.executable, "-u", "-m", "hpc_elastic.agent.worker", str(self.run.path))
+
+    def entry(self, qualname: str, *args: object, preload: tuple[str, ...] = ("json",)) -> None:
+        """Say what the workers call; before the spares are made."""
+        (self.folder / "script.py").write_text(SCRIPT)
+        entry = Entry(
+            "function", qualname, str(self.folder / "script.py"), args=list(args),
+            cwd=str(self.folder), sys_path=[str(self.folder)],
+        )  # fmt: skip
+        agent = AgentSettings(preload=list(preload))
+        self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
+
+    def start(self, spares: Spares, number: int = 1):
+        """Start one worker; with a spare where there is one that fits."""
+        os.environ["HPC_ELASTIC_ROUND"] = str(number)
+        env = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        with _made_from(spares):
+            return start_processes(
+                "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.folder)
+            )
+
+    def finish(self, processes):
+        """Wait for the worker; return what torch makes of it."""
+        until(lambda: processes.wait(0) is not None)
+        return processes.wait(0)
+
+    def value(self, number: int = 1) -> object:
+        """What the function returned."""
+        return json.loads((self.run.results / f"round-{number}/rank-0.json").read_text())
+
+    def files(self, number: int = 1) -> WorkerFiles:
+        """The worker's logs."""
+        return WorkerFiles(self.folder, number, 0)
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch) -> Node:
+    """A node whose environment, and whose signal handlers, are as before when the test ends."""
+    monkeypatch.setenv("HPC_ELASTIC_ROUND", "0")
+    handlers = {s: signal.getsignal(s) for s in (1, 2, 3, 15)}
+    yield Node(tmp_path)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def make_spares(node):
+    """Make the spares of the node; they are gone when the test ends."""
+    made = []
+
+    def make(slots: int = 1, *, paced: bool = False, ready: bool = True) -> Spares:
+        made.append(Spares(slots, node.command, num_warming=1))
+        made[-1].fill(paced=paced)
+        if ready:
+            until(lambda: all_ready(made[-1], slots))
+        return made[-1]
+
+    yield make
+    for spares in made:
+        spares.close()
+
+
+def all_ready(spares: Spares, slots: int) -> bool:
+    """Whether all have imported."""
+    spares.tend()
+    return len(spares._spares) == slots and all(s.ready for s in spares._spares.values())
+
+
+def pids(spares: Spares) -> list[int]:
+    """The spares' processes."""
+    return [s.process.pid for s in spares._spares.values()]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; nobody may have asked for its exit code yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_worker_made_from_a_spare_is_as_a_new_process(node, make_spares, paced, monkeypatch):
+    """Same command line, paths, environment, signals, priority, descriptors and modules."""
+    monkeypatch.setenv("GONE_LATER", "1")
+    node.entry("who")
+    spares = make_spares(paced=paced)
+    (pid,) = pids(spares)
+    monkeypatch.delenv("GONE_LATER")
+    monkeypatch.setenv("NEW", "umlaut \u00e4 and no text \udcff")
+    processes = node.start(spares)
+    assert processes.pids() == {0: pid}
+    assert not node.finish(processes).is_failed(), node.files().err.read_text()
+    prewarmed = node.value()
+    processes = node.start(Spares(0, node.command))
+    assert not node.finish(processes).is_failed()
+    assert node.value() == prewarmed
+
+
+def test_what_is_to_be_preloaded_is_imported(node, make_spares):
+    """torch is there before the script asks for it, and so is what its optimizers import."""
+    node.entry("imported", "torch._dynamo", preload=("torch",))
+    node.finish(node.start(make_spares()))
+    assert node.value() is True
+
+
+def test_modules_are_found_where_the_script_would_find_them(node, make_spares):
+    """The run's folder and paths come first, and output at import is in the worker's log."""
+    (node.folder / "talks.py").write_text(TALKS)
+    node.entry("say", preload=("talks",))
+    node.finish(node.start(make_spares()))
+    assert node.files().out.read_text() == "imported\nfrom the function\n"
+    assert node.files().err.read_text() == "warned\nan error\n"
+
+
+def test_a_spare_that_still_imports_is_used(node, make_spares):
+    """It goes on from where it is, and leaves out what it has not begun to import."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("imported", "xml.dom.minidom", preload=("waits", "xml.dom.minidom"))
+    spares = make_spares(ready=False)
+    (pid,) = pids(spares)
+    processes = node.start(spares)
+    assert processes.pids() == {0: pid}
+    (node.folder / "go").touch()
+    node.finish(processes)
+    assert node.value() is False
+
+
+@pytest.mark.parametrize(("qualname", "args", "code"), [("exit_with", [7], 7), ("fail", [], 1)])
+def test_its_end_is_a_workers(node, make_spares, qualname, args, code):
+    """Exit codes and the error file are where torch's agent looks for them."""
+    node.entry(qualname, *args)
+    result = node.finish(node.start(make_spares()))
+    assert result.failures[0].exitcode == code
+    assert (qualname == "fail") == ("boom" in str(result.failures[0].message))
+
+
+def test_torch_stops_it_as_any_worker(node, make_spares):
+    """A signal to its process group reaches it, and its death is seen."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=("waits",))
+    spares = make_spares(ready=False)
+    (pid,) = pids(spares)
+    processes = node.start(spares)
+    processes.close(signal.SIGTERM, 30)
+    assert is_gone(pid)
+
+
+def test_a_module_that_can_not_be_imported_is_logged_once(node, make_spares, caplog):
+    """However many spares meet it; the others are imported, and the worker works."""
+    node.entry("imported", "xml.dom.minidom", preload=("nosuchmodule", "xml.dom.minidom"))
+    spares = make_spares(2)
+    assert caplog.text.count("No module named 'nosuchmodule'") == 1
+    node.finish(node.start(spares))
+    assert node.value() is True
+
+
+def test_while_workers_train_spares_are_made_one_after_the_other(node, make_spares):
+    """The next one starts once the one before has imported."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=("waits",))
+    spares = make_spares(2, paced=True, ready=False)
+    spares.tend()
+    assert len(pids(spares)) == 1
+    (node.folder / "go").touch()
+    until(lambda: all_ready(spares, 2))
+
+
+def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplog):
+    """It is buried when the agent looks, and no other one is made before the next round."""
+    node.entry("who")
+    spares = make_spares(2)
+    for pid in pids(spares):
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: is_gone(pid))
+    assert spares.take(0, node.command, dict(os.environ), (1, 2)) is None
+    spares.tend()
+    assert "slot 1 ended by itself, with exit code -9" in caplog.text
+    spares.tend()
+    assert pids(spares) == []
+    assert not node.finish(node.start(spares)).is_failed()
+
+
+def test_a_spare_that_opens_the_gpu_is_not_kept(node, make_spares, caplog):
+    """It would take memory from the worker beside it."""
+    (node.folder / "opens.py").write_text(OPENS_GPU)
+    node.entry("who", preload=("opens",))
+    spares = make_spares(ready=False)
+    (pid,) = pids(spares)
+    until(lambda: spares.tend() or not pids(spares))
+    assert is_gone(pid) and "opens the GPU" in caplog.text
+
+
+def test_what_is_read_at_start_makes_a_new_process(node, make_spares, monkeypatch):
+    """OMP_NUM_THREADS of before would stay in force."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    node.entry("who")
+    spares = make_spares()
+    (pid,) = pids(spares)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    processes = node.start(spares)
+    node.finish(processes)
+    assert is_gone(pid) and processes.pids() != {0: pid}
+    assert node.value()["env"]["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_spares):
+    """A spare that imports does not read; the worker is a new process then."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=("waits",))
+    spares = make_spares(ready=False)
+    (pid,) = pids(spares)
+    big = {**os.environ, "BIG": "x" * 4_000_000}
+    assert spares.take(0, node.command, big, (1, 2)) is None
+    assert is_gone(pid)
+
+
+def test_closing_leaves_no_process(node, make_spares):
+    """Neither ready ones nor those that import."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=("waits",))
+    spares = make_spares(2, ready=False)
+    before = pids(spares)
+    spares.close()
+    assert len(before) == 2 and all(map(is_gone, before))
+
+
+@pytest.mark.parametrize("module", ["json", "waits"])
+def test_spares_die_with_their_agent(node, module):
+    """Also when it is killed, ready or not."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=(module,))
+    agent = (
+        "import sys, time; from hpc_elastic.agent.spares import Spares\n"
+        "spares = Spares(1, sys.argv[1:]); spares.fill(paced=False)\n"
+        "print(spares._spares[0].process.pid, flush=True)\n"
+        "if sys.argv[-1].endswith('run'): sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", agent, *node.command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        pid = int(process.stdout.readline())
+        process.kill()
+    until(lambda: is_gone(pid))
+
+
+def test_a_spare_that_can_not_be_started_is_done_without(node, caplog):
+    """The round starts without it."""
+    spares = Spares(1, ["/nonexistent/python"])
+    spares.fill(paced=False)
+    assert "no spare for slot 0" in caplog.text
+    assert spares.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
+
+
+def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):
+    """torch has read them before; the choice of a GPU is in time."""
+    node.entry("say")
+    script = node.folder / "script.py"
+    lines = "import os\nos.environ['{}'] = os.environ['{}'] = '0'\n"
+    script.write_text(lines.format("OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES") + script.read_text())
+    node.finish(node.start(make_spares()))
+    told, _ = node.files().err.read_text().splitlines()
+    assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.spares=false" in told
+    node.finish(node.start(Spares(0, node.command)))
+    assert "OMP_PROC_BIND" not in node.files().err.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "fitting"),
+    [
+        ("RANK", True), ("MASTER_ADDR", True), ("TORCHELASTIC_RESTART_COUNT", True),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", True), ("HPC_ELASTIC_ROUND", True), ("TOKEN", True),
+        ("OMP_NUM_THREADS", False), ("CUDA_VISIBLE_DEVICES", False), ("PYTHONHASHSEED", False),
+        ("LD_LIBRARY_PATH", False), ("TORCH_LOGS", False), ("TORCHINDUCTOR_FREEZING", False),
+    ],
+)  # fmt: skip
+def test_which_variables_can_be_handed_over(name, fitting):
+    """Those that are read when they are needed; not those that a process reads as it starts."""
+    assert fits({"A": "1"}, {"A": "1", name: "x"}) is fitting
+    assert fits({name: "x"}, {name: "y"}) is fitting
+    assert fits({name: "x"}, {name: "x", "B": "2"})

@@ -1,0 +1,161 @@
+"""The start of a task: which node of which run it is, and what is said when that is not clear."""
+
+import json
+
+import pytest
+
+from hpc_elastic.agent import task as task_module
+from hpc_elastic.agent.task import find_task, main
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.slurm.environment import SlurmEnvironment
+
+ARRAY_TASK = {
+    "SLURM_JOB_ID": "72",
+    "SLURM_ARRAY_JOB_ID": "70",
+    "SLURM_ARRAY_TASK_ID": "1",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_CPUS_ON_NODE": "8",
+    "SLURM_STEP_ID": "0",
+}
+GANG_NODE = {
+    "SLURM_JOB_ID": "70",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_CPUS_ON_NODE": "8",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.fixture
+def array(tmp_path):
+    """Return a function that writes the array file of a run of two slots."""
+    submission = tmp_path / ".hpc_elastic"
+    submission.mkdir()
+    entry = Entry("function", "f", "f.py")
+    tasks = [(0, 0), (0, 1)]
+    run = RunDir(tmp_path / "0")
+    run.create(RunSpec("r", 1, 2, 1, 0, entry, str(submission), tasks))
+
+    def write(**content):
+        file = submission / "array-0.json"
+        slots = [{"dir": str(run.path), "slot": slot} for slot in range(2)]
+        file.write_text(json.dumps({"runs": slots, **content}))
+        return file
+
+    return write
+
+
+def test_an_array_task_finds_its_run_by_its_index(array):
+    """And writes the job id down, for a script that was submitted by hand."""
+    file = array()
+    task = find_task(file, SlurmEnvironment(ARRAY_TASK))
+    assert (task.name, task.slot, task.attempt, task.in_gang) == ("70_1", 1, 0, False)
+    assert task.logs == task.run.path / "tasks" / "70_1" / "attempt-0"
+    assert file.with_suffix(".jobid").read_text() == "70\n"
+    assert not file.with_suffix(".nodes").exists()
+
+
+def test_a_node_of_a_gang_finds_its_run_by_its_id(array):
+    """And the first of them write down which nodes there are."""
+    file = array(gang=True)
+    task = find_task(file, SlurmEnvironment({**GANG_NODE, "SLURM_RESTART_COUNT": "2"}))
+    assert (task.name, task.slot, task.attempt, task.in_gang) == ("70.1", 1, 2, True)
+    assert file.with_suffix(".jobid").read_text() == "70\n"
+    nodes = json.loads(file.with_suffix(".nodes").read_text())
+    assert nodes == {"attempt": 2, "hosts": ["n1", "n2", "n3"]}
+
+
+def test_a_job_id_that_is_there_is_left_alone(array):
+    """The submission wrote it."""
+    file = array()
+    file.with_suffix(".jobid").write_text("70\n")
+    before = file.with_suffix(".jobid").stat().st_mtime_ns
+    find_task(file, SlurmEnvironment(ARRAY_TASK))
+    assert file.with_suffix(".jobid").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("gang", "variables", "why"),
+    [
+        (False, GANG_NODE, "--array line"),
+        (True, ARRAY_TASK, "without --array"),
+        (False, {**ARRAY_TASK, "SLURM_ARRAY_TASK_ID": "2"}, "has 2 tasks, not 2"),
+        (True, {**GANG_NODE, "SLURM_NODEID": "7"}, "has 2 tasks, not 7"),
+    ],
+)
+def test_a_process_that_is_no_task_of_the_array_is_told_why(array, gang, variables, why):
+    """A script that was changed by hand, or submitted otherwise."""
+    with pytest.raises(HpcElasticError, match=why):
+        find_task(array(gang=gang), SlurmEnvironment(variables))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_an_array_file_that_can_not_be_read_is_named(array, text):
+    """With the node, for its mounts may be the reason."""
+    file = array()
+    file.write_text(text)
+    with pytest.raises(RunDirectoryError, match=r"array-0\.json: not readable on n1"):
+        find_task(file, SlurmEnvironment(ARRAY_TASK))
+
+
+MALFORMED = [
+    ("SLURM_JOB_ID", "", "a number"),
+    ("SLURM_ARRAY_JOB_ID", "7O", "a number"),
+    ("SLURM_ARRAY_TASK_ID", "-1", "a number"),
+    ("SLURM_RESTART_COUNT", "once", "a number"),
+    ("SLURMD_NODENAME", "", "a name"),
+    ("SLURM_CPUS_ON_NODE", "8(x2)", "a number"),
+    ("SLURM_JOB_END_TIME", "soon", "a number"),
+    ("SLURM_STEP_ID", "batch", "a number"),
+    ("SLURM_JOB_NODELIST", "n[1-", "a host list"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), MALFORMED)
+def test_a_malformed_variable_ends_the_task_with_a_clear_line(
+    array, monkeypatch, capsys, name, value, expected
+):
+    """Variable, value and expectation; exit code 1 and no traceback, before torch is imported."""
+    file = array()
+    for variable in {*ARRAY_TASK, name}:
+        monkeypatch.setenv(variable, {**ARRAY_TASK, name: value}[variable])
+    assert main([str(file)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hpc_elastic: {name} is {value!r}, expected {expected}")
+
+
+@pytest.mark.parametrize("name", ["SLURM_NODEID", "SLURM_STEP_NODELIST"])
+def test_a_gang_needs_its_node_ids(array, name):
+    """Missing or malformed alike."""
+    with pytest.raises(SlurmEnvironmentError, match=name):
+        find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, name: "n[1-"}))
+
+
+def test_outside_of_slurm_the_task_says_so(array, monkeypatch, capsys):
+    """Somebody tried the command by hand."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main([str(array())]) == 1
+    assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
+
+
+def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
+    """The first node tells that it has ended; the next ones wait for that, and no others do."""
+    asked = []
+    monkeypatch.setattr(task_module.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(task_module.gang, "end_if_orphaned", lambda *args: asked.append(args[:2]))
+    tasks = [
+        find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))
+        for n in range(2)
+    ]
+    for task in tasks:
+        task.logs.mkdir(parents=True)
+        task_module._leave_gang(task)
+    assert (tasks[0].logs / "ended").exists() and not asked, "the run goes on"
+    tasks[0].run.result.write_text("{}")
+    for task in tasks:
+        task_module._leave_gang(task)
+    assert asked == [("70.1", tasks[0].logs)]

@@ -1,0 +1,151 @@
+"""The tasks of a run as its leader sees them: by squeue, or by the local launcher's table."""
+
+import json
+import os
+import socket
+
+from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, task_names, tasks_of
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.rundir import Entry, RunSpec
+from hpc_elastic.slurm.states import TaskState
+
+
+def spec(submission, tasks, **fields) -> RunSpec:
+    """A run with these slots."""
+    entry = Entry("function", "f", "f.py")
+    return RunSpec("r", 2, 4, 1, 0, entry, str(submission), tasks, **fields)
+
+
+class FakeClient:
+    """Answers what it is told to, and remembers what it was asked."""
+
+    def __init__(self, states: list[TaskState] | None) -> None:
+        self.states = states
+        self.cancelled: list[str] = []
+        self.postponed: list[tuple[list[str], float]] = []
+        self.asked: list[list[str]] = []
+
+    def tasks(self, job_ids):
+        """The states of the tasks of these jobs."""
+        self.asked.append(sorted(job_ids))
+        if self.states is None:
+            raise SlurmCommandError(["squeue"], 1, "Unable to contact slurm controller")
+        return {s.task: s for s in self.states}
+
+    def cancel(self, tasks, *, pending_only=False):
+        """Take note of what is cancelled."""
+        assert pending_only
+        self.cancelled += tasks
+
+    def postpone(self, tasks, delay_s):
+        """Take note of what is put off."""
+        self.postponed.append((list(tasks), delay_s))
+
+
+def words(view) -> dict[str, str]:
+    """The states of a view."""
+    return {name: state.state for name, state in view.items()}
+
+
+def submitted(folder, **jobs: str) -> None:
+    """Write the job ids of arrays: a0="70"."""
+    for name, job_id in jobs.items():
+        (folder / f"array-{name[1:]}.jobid").write_text(f"{job_id}\n")
+
+
+def test_a_run_sees_its_own_tasks_over_all_its_arrays(tmp_path):
+    """Other runs' tasks, and arrays that are not submitted yet, are no part of it."""
+    submitted(tmp_path, a0="70", a1="80")
+    listed = {"70_1": "RUNNING", "70_2": "RUNNING", "70_3": "PENDING", "80_0": "RUNNING"}
+    client = FakeClient([TaskState(t, w, "Priority") for t, w in listed.items()])
+    tasks = SlurmTasks(spec(tmp_path, [(0, 1), (0, 3), (1, 0), (2, 0)]), client)
+    view = tasks.view()
+    assert words(view) == {"70_1": "RUNNING", "70_3": "PENDING", "80_0": "RUNNING"}
+    assert view["70_3"].reason == "Priority"
+    assert client.asked == [["70", "80"]]
+    assert tasks.is_running("80_0") and not tasks.is_running("70_3")
+    assert tasks.is_running("70_2") is False
+    tasks.cancel_pending()
+    assert client.cancelled == ["70_1", "70_3", "80_0"]
+
+
+def test_a_gang_is_seen_by_its_nodes(tmp_path):
+    """One job of squeue's is the first slots of the run."""
+    submitted(tmp_path, a0="70", a1="80")
+    (tmp_path / "array-0.nodes").write_text('{"attempt": 1, "hosts": ["n1", "n2"]}')
+    listed = [TaskState("70", "RUNNING", node="n2", restarts=1), TaskState("80_0", "PENDING")]
+    run = spec(tmp_path, [(0, 0), (0, 1), (1, 0)], gang=True)
+    client = FakeClient(listed)
+    tasks = SlurmTasks(run, client)
+    assert task_names(run) == ["70.0", "70.1", "80_0"]
+    assert words(tasks.view()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING", "80_0": "PENDING"}
+    assert tasks.is_running("70.0") is False and tasks.is_running("70.1") is True
+    tasks.postpone_pending(30)
+    assert client.postponed == [(["80_0"], 30)]
+
+
+def test_nothing_is_postponed_where_nothing_waits(tmp_path):
+    """Slurm is not asked to do anything for no task."""
+    submitted(tmp_path, a0="70")
+    client = FakeClient([TaskState("70_0", "RUNNING")])
+    SlurmTasks(spec(tmp_path, [(0, 0)]), client).postpone_pending(30)
+    assert client.postponed == []
+
+
+def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
+    """Nobody knows what runs, and the log says so once an outage."""
+    submitted(tmp_path, a0="70")
+    client = FakeClient(None)
+    tasks = SlurmTasks(spec(tmp_path, [(0, 0)]), client)
+    assert tasks.view() is None and tasks.is_running("70_0") is None
+    assert caplog.text.count("Slurm does not answer") == 1
+    client.states = []
+    assert tasks.view() == {} and tasks.is_running("70_0") is False
+    client.states = None
+    assert tasks.view() is None
+    assert caplog.text.count("Slurm does not answer") == 2
+
+
+def local(folder, slots, table) -> LocalTasks:
+    """The tasks of a local run whose launcher has written this table."""
+    (folder / "local-tasks.json").write_text(json.dumps(table))
+    tasks = tasks_of(spec(folder, slots, launcher="local"))
+    assert isinstance(tasks, LocalTasks)
+    return tasks
+
+
+def test_a_local_task_runs_while_its_process_does(tmp_path):
+    """A table entry whose process is gone has ended; those of other runs are left out."""
+    submitted(tmp_path, a0="9")
+    table = {
+        "9_0": {"state": "RUNNING", "pid": os.getpid()},
+        "9_1": {"state": "RUNNING", "pid": 2**22 + 1},
+        "9_2": {"state": "PENDING", "pid": None},
+        "9_3": {"state": "RUNNING", "pid": os.getpid()},
+        "9_4": {"state": "ENDED", "pid": os.getpid()},
+    }
+    tasks = local(tmp_path, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5)], table)
+    view = tasks.view()
+    expected = {"9_0": "RUNNING", "9_1": "COMPLETED", "9_2": "PENDING", "9_4": "COMPLETED"}
+    assert words(view) == expected
+    assert {state.node for state in view.values()} == {socket.gethostname()}
+    assert tasks.is_running("9_0") is True and tasks.is_running("9_1") is False
+    tasks.cancel_pending()
+    tasks.postpone_pending(1)
+
+
+def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):
+    """Runs of a sweep whose settings differ, or of a later batch, are not in the first array."""
+    submitted(tmp_path, a0="9", a1="10")
+    lives = {"state": "RUNNING", "pid": os.getpid()}
+    tasks = local(tmp_path, [(1, 0)], {"9_0": lives, "10_0": lives})
+    assert words(tasks.view()) == {"10_0": "RUNNING"}
+
+
+def test_without_the_launchers_table_nobody_knows(tmp_path):
+    """It is written before the first task starts; a disk error is no word on the tasks."""
+    submitted(tmp_path, a0="9")
+    tasks = tasks_of(spec(tmp_path, [(0, 0)], launcher="local"))
+    assert tasks.view() is None and tasks.is_running("9_0") is None
+    (tmp_path / "local-tasks.json").write_text("{")
+    assert tasks.view() is None

@@ -99,7 +99,9 @@ def report(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for n, measured in ours.items():
-        table.add_row(str(n), *_our_cells(n, measured), *_peer_cells(n, measured, peers[n], limit_s))
+        table.add_row(
+            str(n), *_our_cells(n, measured), *_peer_cells(n, measured, peers[n], limit_s)
+        )
     return table
 
 

@@ -43,8 +43,8 @@ class Progress:
     total_steps: int | None
     boundary: int | None
     """The last step whose checkpoint was announced."""
-    held: bool
-    """Whether the worker stays there until it is stopped, or let go."""
+    held: int
+    """Not 0: the worker stays there; the number of the request that it obeys."""
 
 
 class ControlPage:
@@ -89,18 +89,18 @@ class ControlPage:
         """
         struct.pack_into("=q", self._map, _BOUNDARY, step)
         until = time.monotonic() + LONGEST_HOLD_S
-        while self._is_to_hold() and time.monotonic() < until:
-            struct.pack_into("=q", self._map, _HELD, 1)
+        while (request := self._hold_request()) and time.monotonic() < until:
+            struct.pack_into("=q", self._map, _HELD, request)
             time.sleep(_LOOK_AGAIN_S)
         struct.pack_into("=q", self._map, _HELD, 0)
         return time.monotonic() < until
 
-    def _is_to_hold(self) -> bool:
-        return bool(struct.unpack_from("=q", self._map, _HOLD)[0])
+    def _hold_request(self) -> int:
+        return int(struct.unpack_from("=q", self._map, _HOLD)[0])
 
-    def hold(self, on: bool) -> None:
-        """Ask the worker to stay at its next boundary, or let it go (agent)."""
-        struct.pack_into("=q", self._map, _HOLD, int(on))
+    def hold(self, request: int) -> None:
+        """Ask the worker to stay at its next boundary; 0 lets it go (agent)."""
+        struct.pack_into("=q", self._map, _HOLD, request)
 
     def read(self) -> Progress:
         """Return what the worker last published (agent)."""
@@ -112,7 +112,7 @@ class ControlPage:
             step_time=None if math.isnan(when) else when,
             total_steps=_known(total),
             boundary=_known(boundary),
-            held=bool(held),
+            held=held,
         )
 
 

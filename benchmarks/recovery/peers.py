@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from recovery.trail import Notice, host_of_leader, read_notices
 
+OURS = "hpc_elastic"
 TRAINING = Path(__file__).with_name("training.py")
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 TUNED = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
@@ -55,7 +56,7 @@ class Ours:
     """
 
     settings: dict[str, Any]
-    name: str = "hpc_elastic"
+    name: str = OURS
     program: str = "hpc_elastic.agent.task"
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:

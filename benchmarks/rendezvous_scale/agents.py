@@ -1,11 +1,11 @@
-"""Many light agents in one event loop: the product's decisions (`following`) and connections
-(`stream`), without its threads. What an agent would read from the run directory it is given.
+"""Many light agents in one event loop: the product's decisions and connections, without threads.
+
+What an agent would read from the run directory it is given, but for the leader's lease.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 import struct
 import time
@@ -26,7 +26,6 @@ from hpc_elastic.rendezvous.following import (
 )
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.session import CONNECT_TIMEOUT_S
 from hpc_elastic.rendezvous.stream import Stream, connect
 from hpc_elastic.rendezvous.wire import BadFrameError
 from hpc_elastic.rundir import RunDir
@@ -34,7 +33,8 @@ from rendezvous_scale.leading import SECRET, liveness, member
 from rendezvous_scale.process import allow_files
 
 _TICKS_A_BEAT = 2
-_SLICES = 25
+_TURN_S = 0.01
+_STARTS_A_TURN = 32
 _HANDSHAKE_LINES = 2
 _TCP_INFO_BYTES = struct.Struct("=120xQQ")
 """tcpi_bytes_acked and tcpi_bytes_received of linux/tcp.h: what the peer and we have taken."""
@@ -114,8 +114,7 @@ class LightAgent:
         where, hello = record.leader, asdict(self.me)
         self.group.tries += 1
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                self.stream = await connect(where.address, where.port, SECRET, record.epoch, hello)
+            self.stream = await connect(where.address, where.port, SECRET, record.epoch, hello)
         except (OSError, BadFrameError) as e:
             refused, why = isinstance(e, ConnectionRefusedError), type(e).__name__
             now = time.monotonic()
@@ -151,9 +150,11 @@ class Group:
         """Let all agents go at once; return when the last has its rank."""
         since = time.perf_counter()
         self.waiting.update(self._agents)
-        for agent in self._agents:
-            agent.start()
         self._life = asyncio.create_task(self._live())
+        for i, agent in enumerate(self._agents):
+            agent.start()
+            if i % _STARTS_A_TURN == 0:
+                await asyncio.sleep(0)  # nobody's connection is to wait until the last has begun
         return await self._reach(since)
 
     async def form_again(self) -> Reached:
@@ -176,11 +177,18 @@ class Group:
             self._life.cancel()
 
     async def _live(self) -> None:
-        """Let time pass for every agent, not for all at once, as on as many nodes."""
-        for turn in itertools.count():
-            for agent in self._agents[turn % _SLICES :: _SLICES]:
-                agent.tick()
-            await asyncio.sleep(liveness().heartbeat_s / _TICKS_A_BEAT / _SLICES)
+        """Let time pass for every agent: in turn, as on as many nodes, and in time for each."""
+        done, now = 0.0, time.monotonic()
+        while True:
+            size, before, now = len(self._agents), now, time.monotonic()
+            tick_s = self._agents[0].following.beat_every_s / _TICKS_A_BEAT
+            due = done + min(1.0, (now - before) / tick_s) * size
+            for i in range(int(done), int(due)):
+                agent = self._agents[i % size]
+                if agent.following.joining or agent.rank is not None:
+                    agent.tick()
+            done = due
+            await asyncio.sleep(_TURN_S)
 
     def lease(self) -> int | None:
         """Return what shows that the leader lives."""

@@ -1,4 +1,4 @@
-"""Our leader as the product runs it, in a process of its own; no store is started, no Slurm asked."""
+"""Our leader as a run has it, in a process of its own; no store is started, no Slurm asked."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def lead(pipe: Connection, size: int, folder: Path) -> None:
 
 
 async def _lead(pipe: Connection, size: int, folder: Path) -> None:
-    office, record = _office(size, folder), None
+    office = _office(size, folder)
     listener = Listener(ADDRESS)
     record = _claim(office.register, listener.port)
     leader = Leader(office, record, listener)

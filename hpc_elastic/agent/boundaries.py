@@ -13,10 +13,10 @@ class Leader(Protocol):
     """The part of `rendezvous.session.Session` that is used here."""
 
     @property
-    def hold(self) -> bool:
-        """Whether workers are to stay at their next checkpoint boundary."""
+    def hold(self) -> int:
+        """Not 0: workers are to stay at their next checkpoint boundary."""
 
-    def boundary(self, step: int, *, held: bool) -> None:
+    def boundary(self, step: int, *, held: int) -> None:
         """Report that all workers have announced the checkpoint of a step."""
 
 
@@ -26,8 +26,8 @@ class Boundaries:
     def __init__(self, leader: Leader, pages: Sequence[ControlPage]) -> None:
         self._leader = leader
         self._pages = pages
-        self._hold = False
-        self._reported: tuple[int, bool] | None = None
+        self._hold = 0
+        self._reported: tuple[int, int] | None = None
         self._held_since: float | None = None
 
     def look(self, now: float) -> None:
@@ -37,7 +37,7 @@ class Boundaries:
             for page in self._pages:
                 page.hold(self._hold)
         workers = [page.read() for page in self._pages]
-        held = any(w.held for w in workers)
+        held = max((w.held for w in workers), default=0)
         if not held:
             self._held_since = None
         elif self._held_since is None:

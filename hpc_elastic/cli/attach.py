@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import SUBMISSION, RunDir, read_json
+from hpc_elastic.rundir import SUBMISSION, RunDir, Submission, read_json
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
-from hpc_elastic.submit.local import TASKS_FILE
 
 
 def attach(sweep: Path, poll_s: float) -> int:
@@ -52,7 +51,7 @@ class LocalView:
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Return what the launcher has written down about its processes."""
-        listed = read_json(self.submission / TASKS_FILE) or {}
+        listed = read_json(Submission(self.submission).local_tasks) or {}
         return {name: _state(name, task) for name, task in listed.items()}
 
     def cancel(self) -> None:
@@ -94,12 +93,13 @@ def read_job_ids(submission: Path) -> dict[int, str]:
     Raises:
         RunDirectoryError: there is none.
     """
-    files = {_number(file): file for file in submission.glob("array-*.jobid")}
-    if not files:
-        scripts = " ".join(shlex.quote(str(s)) for s in sorted(submission.glob("array-*.sbatch")))
+    job_ids = Submission(submission).job_ids()
+    if not job_ids:
+        arrays = Submission(submission).arrays()
+        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
         remedy = f"; to do so: sbatch {scripts}" if scripts else ""
         raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
-    return {number: files[number].read_text().strip() for number in sorted(files)}
+    return job_ids
 
 
 def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[TrackedRun], str]:
@@ -112,16 +112,16 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
     for path in dict.fromkeys(_run_dirs(submission, job_ids)):
         spec = RunDir(path).load()
         launcher = spec.launcher
-        tasks = tuple(f"{job_ids[k]}_{index}" for k, index in spec.tasks if k in job_ids)
-        runs.append(TrackedRun(path, _label(path), tasks, submission))
+        runs.append(TrackedRun(path, _label(path), tuple(spec.task_names(job_ids)), submission))
     return runs, launcher
 
 
 def _run_dirs(submission: Path, job_ids: Mapping[int, str]) -> Iterator[Path]:
     for number in job_ids:
-        array = read_json(submission / f"array-{number}.json")
+        file = Submission(submission).array(number).tasks
+        array = read_json(file)
         if array is None:
-            raise RunDirectoryError(f"{submission} has no array-{number}.json")
+            raise RunDirectoryError(f"{submission} has no {file.name}")
         yield from (Path(run["dir"]) for run in array["runs"])
 
 
@@ -136,7 +136,3 @@ def _label(run: Path) -> str:
     except OSError:
         return ""
     return overrides_label([str(line) for line in overrides or []])
-
-
-def _number(file: Path) -> int:
-    return int(file.stem.removeprefix("array-"))

@@ -27,10 +27,13 @@ class StopRound:
 
 @dataclass(frozen=True)
 class Hold:
-    """Ask these members to hold at their next checkpoint boundary, or not to any more."""
+    """Ask these members to hold at their next checkpoint boundary, or (0) not to any more.
+
+    Requests are numbered, so that one who obeyed an earlier one is not taken to hold still.
+    """
 
     agents: tuple[Agent, ...]
-    on: bool
+    number: int
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ A leader that can not be reached is taken for dead, and the agent *claims* the n
 - its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
 - Slurm says that its task does not run (the first few members ask); or
 - it was out of reach for ``lost_after_s``, and its lease on the shared file system was not renewed
-  for four heartbeats either. A lease that is renewed says that the leader lives and others follow
-  it: then it is this agent that is cut off, and it keeps trying.
+  for four heartbeats either (or for ``lost_after_s``, if this agent never followed it). A lease
+  that is renewed says that the leader lives and others follow it: then it is this agent that is cut
+  off, and it keeps trying.
 
 A record that does not verify counts as a leader out of reach without a lease.
 
@@ -36,7 +37,9 @@ Message = dict[str, Any]
 
 CONFIRM_REFUSAL_S = 0.2
 _STAGGER_S, _LONGEST_STAGGER_S = 0.02, 1.0
-_LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 1.0
+_LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 2.0
+_FIRST_IN_LINE = 16
+"""So many members watch the lease at every heartbeat; the others look less often."""
 _LEASE_BEATS = 4
 _ADVISED_BY_SLURM = 3
 """So many members ask Slurm about a leader out of reach; the others wait for the lease."""
@@ -126,6 +129,8 @@ class _Watch:
     lease: int | None = None
     lease_since: float | None = None
     """When the lease's present value was first seen; None before the first look."""
+    followed: bool = False
+    """Whether this agent was connected to it."""
     inquired: bool = False
     slurm_says_dead: bool = False
 
@@ -223,9 +228,9 @@ class Following:
         """The leader has proved who it is."""
         self._link = _Link.UP
         self._heard = self._beaten = now
-        self.beat_every_s = self._liveness.heartbeat_s
         self._look_pause_s = _LOOK_AGAIN_S
         self._dead_since = None
+        self._watch.followed = True
         self._watch.refused_since, self._watch.slurm_says_dead = None, False
         return self._ask() if self.joining else []
 
@@ -358,7 +363,9 @@ class Following:
 
     def _plan_look(self, now: float) -> None:
         self._look_due = now + self._look_pause_s
-        self._look_pause_s = min(_LONGEST_LOOK_S, 1.3 * self._look_pause_s)
+        first = self._place() < _FIRST_IN_LINE
+        longest_s = self._liveness.heartbeat_s if first else _LONGEST_LOOK_S
+        self._look_pause_s = min(longest_s, 1.3 * self._look_pause_s)
 
     def _inquire(self, refused: bool) -> list[Effect]:
         if refused or self._watch.inquired or self._place() >= _ADVISED_BY_SLURM:
@@ -385,9 +392,10 @@ class Following:
             return True
         if not damaged and watch.refused_since is not None:
             return now - watch.refused_since >= CONFIRM_REFUSAL_S
-        if now - watch.since <= self._liveness.lost_after_s:
+        lost_after_s = self._liveness.lost_after_s
+        if now - watch.since <= lost_after_s:
             return False
-        quiet_s = _LEASE_BEATS * self._liveness.heartbeat_s
+        quiet_s = max(_LEASE_BEATS * self.beat_every_s, 0.0 if watch.followed else lost_after_s)
         return damaged or (watch.lease_since is not None and now - watch.lease_since >= quiet_s)
 
     def _place(self, record: Record | None = None) -> int:

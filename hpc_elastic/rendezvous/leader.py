@@ -14,7 +14,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,17 +42,13 @@ from hpc_elastic.rendezvous.machine import Phase, Rules
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.status import status_of
-from hpc_elastic.rendezvous.stream import Stream, accept, close
-from hpc_elastic.rendezvous.wire import MAX_FRAME_BYTES, BadFrameError
+from hpc_elastic.rendezvous.stream import NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.slurm.states import TaskState
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StoreAddress = tuple[str, int]
-
-_NO_AGENT_OF_OURS = (OSError, BadFrameError, ValueError, KeyError, TypeError)
-"""What a connection shows that has ended, or never was an agent's."""
 
 _RETRY_S = 0.5
 _WATCH_S = 1.0
@@ -102,8 +98,10 @@ class Leader:
         self._listener = listener
         rng = random.Random()
         self._leadership = Leadership(claim, office.rules, office.liveness, now, rng)
-        self._streams: dict[Agent, Stream] = {}
-        self._connections: dict[asyncio.Task[None], socket.socket] = {}
+        self._agents: dict[Agent, Visitor] = {}
+        self._visitors: dict[Visitor, Agent | None] = {}
+        """Everybody who is connected; None: it has not proved yet to be an agent."""
+        self._arrivals: set[asyncio.Task[None]] = set()
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
@@ -126,7 +124,7 @@ class Leader:
         """
         deadline = time.monotonic() + linger_s
         last = (Phase.ENDED, Phase.DISBANDED)
-        while self._leadership.machine.phase in last and self._streams:
+        while self._leadership.machine.phase in last and self._agents:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
@@ -134,8 +132,8 @@ class Leader:
             duty.cancel()
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
         self._step_down()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        while self._visitors:  # a second at most (`Visitor.close`)
+            await asyncio.sleep(0.01)
         await self._journal.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -148,16 +146,27 @@ class Leader:
         try:
             await duty
         except Exception:
-            _log.exception("the leader failed; stepping down")
-            self._step_down()
+            self._fail()
+
+    @contextlib.contextmanager
+    def _or_fail(self) -> Iterator[None]:
+        try:
+            yield
+        except NO_AGENT_OF_OURS:
+            raise
+        except Exception:
+            self._fail()
+
+    def _fail(self) -> None:
+        _log.exception("the leader failed; stepping down")
+        self._step_down()
 
     def _step_down(self) -> None:
         """Decide nothing more, and let go of everybody: they will find the next leader."""
         self._leadership.fenced = True
         self._listener.close()
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # it has ended by itself
-                connection.shutdown(socket.SHUT_RDWR)
+        for visitor in self._visitors:
+            visitor.close()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -166,41 +175,44 @@ class Leader:
     # ---- agents -------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        task = asyncio.create_task(self._until_it_fails(self._serve(connection)))
-        self._connections[task] = connection
-        task.add_done_callback(self._connections.pop)
+        visitor = Visitor(self._office.secret, self._epoch, self)
+        self._visitors[visitor] = None
+        self._start(self._let_in(visitor, connection), self._arrivals)
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _let_in(self, visitor: Visitor, connection: socket.socket) -> None:
         try:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: visitor, connection)
         except OSError as e:
-            _log.info("a connection ended as soon as it came: %s", e)
             connection.close()
-            return
-        try:
-            stream, hello = await accept(reader, writer, self._office.secret, self._epoch)
-            agent = Agent(**hello)
-        except _NO_AGENT_OF_OURS as e:
-            _log.info("refused a connection from %s: %s", writer.get_extra_info("peername"), e)
-        else:
-            await self._attend(agent, stream)
-        finally:
-            await close(writer)
+            self.left(visitor, f"it ended as soon as it came: {e}")
 
-    async def _attend(self, agent: Agent, stream: Stream) -> None:
-        effects = self._leadership.connected(agent, time.monotonic())
-        self._carry_out(effects)
-        self._streams[agent] = stream
-        try:
-            while True:
-                message = _on_our_clock(await stream.receive())
-                self._carry_out(self._leadership.received(agent, message, time.monotonic()))
-        except _NO_AGENT_OF_OURS as e:
-            _log.info("connection to %s ended: %s", agent.task, e)
-        if self._streams.get(agent) is stream:
-            del self._streams[agent]
-            why = "its connection closed"
-            self._carry_out(self._leadership.disconnected(agent, why, time.monotonic()))
+    def arrived(self, visitor: Visitor, hello: dict[str, Any]) -> None:
+        """See `Host`."""
+        agent = Agent(**hello)
+        with self._or_fail():
+            self._carry_out(self._leadership.connected(agent, time.monotonic()))
+        self._agents[agent] = visitor
+        self._visitors[visitor] = agent
+
+    def said(self, visitor: Visitor, message: dict[str, Any]) -> None:
+        """See `Host`."""
+        agent = self._visitors[visitor]
+        if agent is None or self._agents.get(agent) is not visitor:
+            return  # the agent has come back on another connection
+        with self._or_fail():
+            now = time.monotonic()
+            self._carry_out(self._leadership.received(agent, _on_our_clock(message), now))
+
+    def left(self, visitor: Visitor, why: str) -> None:
+        """See `Host`."""
+        agent = self._visitors.pop(visitor)
+        _log.info("the connection to %s ended: %s", agent.task if agent else "a stranger", why)
+        if agent is not None and self._agents.get(agent) is visitor:
+            del self._agents[agent]
+            with self._or_fail():
+                why = "its connection closed"
+                self._carry_out(self._leadership.disconnected(agent, why, time.monotonic()))
 
     # ---- effects ------------------------------------------------------------------------
 
@@ -209,12 +221,12 @@ class Leader:
         for effect in remaining:
             match effect:
                 case Tell(agent, message):
-                    if agent in self._streams:
-                        self._streams[agent].send(message)
+                    if agent in self._agents:
+                        self._agents[agent].send(message)
                 case Drop(agent):
-                    stream = self._streams.pop(agent, None)
-                    if stream is not None:
-                        stream.abort()
+                    visitor = self._agents.pop(agent, None)
+                    if visitor is not None:
+                        visitor.abort("silent, or connected anew")
                 case Note(kind, fields):
                     self._journal.note(kind, **fields)
                 case Create(record):
@@ -250,8 +262,8 @@ class Leader:
         start = announce.start
         store = self._office.world.make_store()
         for agent, message in placements(announce):
-            if agent in self._streams:
-                self._streams[agent].send({**message, "store": store})
+            if agent in self._agents:
+                self._agents[agent].send({**message, "store": store})
         self._journal.note(
             "round", number=start.number, record=announce.record, epoch=self._epoch,
             nodes=len(start.members), world_size=sum(m.nproc for m in start.members),
@@ -305,9 +317,9 @@ class Leader:
             if machine.phase is Phase.FORMING:
                 text = waiting_for(machine, self._office.world.log_of)
                 for agent in list(machine.joined):
-                    if agent in self._streams:
-                        self._streams[agent].send({"type": "waiting", "text": text})
-            await asyncio.sleep(1.0 + len(self._streams) / _NODES_A_STATUS)
+                    if agent in self._agents:
+                        self._agents[agent].send({"type": "waiting", "text": text})
+            await asyncio.sleep(1.0 + len(self._agents) / _NODES_A_STATUS)
 
     def _write_status(self) -> None:
         self._journal.status(status_of(self._leadership))

@@ -155,7 +155,7 @@ class Leadership:
         """Members of the last round that have not found this leader yet, and until when."""
         self._silent: set[str] = set()
         """Tasks of the last round's members that were lost by silence."""
-        self._yielding_until: float | None = None
+        self._yielding = False
         self._wanted: Record | None = None
         self._asks: dict[Agent, int] = {}
         """The number of each agent's last request for a place."""
@@ -164,7 +164,6 @@ class Leadership:
         self._queue: list[Action] = []
         self._ticked = now
         self._slurm = _Questions()
-        self._beat_every_s = liveness.heartbeat_s
 
     # ---- events -------------------------------------------------------------------------
 
@@ -179,6 +178,7 @@ class Leadership:
         self._heard[agent] = now
         self._expected.pop(agent.task, None)
         self._silent.discard(agent.task)
+        self._yield_if_cut_off(now)
         return effects
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
@@ -266,7 +266,7 @@ class Leadership:
                 failures = [Failure(**f) for f in message["failures"]]
                 return self.machine.worker_failed(failures, agent, now)
             case "boundary" if ours:
-                step, held = int(message["step"]), bool(message["held"])
+                step, held = int(message["step"]), int(message["held"])
                 return self.machine.boundary(agent, step, held, now)
             case "close":
                 return self.machine.close()
@@ -326,8 +326,8 @@ class Leadership:
                 self.estimate.closed(now)
                 self._silent.clear()
                 return [Announce(action, self.at.number, self._answers)]
-            case Hold(agents, on):
-                return self._tell(agents, {"type": "hold", "on": on})
+            case Hold(agents, number):
+                return self._tell(agents, {"type": "hold", "number": number})
             case GiveBack(agents, delay_s, everybody):
                 note = Note("given back", {"nodes": len(agents), "delay_s": round(delay_s, 1)})
                 told = self._tell(agents, {"type": "give back", "delay_s": delay_s})
@@ -349,7 +349,7 @@ class Leadership:
 
     def _forgive_if_slept(self, now: float) -> None:
         gap_s, self._ticked = now - self._ticked, now
-        if gap_s > self._beat_every_s + self._liveness.lost_after_s / 2:
+        if gap_s > self.beat_every_s + self._liveness.lost_after_s / 2:
             self._heard = dict.fromkeys(self._heard, now)
             self._expected = {t: (a, until + gap_s) for t, (a, until) in self._expected.items()}
 
@@ -357,7 +357,8 @@ class Leadership:
         effects: list[Effect] = []
         limit = now - self._liveness.lost_after_s
         for agent in [a for a, heard in self._heard.items() if heard < limit]:
-            self._silent.add(agent.task)
+            if agent in self.machine.members:
+                self._silent.add(agent.task)
             effects.append(Drop(agent))
             effects += self.disconnected(agent, "silent", now)
         for agent in [a for a, until in self._expected.values() if now > until]:
@@ -369,11 +370,8 @@ class Leadership:
 
     def _hears_half(self) -> bool:
         """Whether this leader is on the side of the last round's members that may go on."""
-        if not self._silent and not self._expected:
-            return True
-        members = self.machine.members
-        mute = sum(a.task in self._silent or a.task in self._expected for a in members)
-        return mute <= len(members) / 2
+        num_mute = len(self._silent) + len(self._expected)
+        return num_mute <= len(self.machine.members) / 2
 
     def _is_below_min(self) -> bool:
         """Whether this leader could decide nothing: whoever can not reach it may try to lead."""
@@ -382,19 +380,16 @@ class Leadership:
 
     def _yield_if_cut_off(self, now: float) -> None:
         if self._hears_half():
-            self._yielding_until = None
-            return
-        if self._yielding_until is None:
-            self._yielding_until = now + 2 * self._liveness.lost_after_s
-            self.machine.not_before = self._yielding_until
+            self._yielding = False
+            self.machine.not_before = now
+        elif not self._yielding:
+            self._yielding = True
+            self.machine.not_before = now + 2 * self._liveness.lost_after_s
 
     # ---- heartbeats and Slurm -----------------------------------------------------------
 
     def _beat(self, now: float) -> list[Effect]:
-        beat: Message = {"type": "beat"}
-        if self.beat_every_s != self._beat_every_s:
-            self._beat_every_s = beat["every_s"] = self.beat_every_s
-        return self._tell(tuple(self._heard), beat)
+        return self._tell(tuple(self._heard), {"type": "beat", "every_s": self.beat_every_s})
 
     def _ask_slurm(self, now: float) -> list[Effect]:
         waiting = self.machine.joined or self.machine.unsettled

@@ -26,8 +26,10 @@ is not waited for, whatever Slurm says: Slurm learns of a dead node late. A task
 ended or queued is gone at once, if its agent was last heard of before Slurm was asked.
 
 FORMING -> DISBANDED  With fewer than ``min_nodes`` for ``min_wait_s`` (times 1 to 2, by chance) all
-nodes go back to the queue, for a time that is random and doubles each time: of two runs that hold
-half of the nodes each, one gives way.
+nodes go back to the queue, for a time that is random and doubles each time; so does the range of
+the wait. Of two runs that hold half of the nodes each, one gives way.
+
+FORMING -> ENDED    So many tasks have failed for good that the others are fewer than min nodes.
 
 RUNNING -> FORMING  The round *breaks* when a member is lost or leaves, when a worker fails, when a
 member asks to join anew, or when newcomers are admitted. Everybody else in the round is told to
@@ -146,13 +148,14 @@ class Machine:
     _last_join: dict[Agent, float] = field(default_factory=dict)
     _by_task: dict[str, Agent] = field(default_factory=dict)
     _holding: bool = False
+    _num_holds: int = 0
     _noted: tuple[int, int] | None = None
     """The growth decision that was logged last: how many of how many are wanted."""
     _patience: float = 0.0
     _away_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._patience = self.rng.uniform(1.0, 2.0)
+        self._patience = self.rng.uniform(1.0, 2.0 + self.given_back)
         self._index_members()
 
     @classmethod
@@ -200,11 +203,15 @@ class Machine:
         self.done.add(agent)
         return self._end(EndRun("succeeded")) if len(self.done) == len(self.members) else []
 
-    def boundary(self, agent: Agent, step: int, held: bool, now: float) -> list[Action]:
-        """All workers of a member have announced the checkpoint of ``step``."""
+    def boundary(self, agent: Agent, step: int, held: int, now: float) -> list[Action]:
+        """All workers of a member have announced the checkpoint of ``step``.
+
+        ``held`` is the number of the request to hold that some of them obey there, or 0.
+        """
         if self.phase is not Phase.RUNNING or agent not in self._ranks:
             return []
-        self.boundaries.announce(agent, step, held and self._holding, now)
+        stays = self._holding and held == self._num_holds
+        self.boundaries.announce(agent, step, stays, now)
         return self._advance(now)
 
     def gone(self, agent: Agent, why: str, now: float) -> list[Action]:
@@ -236,6 +243,8 @@ class Machine:
         actions: list[Action] = []
         for agent in self._ended_by_slurm(view or {}, asked_at):
             actions += self.gone(agent, "Slurm says that its task has ended", now)
+        if self.phase is Phase.FORMING and (hopeless := self._hopeless(view or {})):
+            return actions + self._end(EndRun("failed", hopeless))
         return actions + self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -380,6 +389,24 @@ class Machine:
         newest = len(self._ranks)
         return sorted(self.joined, key=lambda a: (self._ranks.get(a, newest), a.slot, a.task))
 
+    def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
+        """Return why min nodes can not come together any more; None while they can.
+
+        A node that failed under its task (NODE_FAIL) may be replaced when the task is requeued.
+        """
+        here = {a.task for a in self.joined}
+        over = [
+            state
+            for task, state in view.items()
+            if state.phase is SlurmPhase.ENDED and state.state != "NODE_FAIL" and task not in here
+        ]
+        left = self.rules.max_nodes - len(over)
+        if left >= self.rules.min_nodes:
+            return None
+        why = f"{len(over)} of the run's {self.rules.max_nodes} tasks have ended for good"
+        message = f"{why} ({over[0].state}), and min nodes is {self.rules.min_nodes}"
+        return Failure(over[0].task, over[0].node, 0, 0, 0.0, message, phase="start")
+
     def _ended_by_slurm(self, view: Mapping[str, TaskState], asked_at: float) -> list[Agent]:
         members = self.members if self.phase is Phase.RUNNING else self.unsettled
         known = dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot)))
@@ -439,7 +466,9 @@ class Machine:
         self._holding = on
         if not on:
             self.boundaries.let_go()
-        return [Hold(self.members, on)]
+            return [Hold(self.members, 0)]
+        self._num_holds += 1
+        return [Hold(self.members, self._num_holds)]
 
     def _longest_wait(self, now: float) -> float:
         return now - next(iter(self.joined.values()), now)

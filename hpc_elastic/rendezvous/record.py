@@ -128,7 +128,7 @@ def unseal(text: str, secret: bytes) -> Record | None:
         raw["members"] = tuple(Agent(**m) for m in raw["members"])
         raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
         return Record(**raw)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

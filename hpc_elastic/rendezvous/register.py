@@ -112,8 +112,8 @@ class Register:
     def _read(self, number: int) -> Record | None:
         try:
             text = record_path(self.path, number).read_text()
-        except UnicodeDecodeError:
-            return None
+        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+            return None  # damaged: its number is taken all the same
         record = unseal(text, self.secret)
         return record if record is not None and record.number == number else None
 

@@ -106,7 +106,7 @@ class Session:
         self._changed = threading.Condition()
         self._round: Round | None = None
         self._stop_requested = False
-        self._hold = False
+        self._hold = 0
         self._outcome: Verdict | SentBack | None = None
         self._news = "looking for the leader"
         self._error: BaseException | None = None
@@ -136,8 +136,8 @@ class Session:
         return self._stop_requested
 
     @property
-    def hold(self) -> bool:
-        """Whether workers are to stay at their next checkpoint boundary."""
+    def hold(self) -> int:
+        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
         return self._hold
 
     @property
@@ -161,7 +161,7 @@ class Session:
             RunDirectoryError: the run directory can not be used.
         """
         with self._changed:
-            self._round, self._stop_requested, self._hold = None, False, False
+            self._round, self._stop_requested, self._hold = None, False, 0
             self._call(lambda: self._carry_out(self._following.join()))
             self._changed.wait_for(lambda: self._round or self._outcome or self._error, timeout_s)
             if self._error is not None:
@@ -179,12 +179,12 @@ class Session:
         """Report that all workers of this agent have returned."""
         self._report("finished")
 
-    def boundary(self, step: int, *, held: bool) -> None:
+    def boundary(self, step: int, *, held: int) -> None:
         """Report that all workers have announced the checkpoint of a step.
 
         Args:
             step: The optimizer step that the checkpoint holds.
-            held: Whether any of them stays there until it is stopped.
+            held: Not 0: some of them stay there; the number of the request that they obey.
         """
         self._report("boundary", step=step, held=held)
 
@@ -357,7 +357,8 @@ class Session:
         try:
             while self._stream is stream and self._outcome is None:
                 message = await stream.receive()
-                self._carry_out(self._following.received(message, time.monotonic()))
+                if self._stream is stream:
+                    self._carry_out(self._following.received(message, time.monotonic()))
         except (OSError, BadFrameError, ValueError, KeyError) as e:
             why = str(e) or type(e).__name__
         if self._stream is stream:
@@ -387,7 +388,7 @@ class Session:
                     _log.info("workers are to stop: %s", message["reason"])
                     self._stop_requested = True
                 case "hold":
-                    self._hold = bool(message["on"])
+                    self._hold = int(message["number"])
                 case "end":
                     self._outcome = Verdict(message["status"], message["failure"])
                 case "give back":

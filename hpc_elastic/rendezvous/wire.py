@@ -9,7 +9,6 @@ Keyed hashing: RFC 2104.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import secrets
@@ -19,6 +18,7 @@ from typing import Any, Literal
 MAX_FRAME_BYTES = 1 << 20
 NONCE_BYTES = 16
 _MAC_CHARS = 32
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 Side = Literal["agent", "leader"]
 
@@ -34,7 +34,7 @@ def new_nonce() -> str:
 
 def sign(key: bytes, text: str) -> str:
     """Return the keyed hash of a text, as hexadecimal text."""
-    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    return hmac.digest(key, text.encode(), "sha256").hex()
 
 
 def is_signed(key: bytes, text: str, mac: str) -> bool:
@@ -62,7 +62,7 @@ class Cipher:
         Raises:
             ValueError: the message is larger than a frame may be.
         """
-        body = json.dumps(message, separators=(",", ":"))
+        body = _to_json(message)
         mac = self._mac(self.me, self.sent, body)
         self.sent += 1
         frame = f"{mac} {body}\n".encode()

@@ -133,6 +133,11 @@ def _contradictions(nodes: NodeRange, settings: Backend) -> Iterator[ConfigError
     if rendezvous.lost_after_s <= rendezvous.heartbeat_s:
         remedy = f"must be above launcher.rendezvous.heartbeat_s ({rendezvous.heartbeat_s:g})"
         yield ConfigError("launcher.rendezvous.lost_after_s", rendezvous.lost_after_s, remedy)
+    if settings.agent.stop_timeout_s >= rendezvous.start_timeout_s:
+        remedy = (
+            f"must be below launcher.rendezvous.start_timeout_s ({rendezvous.start_timeout_s:g})"
+        )
+        yield ConfigError("launcher.agent.stop_timeout_s", settings.agent.stop_timeout_s, remedy)
     if isinstance(settings, LocalSettings):
         yield from _too_few("launcher.max_agents", settings.max_agents, nodes)
     else:

@@ -35,7 +35,6 @@ from hpc_elastic.submit.prepare import Prepared, python_path
 from hpc_elastic.submit.processes import end_processes, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
-TASKS_FILE = Submission(Path()).local_tasks.name
 
 _log = logging.getLogger(__name__)
 

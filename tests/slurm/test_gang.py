@@ -8,6 +8,7 @@ from test_runs import SLOWLY, Sweep, busy, eventually, hosts, leader_host, sweep
 __all__ = ["sweep"]
 
 GANG = "launcher.gang=true"
+QUICK = ("epochs=2", "pause_s=0")
 LIGHT = ("epochs=6", "pause_s=0.02")  # a few seconds of training on an idle machine
 
 
@@ -57,7 +58,7 @@ def test_the_min_part_starts_at_once_and_the_rest_when_it_is_free(slurm, sweep):
 def test_below_min_nodes_nothing_is_held(slurm, sweep):
     """While two of four nodes are busy, neither the gang nor the node beyond it starts."""
     job = busy(slurm, 2)
-    s = sweep("nodes=3:4", GANG, *LIGHT)
+    s = sweep("nodes=3:4", GANG, *QUICK)
     eventually(lambda: len(queue(slurm)) == 3, "the gang, its array and the other job are queued")
     reason = ["squeue", "-h", "-t", "PENDING", "-O", "JobID:0|,Reason:0|"]
     eventually(lambda: "|Dependency|" in slurm.run(reason).stdout, "the array waits for the gang")
@@ -69,7 +70,7 @@ def test_below_min_nodes_nothing_is_held(slurm, sweep):
 
 def test_two_runs_that_do_not_fit_together_finish_one_after_the_other(slurm, sweep):
     """Two times nodes=3:4 on four nodes: the second holds no node as long as the first trains."""
-    s = sweep("nodes=3:4", "lr=0.1,0.05", GANG, *LIGHT)
+    s = sweep("nodes=3:4", "lr=0.1,0.05", GANG, *QUICK)
     output = s.output()
     assert all(s.result(n)["status"] == "succeeded" for n in range(2)), output
     assert all(min(s.group_sizes(n)) >= 3 for n in range(2))

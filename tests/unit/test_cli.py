@@ -13,7 +13,7 @@ from hpc_elastic.cli.attach import LocalView, find_submission, read_job_ids, rea
 from hpc_elastic.cli.main import main
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
-from hpc_elastic.rundir import Entry
+from hpc_elastic.rundir import Entry, Submission
 from hpc_elastic.submit import local
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import prepare
@@ -173,7 +173,7 @@ def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
         "7_0": {"state": "RUNNING", "pid": 1, "exit_code": None},
         "7_1": {"state": "ENDED", "pid": 2, "exit_code": 1},
     }
-    (sweep / ".hpc_elastic" / local.TASKS_FILE).write_text(json.dumps(tasks))
+    Submission(sweep / ".hpc_elastic").local_tasks.write_text(json.dumps(tasks))
     view = LocalView(sweep / ".hpc_elastic", ["7"])
     assert {name: state.state for name, state in view.tasks().items()} == {
         "7_0": "RUNNING",

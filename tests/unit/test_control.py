@@ -1,37 +1,56 @@
 """The control page between a worker and its agent."""
 
+import json
 import math
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 
-from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage, Progress
+from hpc_elastic import control
+from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage, Progress, checkpoint_boundary
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
-    """Before the first report every field is None."""
-    assert ControlPage.create(tmp_path, 0).read() == Progress(None, None, None, None)
+    """Before the first report every field is None, and nobody holds."""
+    page = ControlPage.create(tmp_path, 0)
+    assert page.read() == Progress(None, None, None, None, None, None, 0)
 
 
 def test_the_agent_reads_what_the_worker_wrote(tmp_path):
     """What is not reported keeps its last value."""
     agent = ControlPage.create(tmp_path, 3)
     worker = ControlPage(tmp_path / "worker-3")
-    worker.report(7, 0.5, None)
+    worker.report(7, 0.5, None, 100)
     worker.report(None, None, 448)
+    worker.pass_boundary(5)
     progress = agent.read()
     assert (progress.step, progress.loss, progress.samples) == (7, 0.5, 448)
+    assert (progress.total_steps, progress.boundary, progress.held) == (100, 5, 0)
     assert progress.step_time is not None
+
+
+def test_each_field_stands_by_itself(tmp_path):
+    """Whatever else is reported."""
+    page = ControlPage.create(tmp_path, 0)
+    page.report(None, None, None, 9)
+    assert page.read() == Progress(None, None, None, None, 9, None, 0)
+    page.pass_boundary(0)
+    assert page.read() == Progress(None, None, None, None, 9, 0, 0)
 
 
 def test_a_new_workers_page_does_not_show_the_last_ones_progress(tmp_path):
     """After a restart the page is empty again; the old worker writes to nowhere."""
     old = ControlPage.create(tmp_path, 0)
+    old.hold(1)
     fresh = ControlPage.create(tmp_path, 0)
-    old.report(9, 1.0, None)
-    assert fresh.read().step is None
+    old.report(9, 1.0, None, 10)
+    assert fresh.read() == Progress(None, None, None, None, None, None, 0)
+    assert fresh.pass_boundary(1), "it is not asked to hold"
 
 
 def test_a_loss_that_is_not_a_number_is_none(tmp_path):
@@ -41,39 +60,121 @@ def test_a_loss_that_is_not_a_number_is_none(tmp_path):
     assert page.read().loss is None
 
 
-def in_worker(code: str, tmp_path) -> Progress:
-    """Run code as a worker whose agent has made its page."""
+# ---- checkpoint boundaries ----------------------------------------------------------------
+
+
+def test_a_worker_that_is_held_goes_on_when_it_is_let_go(tmp_path):
+    """It shows where it stays, and at whose request."""
+    agent = ControlPage.create(tmp_path, 0)
+    worker = ControlPage(tmp_path / "worker-0")
+    agent.hold(7)
+    with ThreadPoolExecutor(1) as pool:
+        passed = pool.submit(worker.pass_boundary, 40)
+        for _ in range(1000):
+            if agent.read().held:
+                break
+            threading.Event().wait(0.005)
+        assert (agent.read().boundary, agent.read().held) == (40, 7)
+        assert not passed.done()
+        agent.hold(0)
+        assert passed.result(timeout=10) is True
+    assert (agent.read().boundary, agent.read().held) == (40, 0)
+
+
+def test_nobody_is_held_for_ever(tmp_path, monkeypatch):
+    """An agent that asks and never stops the group costs a while, not the run."""
+    monkeypatch.setattr(control, "LONGEST_HOLD_S", 0.05)
+    page = ControlPage.create(tmp_path, 0)
+    page.hold(1)
+    assert page.pass_boundary(40) is False
+    assert page.read().held == 0
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch) -> ControlPage:
+    """Make this process a worker, with a page that its agent has made."""
+    page = ControlPage.create(tmp_path, 2)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    return page
+
+
+def test_a_script_announces_its_checkpoints(worker):
+    """It goes on at once while nobody waits."""
+    checkpoint_boundary(step=10)
+    checkpoint_boundary(step=20)
+    assert worker.read().boundary == 20
+
+
+def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog):
+    """Its user sees where the time went."""
+    monkeypatch.setattr(control, "LONGEST_HOLD_S", 0.05)
+    worker.hold(1)
+    checkpoint_boundary(step=10)
+    assert "held at the checkpoint of step 10" in caplog.text
+
+
+def test_a_script_says_where_it_will_stop(worker):
+    """With that, a late node is weighed."""
+    control.report(total_steps=1000)
+    control.report(step=3)
+    assert (worker.read().step, worker.read().total_steps) == (3, 1000)
+
+
+# ---- from a script ------------------------------------------------------------------------
+
+
+def in_worker(code: str, tmp_path) -> tuple[Progress, str]:
+    """Run code as a worker whose agent has made its page; return the page, and what it printed."""
     page = ControlPage.create(tmp_path, 1)
     env = {**os.environ, DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "1"}
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
-    return page.read()
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=env, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+    )
+    return page.read(), done.stdout
 
 
 def test_report_from_a_script(tmp_path):
-    """`from hpc_elastic import report` is all a script needs."""
-    progress = in_worker("from hpc_elastic import report; report(step=5, loss=0.25)", tmp_path)
-    assert (progress.step, progress.loss) == (5, 0.25)
+    """`from hpc_elastic import ...` is all a script needs."""
+    code = """
+from hpc_elastic import checkpoint_boundary, report
+report(step=5, loss=0.25)
+checkpoint_boundary(step=4)
+"""
+    progress, _ = in_worker(code, tmp_path)
+    assert (progress.step, progress.loss, progress.boundary) == (5, 0.25, 4)
 
 
-@pytest.mark.parametrize(("own", "expected"), [("", 3), ("report(step=100);", 100)])
-def test_optimizer_steps_are_counted_unless_the_script_reports_them(tmp_path, own, expected):
+def test_optimizer_steps_are_counted_unless_the_script_reports_them(tmp_path):
     """A script that calls nothing of ours still shows steps."""
     code = f"""
-import torch
+import json, pathlib, torch
+from dataclasses import asdict
 from hpc_elastic import report
 from hpc_elastic.agent.worker import _count_optimizer_steps
+from hpc_elastic.control import ControlPage
 _count_optimizer_steps()
-{own}
 w = torch.nn.Parameter(torch.zeros(1))
 sgd = torch.optim.SGD([w], 0.1)
 for _ in range(3):
     sgd.step()
+print(json.dumps(asdict(ControlPage(pathlib.Path({str(tmp_path / "worker-1")!r})).read())))
+report(step=100)
+sgd.step()
 """
-    assert in_worker(code, tmp_path).step == expected
+    last, printed = in_worker(code, tmp_path)
+    assert set(json.loads(printed)) == set(asdict(last))
+    assert json.loads(printed)["step"] == 3 and last.step == 100
 
 
-def test_outside_a_run_report_does_nothing():
+def test_outside_a_run_nothing_happens():
     """The same script runs without us."""
-    code = "from hpc_elastic import report; report(step=1, loss=2.0)"
+    code = """
+from hpc_elastic import checkpoint_boundary, report
+report(step=1, loss=2.0)
+checkpoint_boundary(step=1)
+"""
     env = {k: v for k, v in os.environ.items() if k != DIRECTORY_VARIABLE}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)

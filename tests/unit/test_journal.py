@@ -1,95 +1,138 @@
-"""What one leader writes, the next one goes on from."""
+"""What a leader writes for others to read."""
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
 from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous import journal as module
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.machine import Agent, EndRun, Machine, Phase, Rules, StartRound
+from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
 from hpc_elastic.rundir import RunDir
 
-A, B = Agent("7_0", 0, 0, "node1", 2), Agent("7_1", 3, 1, "node2", 2)
-RULES = Rules(1, 4, 3, 60.0, 5.0)
+CAUSE = Failure("7_0", "node1", 0, 0, 1.0, "boom", exit_code=1)
+VICTIM = Failure("7_1", "node2", 1, 0, 2.0, "Connection closed by peer")
+LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
+
+
+def ended(*ending) -> Record:
+    """The record of an end."""
+    return Record(9, 2, LEADER, round=4, restarts=2, started=1000.0, ending=Ending(*ending))
 
 
 @pytest.fixture
 def run(tmp_path) -> RunDir:
     """An empty run directory."""
-    run = RunDir(tmp_path)
-    run.rdzv.mkdir()
     (tmp_path / "events").mkdir()
-    return run
-
-
-def journal(run: RunDir) -> Journal:
-    """The journal of one leader."""
-    return Journal(run, "run-1", EventLog(run.events("7_0"), "7_0"))
+    return RunDir(tmp_path)
 
 
 def write(run: RunDir, *steps) -> None:
     """Let one leader write, and end."""
 
     async def lead() -> None:
-        j = journal(run)
+        journal = Journal(run, "run-1", EventLog(run.events("7_0"), "7_0"))
         for step in steps:
-            await step(j)
-        await j.close()
+            await step(journal)
+        await journal.close()
 
     asyncio.run(lead())
 
 
-def restored(run: RunDir) -> Machine:
-    """The machine that the next leader begins with."""
-    machine = Machine(RULES)
-    journal(run).restore(machine)
-    return machine
+def publish(record: Record):
+    """A step that publishes a record's end."""
+    return lambda journal: journal.publish(record)
 
 
-def test_the_first_leader_starts_from_nothing(run):
-    """No file, no counts."""
-    machine = restored(run)
-    assert (machine.round, machine.restarts, machine.members) == (0, 0, ())
+def note(kind: str, **fields):
+    """A step that notes an event."""
+
+    async def step(journal: Journal) -> None:
+        journal.note(kind, **fields)
+
+    return step
 
 
-def test_rounds_restarts_and_ranks_survive_a_leader(run):
-    """A requeue of every node does not give a failing run its restarts back."""
-    before = Machine(RULES, round=4, restarts=2, members=(B, A))
-    write(run, lambda j: j.round_started(before, epoch=1))
-    after = restored(run)
-    assert (after.round, after.restarts, after.members) == (4, 2, (B, A))
+def status(**fields):
+    """A step that writes the status."""
+
+    async def step(journal: Journal) -> None:
+        journal.status(fields)
+
+    return step
 
 
-def test_the_next_leader_knows_which_tasks_were_lost(run):
-    """Slurm calls a dead node's task RUNNING for a while: no leader may wait for it."""
-    before = Machine(RULES, round=2, members=(A,), lost={B.task: B.attempt})
-    write(run, lambda j: j.round_started(before, epoch=1))
-    after = restored(run)
-    after.join(A, 0.0)
-    assert any(
-        isinstance(a, StartRound) for a in after.slurm_says(frozenset({A.task, B.task}), 0.1)
-    )
+def test_events_are_written_in_order(run):
+    """All that was handed over, once the journal is closed."""
+    write(run, *(note("joined", n=n) for n in range(50)))
+    assert [e["n"] for e in read_events(run.path / "events")] == list(range(50))
 
 
-def test_a_run_that_has_ended_stays_ended(run):
-    """A leader that comes after the end tells the verdict, and does not write another result."""
-    failure = Failure("7_0", "node1", 0, 0, 1.0, "boom", exit_code=1)
-    machine = Machine(RULES, round=1)
-    write(run, lambda j: j.ended(machine, EndRun("failed", failure)))
+def test_the_status_is_the_last_one(run):
+    """With the time at which it was written: a reader sees that a leader lives."""
+    write(run, status(nodes=1), status(nodes=2))
+    shown = json.loads(run.status.read_text())
+    assert shown["nodes"] == 2 and shown["updated"] > 1e9
+
+
+def test_the_result_of_a_run_that_succeeded(run):
+    """Where its workers' results are, and what it took."""
+    write(run, publish(ended("succeeded")))
+    result = json.loads(run.result.read_text())
+    assert result.pop("ended") > 1e9
+    assert result == {
+        "run_id": "run-1", "status": "succeeded", "started": 1000.0, "rounds": 4, "restarts": 2,
+        "failure": None, "victims": [], "results": "results/round-4",
+    }  # fmt: skip
+    (event,) = read_events(run.path / "events")
+    assert (event["kind"], event["status"], event["rounds"]) == ("end", "succeeded", 4)
+
+
+def test_the_result_of_a_run_that_failed(run):
+    """The first cause, and who followed."""
+    write(run, publish(ended("failed", CAUSE, (VICTIM,))))
+    result = json.loads(run.result.read_text())
+    assert result["failure"] == CAUSE.to_json() and result["victims"] == [VICTIM.to_json()]
+    assert result["results"] is None
+
+
+def test_a_result_is_written_once(run):
+    """Whoever finds the end recorded publishes it, for its leader may have died before it could."""
+    write(run, publish(ended("failed", CAUSE)))
     first = run.result.read_text()
-    after = restored(run)
-    assert after.phase is Phase.ENDED and after.end == EndRun("failed")
-    write(run, lambda j: j.ended(after, EndRun("succeeded")))
+    write(run, publish(ended("failed", CAUSE)))
     assert run.result.read_text() == first
-    assert json.loads(first)["failure"]["message"] == "boom"
 
 
-def test_a_directory_that_can_not_be_written_costs_the_files_only(run, caplog):
+def test_a_status_that_can_not_be_written_costs_itself_only(run, caplog):
     """A full disk is logged; the leader goes on."""
-    run.rdzv.rmdir()
-    write(run, lambda j: j.round_started(Machine(RULES, round=1, members=(A,)), epoch=1))
-    assert "state.json: not written" in caplog.text
-    assert [e["kind"] for e in read_events(Path(run.path) / "events")] == ["round"]
+    run.status.mkdir()
+    write(run, status(nodes=1), note("joined"))
+    assert "status.json: not written" in caplog.text
+    assert [e["kind"] for e in read_events(run.path / "events")] == ["joined"]
+
+
+def test_an_event_that_can_not_be_written_costs_itself_only(run, caplog):
+    """The status is written all the same."""
+    (run.path / "events").rmdir()
+    write(run, note("joined"), status(nodes=1))
+    assert "event not written" in caplog.text and run.status.exists()
+
+
+def test_a_result_is_tried_until_it_is_written(run, monkeypatch):
+    """Nobody is told of an end that nobody can read."""
+    tries = []
+    real = module.write_atomic
+
+    def fails_twice(path, text) -> None:
+        tries.append(path)
+        if len(tries) < 3:
+            raise OSError(28, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(module, "write_atomic", fails_twice)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    write(run, publish(ended("succeeded")))
+    assert tries == [run.result] * 3 and run.result.exists()

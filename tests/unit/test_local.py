@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.rundir import Entry
+from hpc_elastic.rundir import Entry, Submission
 from hpc_elastic.submit import local, session
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import Prepared, prepare
@@ -51,7 +51,7 @@ def until(condition) -> None:
 
 def listed(sweep: Path) -> dict:
     """Return what the agents would read in place of squeue."""
-    return json.loads((sweep / ".hpc_elastic" / local.TASKS_FILE).read_text())
+    return json.loads(Submission(sweep / ".hpc_elastic").local_tasks.read_text())
 
 
 def test_runs_go_through_and_return_values(tmp_path):

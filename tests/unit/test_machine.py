@@ -145,6 +145,17 @@ def test_a_requeued_task_comes_back_as_a_newcomer():
     assert decisions(m.slurm_says(running(A, again), 60.2, 60.2)) == [StartRound(3, (A, again), 0)]
 
 
+def test_the_next_attempt_of_a_task_settles_the_one_before():
+    """A node that was taken is not waited for once its task runs somewhere else."""
+    m = training(A, B)
+    m.worker_failed([failure(A, "Connection closed by peer")], A, 1.0)
+    m.join(A, 1.1)
+    again = Agent(B.task, 1, B.slot, "node4", 1)
+    m.join(again, 1.2)
+    asked = m.slurm_says(running(A, again), 1.3, 1.3)
+    assert [d.members for d in decisions(asked)] == [(A, again)]
+
+
 def test_an_attempt_that_ends_late_takes_nothing_from_the_next_one():
     """The end of a task's old connection, after its next attempt has joined, is old news."""
     m = training(A, B)
@@ -256,7 +267,7 @@ def test_a_failure_of_somebody_who_is_no_member_changes_nothing():
     """What a node of an earlier round reports late has been judged without it."""
     m = training(A)
     assert m.worker_failed([failure(B)], B, 1.0) == []
-    assert m.finished(B, 1.0) == [] and m.boundary(B, 5, True, 1.0) == []
+    assert m.finished(B, 1.0) == [] and m.boundary(B, 5, 1, 1.0) == []
     assert m.phase is Phase.RUNNING
 
 
@@ -314,6 +325,7 @@ def test_a_new_leader_does_not_wait_for_tasks_that_were_lost():
 
 def test_a_new_leader_of_a_run_that_has_ended_tells_the_end():
     """And decides nothing."""
-    m = resumed(round=2, members=(A,), ending=Ending("failed", "boom"))
+    ended = Ending("failed", failure(A), (failure(B),))
+    m = resumed(round=2, members=(A,), ending=ended)
     assert m.phase is Phase.ENDED
-    assert m.join(A, 100.0) == [EndRun("failed")]
+    assert m.join(A, 100.0) == [EndRun("failed", failure(A), (failure(B),))]

@@ -114,21 +114,16 @@ def test_one_of_several_processes_wins_each_number(register):
     try:
         for racer in racers:
             assert racer.stdout.readline() == "ready\n"
-        outputs = [racer.communicate("go\n", timeout=60)[0] for racer in _told(racers)]
+        for racer in racers:
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        outputs = [racer.communicate(timeout=60)[0] for racer in racers]
     finally:
         for racer in racers:
             racer.kill()
-            racer.wait()
+            racer.communicate()
     won = sorted(int(number) for output in outputs for number in output.split())
     assert won == list(range(1, 101))
-
-
-def _told(racers: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
-    """Let all begin before the first is waited for."""
-    for racer in racers:
-        racer.stdin.write("go\n")
-        racer.stdin.flush()
-    return racers
 
 
 def test_a_link_that_came_true_though_its_answer_was_lost(register, monkeypatch):
@@ -178,7 +173,7 @@ def test_a_file_system_that_fails_for_now_may_be_tried_again(register, monkeypat
     """The error is the file system's own, nothing is left behind, and the next try succeeds."""
     with monkeypatch.context() as failed:
         failing(failed, call, number)
-        with pytest.raises(OSError, match="") as e:
+        with pytest.raises(OSError, match=os.strerror(number)) as e:
             register.create(FIRST)
     assert not isinstance(e.value, RunDirectoryError) and e.value.errno == number
     assert files(register) == []

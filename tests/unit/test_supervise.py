@@ -1,16 +1,14 @@
-"""How many workers a node runs, and which tasks of a run live."""
+"""What a node's task decides by itself: how many workers, and how it goes back to the queue."""
 
-import json
-import os
+from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.agent.supervise import num_workers
-from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks
-from hpc_elastic.config import AgentSettings
+from hpc_elastic.agent import supervise as module
+from hpc_elastic.agent.supervise import TAKEN, num_workers
 from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.rundir import Entry, RunSpec
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous.session import SentBack
 
 
 @pytest.mark.parametrize(
@@ -30,75 +28,32 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
         num_workers("gpu", cpus=16)
 
 
-def spec(submission, tasks) -> RunSpec:
-    """A run with these slots."""
-    entry = Entry("function", "f", "f.py")
-    return RunSpec("r", 1, 4, 1, 0, entry, str(submission), tasks, agent=AgentSettings())
+def sent_back(tmp_path, monkeypatch, give_back) -> int:
+    """Let a node be sent back for half a minute; return its task's exit code."""
+    monkeypatch.setattr(module, "give_back", give_back)
+    node = SimpleNamespace(
+        _task=SimpleNamespace(name="7_1", attempt=2),
+        _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
+    )
+    return module._Node._go_back(node, SentBack(30.04))
 
 
-class FakeClient:
-    """Answers what it is told to, and remembers what it was asked."""
-
-    def __init__(self, states: list[TaskState] | None) -> None:
-        self.states = states
-        self.cancelled: list[str] = []
-
-    def tasks(self, job_ids):
-        """The states of the tasks of these jobs."""
-        self.asked = sorted(job_ids)
-        if self.states is None:
-            raise SlurmCommandError(["squeue"], 1, "Unable to contact slurm controller")
-        return {s.task: s for s in self.states}
-
-    def cancel(self, tasks, *, pending_only=False):
-        """Take note of what is cancelled."""
-        assert pending_only
-        self.cancelled += tasks
+def test_a_node_that_is_sent_back_requeues_itself(tmp_path, monkeypatch):
+    """This attempt of its task, and not before its time."""
+    given = []
+    code = sent_back(tmp_path, monkeypatch, lambda *a, **fields: given.append((a, fields)))
+    ((task, _, delay_s), fields) = given[0]
+    assert (task, delay_s, fields) == ("7_1", 30.04, {"attempt": 2})
+    assert code == TAKEN
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["delay_s"]) == ("given back", 30.0)
 
 
-def state(task: str, word: str) -> TaskState:
-    """A task in a state."""
-    return TaskState(task=task, state=word, reason="None", node="")
+def test_a_node_that_can_not_be_requeued_ends_its_task(tmp_path, monkeypatch, caplog):
+    """It holds no node that nobody uses; Slurm shows that it failed."""
 
+    def fails(*_: object, **__: object) -> None:
+        raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
 
-def test_a_run_sees_its_own_running_tasks_over_all_its_arrays(tmp_path):
-    """Other runs' tasks, pending ones, and arrays that are not submitted yet do not count."""
-    (tmp_path / "array-0.jobid").write_text("70\n")
-    (tmp_path / "array-1.jobid").write_text("80\n")
-    words = {"70_1": "RUNNING", "70_2": "RUNNING", "70_3": "PENDING", "80_0": "RUNNING"}
-    client = FakeClient([state(t, w) for t, w in words.items()])
-    tasks = SlurmTasks(spec(tmp_path, [(0, 1), (0, 3), (1, 0), (2, 0)]), client)
-    assert tasks.running() == {"70_1", "80_0"}
-    assert client.asked == ["70", "80"]
-    tasks.cancel_pending()
-    assert client.cancelled == ["70_1", "70_3", "80_0"]
-
-
-def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
-    """Nobody knows what runs, and the log says so once."""
-    (tmp_path / "array-0.jobid").write_text("70")
-    tasks = SlurmTasks(spec(tmp_path, [(0, 0)]), FakeClient(None))
-    assert tasks.running() is None and tasks.is_running("70_0") is None
-    assert caplog.text.count("Slurm does not answer") == 1
-
-
-def test_a_local_task_runs_while_its_process_does(tmp_path):
-    """A table entry whose process is gone does not count."""
-    (tmp_path / "array-0.jobid").write_text("9")
-    table = {
-        "9_0": {"state": "RUNNING", "pid": os.getpid()},
-        "9_1": {"state": "RUNNING", "pid": 2**22 + 1},
-        "9_2": {"state": "PENDING", "pid": None},
-        "9_3": {"state": "RUNNING", "pid": os.getpid()},
-    }
-    (tmp_path / "local-tasks.json").write_text(json.dumps(table))
-    assert LocalTasks(spec(tmp_path, [(0, 0), (0, 1), (0, 2)])).running() == {"9_0"}
-
-
-def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):
-    """Runs of a sweep whose settings differ, or of a later batch, are not in the first array."""
-    (tmp_path / "array-0.jobid").write_text("9")
-    (tmp_path / "array-1.jobid").write_text("10")
-    lives = {"state": "RUNNING", "pid": os.getpid()}
-    (tmp_path / "local-tasks.json").write_text(json.dumps({"9_0": lives, "10_0": lives}))
-    assert LocalTasks(spec(tmp_path, [(1, 0)])).running() == {"10_0"}
+    assert sent_back(tmp_path, monkeypatch, fails) == 1
+    assert "could not be given back" in caplog.text and "Unable to contact" in caplog.text

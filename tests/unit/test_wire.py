@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.rendezvous.wire import BadFrameError, Cipher, session_key
+from hpc_elastic.rendezvous.wire import BadFrameError, Cipher, is_signed, session_key, sign
 
 
 def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Cipher, Cipher]:
@@ -30,6 +30,21 @@ def test_a_replayed_frame_is_refused():
         leader.open(frame)
 
 
+def test_a_frame_that_is_left_out_is_noticed():
+    """The next one is refused: nobody can hold back what a leader has said."""
+    agent, leader = pair()
+    agent.seal({"type": "failed"})
+    with pytest.raises(BadFrameError):
+        leader.open(agent.seal({"type": "join"}))
+
+
+def test_what_is_no_object_is_refused():
+    """A peer that is ours says nothing else."""
+    agent, leader = pair()
+    with pytest.raises(BadFrameError, match="object"):
+        leader.open(agent.seal(["join"]))
+
+
 def test_a_reflected_frame_is_refused():
     """An agent's frame is not taken for the leader's."""
     agent, _ = pair()
@@ -46,6 +61,15 @@ def test_another_session_epoch_or_secret_is_refused(epoch, nonce, secret):
     _, leader = pair()
     with pytest.raises(BadFrameError):
         leader.open(stranger.seal({"type": "join"}))
+
+
+@pytest.mark.parametrize("mac", ["", "0", "é", "x" * 64])
+def test_a_text_is_signed_by_its_key_alone(mac):
+    """Whatever stands in the signature's place."""
+    assert is_signed(b"s", "text", sign(b"s", "text"))
+    assert not is_signed(b"t", "text", sign(b"s", "text"))
+    assert not is_signed(b"s", "other", sign(b"s", "text"))
+    assert not is_signed(b"s", "text", mac)
 
 
 @pytest.mark.parametrize("garbage", [b"\n", b"GET / HTTP/1.1\r\n", b"\xff\xfe \x00\n", b"ab {}\n"])

@@ -14,6 +14,7 @@ from hpc_elastic.rendezvous.following import (
     Inquire,
     Lead,
     Look,
+    Publish,
     Say,
     Tell,
 )
@@ -156,6 +157,8 @@ class AgentProcess:
                 sim.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
             case Claim(number, before):
                 self._claim(number, before)
+            case Publish(record):
+                sim.monitor.published(record)
             case Lead(record):
                 sim.world.note(self.host.task, "leads", record)
                 self.leaders[-1].lead(record)
@@ -202,7 +205,7 @@ class AgentProcess:
             case "stop":
                 self._stop()
             case "hold" if self.work is not None:
-                self.work.hold(self, message["on"])
+                self.work.hold(self, message["number"])
             case "end":
                 self.sim.monitor.told_the_end(self.me, message["status"], self.sim.files.records)
                 self._go(None)
@@ -225,8 +228,9 @@ class AgentProcess:
             return
         self._stopping = True
         self.work.leave(self, victims=True)
-        delay = self.sim.scenario.longest_stop_s * self.sim.world.rng.random() ** 2
-        self.sim.world.after(delay, self.process, self._stopped)
+        world = self.sim.world
+        delay = self.sim.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
+        world.after(delay, self.process, self._stopped)
 
     def _stopped(self) -> None:
         if self.over:
@@ -243,7 +247,7 @@ class AgentProcess:
 
     # ---- the workers --------------------------------------------------------------------
 
-    def boundary(self, work: Work, step: int, held: bool) -> None:
+    def boundary(self, work: Work, step: int, held: int) -> None:
         """All workers of this node have announced a checkpoint."""
         if self._is_at(work):
             self._do(self._following.report("boundary", step=step, held=held))

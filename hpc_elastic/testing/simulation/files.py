@@ -59,10 +59,12 @@ class Files:
         args = (access, process, record, answer, latency - before)
         self._world.after(before, None, self._create, *args)
 
-    def renew(self, access: Access, epoch: int) -> None:
+    def renew(
+        self, access: Access, process: Process, epoch: int, beats: int, answer: Callable[[], None]
+    ) -> None:
         """Renew a lease; a request that is under way outlives whoever made it."""
-        if not access.failing:
-            self._world.after(self._latency(access), None, self._renew, epoch)
+        args = (access, process, epoch, beats, answer)
+        self._world.after(self._latency(access), None, self._renew, *args)
 
     # ---- when the request arrives -------------------------------------------------------
 
@@ -131,5 +133,9 @@ class Files:
         self._made[at : at + 1] = [(self._world.now, access.slot)]
         return True
 
-    def _renew(self, epoch: int) -> None:
-        self._leases[epoch] = self._leases.get(epoch, 0) + 1
+    def _renew(
+        self, access: Access, process: Process, epoch: int, beats: int, answer: Callable[[], None]
+    ) -> None:
+        if not access.failing:
+            self._leases[epoch] = beats
+        process.call(answer)

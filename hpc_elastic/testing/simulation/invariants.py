@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_elastic.rendezvous.leadership import Announce, Publish
+from hpc_elastic.rendezvous.leadership import Announce
 from hpc_elastic.rendezvous.machine import Rules
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
 
@@ -41,6 +41,8 @@ class Monitor:
         self.rounds = 0
         self.elections = 0
         self.fenced = 0
+        self.is_published = False
+        """Whether the end was carried out."""
         self.growths = 0
         self._rules = rules
         self._by_number: dict[int, Record] = {}
@@ -118,14 +120,14 @@ class Monitor:
         same = start.members == record.members and start.number == record.round
         self._check(same, "announced another round than recorded", start, record)
 
-    def published(self, leader: Endpoint, publish: Publish, records: Sequence[Record]) -> None:
-        """A leader carries out that the run has ended."""
-        record = self._own(leader, len(records), "published")
-        ending = record.ending
+    def published(self, record: Record) -> None:
+        """Somebody carries out that the run has ended: its leader, or who has seen the record."""
+        recorded = self._by_number.get(record.number)
         self._check(
-            ending is not None and ending.status == publish.end.status,
-            "published another end than recorded", publish.end.status, record,
+            record is recorded and record.ending is not None,
+            "published an end that was not recorded", record, recorded,
         )  # fmt: skip
+        self.is_published = True
 
     def _own(self, leader: Endpoint, number: int, done: str) -> Record:
         record = self._by_number.get(number)

@@ -44,6 +44,9 @@ class Leader:
         self._connections: dict[Agent, Connection] = {}
         self._all: list[Connection] = []
         self._creating: Record | None = None
+        self._has_begun = False
+        self._renewing = False
+        self._beats = 0
 
     # ---- its life -----------------------------------------------------------------------
 
@@ -54,6 +57,7 @@ class Leader:
             record, sim.scenario.rules, sim.scenario.liveness, self._now(), sim.world.rng
         )
         self._epoch = record.epoch
+        self._has_begun = True
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
@@ -70,7 +74,7 @@ class Leader:
     @property
     def leads(self) -> bool:
         """Whether it leads still, as far as it knows."""
-        return self.is_open and hasattr(self, "leadership")
+        return self.is_open and self._has_begun
 
     def _now(self) -> float:
         return self.host.clock()
@@ -138,11 +142,10 @@ class Leader:
 
     def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            kind = type(effect)
-            if kind is Tell:
-                self._tell(effect.agent, effect.message)  # type: ignore[union-attr]
-            elif kind is RenewLease:
-                self._sim.files.renew(self.host.access, self._epoch)
+            if isinstance(effect, Tell):
+                self._tell(effect.agent, effect.message)
+            elif isinstance(effect, RenewLease):
+                self._renew_lease()
             else:
                 self._do_rarely(effect)
 
@@ -158,8 +161,8 @@ class Leader:
                 self._create()
             case Announce():
                 self._announce(effect)
-            case Publish():
-                sim.monitor.published(self.endpoint, effect, sim.files.records)
+            case Publish(record):
+                sim.monitor.published(record)
             case Postpone(delay_s):
                 sim.slurm.postponed_until = sim.world.now + delay_s
             case AskSlurm():
@@ -174,6 +177,16 @@ class Leader:
             if message["type"] == "stop":
                 self._sim.told_to_stop(self.leadership.at.number, message["reason"])
             connection.send(SERVER, message)
+
+    def _renew_lease(self) -> None:
+        if not self._renewing:  # the file system may hang
+            self._renewing = True
+            self._beats += 1
+            args = (self.host.access, self.process, self._epoch, self._beats)
+            self._sim.files.renew(*args, self._renewed)
+
+    def _renewed(self) -> None:
+        self._renewing = False
 
     def _announce(self, announce: Announce) -> None:
         self._sim.monitor.announced(self.endpoint, announce)

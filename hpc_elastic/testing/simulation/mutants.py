@@ -76,6 +76,17 @@ class JoinsTooEarly(Following):
         return [*effects, *self.join()] if message["type"] == "stop" else effects
 
 
+class TakesAnyAnswer(Following):
+    """Takes a place that was given for an earlier request of its own."""
+
+    def received(  # noqa: D102
+        self, message: dict[str, Any], now: float
+    ) -> list[FollowingEffect]:
+        if message["type"] == "round":
+            message = {**message, "ask": self._asks}
+        return super().received(message, now)
+
+
 class ClaimsAfterTheEnd(Following):
     """Does not see in the records that the run has ended."""
 
@@ -97,6 +108,10 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "announces what is not recorded": (Parts(leadership=DecidesWithoutRecord), "not recorded"),
     "ranks given twice": (Parts(placements=_same_rank_twice), "another's rank"),
     "joins too early": (Parts(following=JoinsTooEarly), "an agent is in two rounds"),
+    "takes an answer to an earlier question": (
+        Parts(following=TakesAnyAnswer),
+        "no round stands",
+    ),
     "always renews its lease": (Parts(leadership=AlwaysRenewsItsLease), "no round stands"),
     "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to growth"),
     "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),

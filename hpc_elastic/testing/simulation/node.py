@@ -108,5 +108,7 @@ class Node(Host):
             self.ended = True
             slurm.believe(self.task, "FAILED", self.attempt)
             return
-        slurm.believe(self.task, "PENDING", self.attempt + 1)
-        world.after(0.5 + away_s, None, self.boot)
+        slurm.believe(self.task, "COMPLETING", self.attempt)
+        leaving_s = world.rng.random()
+        world.after(leaving_s, None, slurm.believe, self.task, "PENDING", self.attempt + 1)
+        world.after(leaving_s + 0.5 + away_s, None, self.boot)

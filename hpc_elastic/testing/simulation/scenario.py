@@ -13,11 +13,13 @@ CONNECT_TIMEOUT_S = 1.5
 """An agent gives up on a leader that does not greet it."""
 SLURM_TIMEOUT_S = 10.0
 """A question to Slurm is given up."""
+CALM_STOP_S = 1.5
+"""Workers are stopped after this long at most once all is calm."""
 SLOWEST_FILES_S = 15.0
 """A slow file system answers after this long at most."""
 LONGEST_AWAY_S = 8.0
 """A task that was requeued starts again after this long at most."""
-_LEASE_BEATS, _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 4, 1.0, 1.0, 10.0
+_LEASE_BEATS, _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 4, 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 
 
@@ -32,6 +34,8 @@ class Training:
     """A round that makes so many steps finishes the run; None: it never ends."""
     failure_rate: float
     """Chance that a given member's worker fails in a given round."""
+    fails_until_s: float
+    """From here on no worker fails on its own."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,24 @@ class Scenario:
     late: int
     """So many nodes start late."""
     longest_stop_s: float
-    """Workers are stopped after this long at most."""
+    """Workers are stopped after this long at most; in the calm, after `CALM_STOP_S`."""
     longest_delay_s: float
     """A message is under way for this long at most; nearly all take a few milliseconds."""
     longest_answer_s: float
     """Slurm answers after this long at most, if it does."""
+    tells_attempts: bool
+    """Whether Slurm says how often a task was requeued."""
     stale_s: float
     """A reader of the shared file system may not see, or not whole, what is younger than this."""
     lose_at_break: bool
     """Whether a connection that is reset loses what was under way."""
+
+    def longest_stop_at(self, now: float) -> float:
+        """Return how long it may take to stop workers.
+
+        Where that is longer than the others wait, a group may never be whole.
+        """
+        return self.longest_stop_s if now < self.calm_after_s else CALM_STOP_S
 
     @property
     def confirm_s(self) -> float:
@@ -76,9 +89,11 @@ class Scenario:
         newcomers, each of whom may break the round once before it counts as standing.
         """
         lost, beat = self.liveness.lost_after_s, self.liveness.heartbeat_s
-        election = lost + _LEASE_BEATS * beat + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
+        election = (
+            lost + max(lost, _LEASE_BEATS * beat) + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
+        )
         forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
-        growth = self.num_nodes * (self.confirm_s + self.longest_stop_s)
+        growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
         holding = _STRAGGLE_S + self.rules.grow_after_s
         away = 8 * (self.rules.min_wait_s or 0.0) + LONGEST_AWAY_S
         return (
@@ -101,28 +116,31 @@ def draw(rng: random.Random) -> Scenario:
         grow_after_s=rng.choice((1.0, 4.0)),
         min_wait_s=rng.choice((None, None, None, None, 3.0, 6.0)),
     )
+    calm_after_s = rng.uniform(4.0, 24.0)
     return Scenario(
         num_nodes=num_nodes,
         rules=rules,
         liveness=Liveness(heartbeat_s=rng.choice((0.5, 1.0, 1.0)), lost_after_s=3.0),
-        training=_draw_training(rng),
-        calm_after_s=rng.uniform(4.0, 24.0),
+        training=_draw_training(rng, calm_after_s),
+        calm_after_s=calm_after_s,
         num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
         isolates=rng.random() < 0.15,
         late=rng.choice((0, 0, 1, 1, 2)),
         longest_stop_s=rng.choice((0.5, 1.5, 1.5, 8.0)),
         longest_delay_s=rng.choice((0.3, 0.3, 1.5)),
         longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
+        tells_attempts=rng.random() < 0.8,
         stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
         lose_at_break=rng.random() < 0.5,
     )
 
 
-def _draw_training(rng: random.Random) -> Training:
+def _draw_training(rng: random.Random, calm_after_s: float) -> Training:
     return Training(
         step_s=rng.choice((0.4, 1.0)),
         boundary_every=rng.choice((1, 2, 3)),
         announced_by=rng.choice(("all", "all", "first", "nobody")),
         total_steps=rng.choice((None, None, None, 4, 20)),
         failure_rate=rng.choice((0.0, 0.0, 0.05, 0.3)),
+        fails_until_s=calm_after_s,
     )

@@ -31,6 +31,8 @@ class Outcome:
     """What became of one schedule, or of many."""
 
     schedules: int = 0
+    cpu_s: float = 0.0
+    """Processor time that they took; 0 for a single one."""
     virtual_s: float = 0.0
     events: int = 0
     checks: int = 0
@@ -65,7 +67,7 @@ class Simulator:
         self.monitor = Monitor(self.scenario.rules)
         self.network = Network(self.world, self.scenario.longest_delay_s)
         self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
-        self.slurm = Slurm(self.world, self.scenario.longest_answer_s)
+        self.slurm = Slurm(self.world, self.scenario.longest_answer_s, self.scenario.tells_attempts)
         self.nodes = [Node(self, slot) for slot in range(self.scenario.num_nodes)]
         self.faults = Faults(self)
         self._works: dict[int, Work] = {}
@@ -130,7 +132,8 @@ class Simulator:
     def _is_well(self) -> bool:
         """Tell whether all that must come to pass in the calm has come to pass."""
         if self.files.records and self.files.records[-1].ending is not None:
-            return not any(n.lives for n in self.nodes)
+            heard = not any(n.lives for n in self.nodes)
+            return heard and (self.monitor.is_published or all(n.ended for n in self.nodes))
         if not self._is_enough():
             return True
         work = next((w for w in reversed(self._works.values()) if w.is_whole), None)
@@ -165,7 +168,7 @@ class Simulator:
         monitor, records = self.monitor, self.files.records
         ended = bool(records) and records[-1].ending is not None
         return Outcome(
-            1, self.world.now, self.world.num_events, monitor.num_checks, monitor.rounds,
+            1, 0.0, self.world.now, self.world.num_events, monitor.num_checks, monitor.rounds,
             monitor.elections, monitor.fenced, monitor.growths, int(ended),
             self._stood_after, self.faults.count,
         )  # fmt: skip

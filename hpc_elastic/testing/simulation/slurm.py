@@ -14,11 +14,20 @@ _SOONEST_ANSWER_S = 0.03
 class Slurm:
     """What Slurm believes of each task: its state and its attempt."""
 
-    __slots__ = ("_longest_answer_s", "_tasks", "_world", "down", "hanging", "postponed_until")
+    __slots__ = (
+        "_longest_answer_s",
+        "_tasks",
+        "_tells_attempts",
+        "_world",
+        "down",
+        "hanging",
+        "postponed_until",
+    )
 
-    def __init__(self, world: World, longest_answer_s: float) -> None:
+    def __init__(self, world: World, longest_answer_s: float, tells_attempts: bool) -> None:
         self._world = world
         self._longest_answer_s = longest_answer_s
+        self._tells_attempts = tells_attempts
         self._tasks: dict[str, TaskState] = {}
         self.down = 0
         """How many faults at present make it refuse to answer."""
@@ -28,7 +37,9 @@ class Slurm:
 
     def believe(self, task: str, state: str, attempt: int) -> None:
         """A task's state has changed, and Slurm knows."""
-        self._tasks[task] = TaskState(task, state, restarts=attempt)
+        self._tasks[task] = TaskState(
+            task, state, restarts=attempt if self._tells_attempts else None
+        )
 
     def ask(self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]) -> None:
         """Ask how all tasks are; None comes where Slurm does not say."""

@@ -21,7 +21,7 @@ class Member(Protocol):
     def host(self) -> Host:
         """The node that it is on."""
 
-    def boundary(self, work: Work, step: int, held: bool) -> None:
+    def boundary(self, work: Work, step: int, held: int) -> None:
         """All workers of the node have announced a checkpoint."""
 
     def worker_failed(self, work: Work, message: str) -> None:
@@ -48,7 +48,7 @@ class Work:
         """Whether some worker has ended: no further step will be complete."""
         self.complete_since: float | None = None
         self._held: set[Agent] = set()
-        self._holding: set[Agent] = set()
+        self._holding: dict[Agent, int] = {}
         self._waits = False
         self._world = world
         self._network = network
@@ -84,18 +84,17 @@ class Work:
                 self._world.after(0.05 + 0.3 * self._world.rng.random(), other.process,
                                   other.worker_failed, *args)  # fmt: skip
 
-    def hold(self, member: Member, on: bool) -> None:
-        """A member's workers are asked to hold at their next boundary, or not to any more."""
-        if on:
-            self._holding.add(member.me)
+    def hold(self, member: Member, number: int) -> None:
+        """A member's workers are asked to hold at their next boundary, or (0) not to any more."""
+        self._holding[member.me] = number
+        if number:
             return
-        self._holding.discard(member.me)
         self._held.discard(member.me)
         if self._waits and not self._held:
             self._next_step()
 
     def _fail(self, member: Member) -> None:
-        if not self.over:
+        if not self.over and self._world.now < self._training.fails_until_s:
             member.worker_failed(self, "out of luck")
 
     def _next_step(self) -> None:
@@ -133,7 +132,7 @@ class Work:
     def _boundary(self, member: Member, step: int) -> None:
         if self.over or step != self.steps:
             return
-        held = member.me in self._holding
+        held = self._holding.get(member.me, 0)
         if held:
             self._held.add(member.me)
         member.boundary(self, step, held)

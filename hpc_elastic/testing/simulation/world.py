@@ -47,7 +47,7 @@ class Process:
 class World:
     """The clock that nobody in the simulation sees, chance, and the record of what happened."""
 
-    __slots__ = ("_heap", "_num", "faults", "now", "num_events", "rng", "trace")
+    __slots__ = ("_heap", "_num", "now", "num_events", "rng", "trace")
 
     def __init__(self, seed: int, whole_trace: bool = False) -> None:
         self.now = 0.0

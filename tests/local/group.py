@@ -1,0 +1,120 @@
+"""A run's agents as sessions in threads of this process, over real sockets and files."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.session import Candidacy, Outcome, Session
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.states import TaskState
+
+SECRET = b"secret of this run"
+PATIENCE_S = 20.0
+
+
+class Group:
+    """A run's agents on this machine, and what its leader sees of the world."""
+
+    def __init__(self, folder: Path, **rules: object) -> None:
+        self.run = RunDir(folder)
+        for sub in (self.run.rdzv, folder / "events"):
+            sub.mkdir(parents=True, exist_ok=True)
+        defaults = {
+            "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
+            "start_timeout_s": 60.0, "last_call_s": 0.5, "grow": "now",
+        }  # fmt: skip
+        self.rules = Rules(**{**defaults, **rules})
+        self.liveness = Liveness(heartbeat_s=0.1, lost_after_s=2.0)
+        self.register = Register(self.run.rdzv, SECRET)
+        self.running: frozenset[str] = frozenset()
+        self.pending: frozenset[str] = frozenset()
+        self.cancelled = threading.Event()
+        self.sessions: list[Session] = []
+        self.threads = ThreadPoolExecutor(16)
+
+    def agent(self, slot: int, nproc: int = 1, register: Register | None = None) -> Session:
+        """Start an agent."""
+        me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
+        self.running |= {me.task}  # says Slurm, so that the first round waits for it
+        events = EventLog(self.run.events(me.task), me.task)
+        office = Office(
+            self.rules, self.liveness, SECRET,
+            register or self.register, lambda: Journal(self.run, "run", events), self,
+        )  # fmt: skip
+        session = Session(me, Candidacy("127.0.0.1", office, lambda _: None))
+        self.sessions.append(session)
+        return session
+
+    def make_store(self) -> tuple[str, int]:
+        """No store: nothing here starts workers."""
+        return "127.0.0.1", 1
+
+    def view(self) -> dict[str, TaskState]:
+        """Slurm's word."""
+        states = {t: TaskState(t, "PENDING", reason="Resources") for t in self.pending}
+        return states | {t: TaskState(t, "RUNNING", node="node9") for t in self.running}
+
+    def cancel_pending(self) -> None:
+        """Note it."""
+        self.cancelled.set()
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Nothing is queued."""
+
+    def log_of(self, task: str, attempt: int) -> str:
+        """Where a task's log is."""
+        return f"/logs/{task}/{attempt}"
+
+    def join(self, *sessions: Session) -> list[Outcome]:
+        """Let these agents join at the same time, and wait for what they are told."""
+        waiting = [self.threads.submit(s.join, PATIENCE_S) for s in sessions]
+        return [w.result(PATIENCE_S) for w in waiting]
+
+    @property
+    def leader(self) -> Session:
+        """The agent that leads; there must be exactly one."""
+        (leader,) = (s for s in self.sessions if s._leader is not None)
+        return leader
+
+    @property
+    def followers(self) -> list[Session]:
+        """Those who do not lead, in the order in which they were started."""
+        return [s for s in self.sessions if s._leader is None]
+
+    def events(self, kind: str) -> list[dict]:
+        """The run's events of a kind."""
+        return [e for e in read_events(self.run.path / "events") if e["kind"] == kind]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def open_files() -> int:
+    """How many files and sockets this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def kill(session: Session) -> None:
+    """Do to a session what the end of its process does: sockets close, nothing is said."""
+
+    def drop() -> None:
+        if session._leader is not None:
+            session._leader._step_down()
+        session._main.cancel()
+
+    session._loop.call_soon_threadsafe(drop)
+    session._thread.join(PATIENCE_S)

@@ -1,0 +1,389 @@
+"""The shared file system fails, hangs, fills up, or holds what no agent wrote; sockets are real."""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from group import PATIENCE_S, SECRET, Group, eventually, kill
+
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rendezvous import journal
+from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.record import Endpoint, Record, claim, unseal
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.session import Session, Verdict
+
+NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
+"""A leader whose port refuses connections."""
+IMPATIENT = Liveness(heartbeat_s=0.05, lost_after_s=0.8)
+
+
+class Weather:
+    """What the shared file system does to everybody who uses it."""
+
+    def __init__(self) -> None:
+        self._error: int | None = None
+        self._spared: tuple[str, ...] = ()
+        self._answers = threading.Event()
+        self._answers.set()
+
+    def meet(self, operation: str) -> None:
+        """Let an operation begin, or hang, or fail."""
+        assert self._answers.wait(2 * PATIENCE_S)
+        if self._error is not None and operation not in self._spared:
+            raise OSError(self._error, os.strerror(self._error))
+
+    @contextlib.contextmanager
+    def failing(self, error: int) -> Iterator[None]:
+        """Fail every operation; on a full file system, those that write."""
+        self._spared = ("last_number", "last", "lease") if error == errno.ENOSPC else ()
+        self._error = error
+        try:
+            yield
+        finally:
+            self._error = None
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Let no operation begin."""
+        self._answers.clear()
+        try:
+            yield
+        finally:
+            self._answers.set()
+
+
+@dataclass(frozen=True)
+class FaultyRegister(Register):
+    """A register on a file system that has weather."""
+
+    weather: Weather = field(default_factory=Weather)
+
+    def last_number(self) -> int:
+        """See `Register`."""
+        self.weather.meet("last_number")
+        return super().last_number()
+
+    def last(self) -> tuple[int, Record | None]:
+        """See `Register`."""
+        self.weather.meet("last")
+        return super().last()
+
+    def create(self, record: Record) -> bool:
+        """See `Register`."""
+        self.weather.meet("create")
+        return super().create(record)
+
+    def renew_lease(self, epoch: int, beats: int) -> None:
+        """See `Register`."""
+        self.weather.meet("renew_lease")
+        super().renew_lease(epoch, beats)
+
+    def lease(self, epoch: int) -> int | None:
+        """See `Register`."""
+        self.weather.meet("lease")
+        return super().lease(epoch)
+
+
+def faulty(g: Group) -> Weather:
+    """Give a group's future agents a file system with weather."""
+    weather = Weather()
+    g.register = FaultyRegister(g.run.rdzv, SECRET, weather)
+    return weather
+
+
+def records(g: Group) -> list[Record]:
+    """The run's records that verify, in order."""
+    texts = (path.read_text() for path in g.run.rdzv.glob("record.*.json") if path.is_file())
+    found = (unseal(text, SECRET) for text in texts if text[:1] == "{")
+    return sorted((r for r in found if r is not None), key=lambda record: record.number)
+
+
+def is_connected(session: Session) -> bool:
+    """Whether an agent follows a leader."""
+    return session._stream is not None
+
+
+def stay(session: Session, for_s: float) -> None:
+    """Let time pass, in which an agent may not lose its group."""
+    until = time.monotonic() + for_s
+    while time.monotonic() < until:
+        assert not session.stop_requested
+        time.sleep(0.05)
+
+
+# ---- a file system that is lost for a while -----------------------------------------------
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_run_outlives_its_file_system_in_every_phase(group, error):
+    """Before the first claim, before a round, in training, and when the leader dies meanwhile."""
+    g = group(max_nodes=3)
+    g.running = frozenset(f"7_{slot}" for slot in range(3))
+    weather = faulty(g)
+    with weather.failing(error):
+        agents = [g.agent(slot) for slot in range(3)]
+        time.sleep(0.5)
+        assert not any(map(is_connected, agents))
+    eventually(lambda: all(map(is_connected, agents)))
+    with weather.failing(error):
+        waiting = [g.threads.submit(s.join, PATIENCE_S) for s in agents]
+        time.sleep(0.5)
+        assert not any(w.done() for w in waiting)
+    assert {w.result(PATIENCE_S).number for w in waiting} == {1}
+    with weather.failing(error):
+        stay(agents[0], 1.0)
+    assert not any(s.stop_requested for s in agents)
+    leader, others = g.leader, g.followers
+    with weather.failing(error):
+        kill(leader)
+        for s in others:
+            eventually(lambda s=s: s.stop_requested)
+        waiting = [g.threads.submit(s.join, PATIENCE_S) for s in others]
+        time.sleep(0.5)
+        assert not any(w.done() for w in waiting)
+    assert {(w.result(PATIENCE_S).number, w.result().world_size) for w in waiting} == {(2, 2)}
+    assert [(r.epoch, r.round) for r in records(g)] == [(1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+def test_ten_seconds_of_a_hanging_file_system_are_not_noticed(group):
+    """Training goes on; a leader that dies in that time is replaced once it answers again."""
+    g = group(max_nodes=2)
+    weather = faulty(g)
+    agents = [g.agent(slot) for slot in range(2)]
+    g.join(*agents)
+    leader, (follower,) = g.leader, g.followers
+    with weather.hanging():
+        stay(follower, 10.0)
+        assert not leader.stop_requested
+        kill(leader)
+        eventually(lambda: follower.stop_requested)
+        waiting = g.threads.submit(follower.join, PATIENCE_S)
+        time.sleep(0.5)
+        assert not waiting.done()
+    assert (waiting.result().number, waiting.result().world_size) == (2, 1)
+
+
+def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):
+    """EIO from link(2) that came true all the same: the round is closed, under one record."""
+    g = group(max_nodes=1)
+    link, lost = os.link, list[Path]()
+
+    def link_and_fail(source: Path, target: Path) -> None:
+        link(source, target)
+        lost.append(target)
+        raise OSError(errno.EIO, "lost on its way")
+
+    monkeypatch.setattr(os, "link", link_and_fail)
+    assert g.join(g.agent(0))[0].number == 1
+    assert [path.name for path in lost] == ["record.1.json", "record.2.json"]
+
+
+def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monkeypatch):
+    """Status and events are given up; the end is announced once result.json is there."""
+    g = group(max_nodes=2)
+    write, failed = journal.write_atomic, threading.Event()
+
+    def fail(path: Path, text: str) -> None:
+        if path == g.run.result:
+            failed.set()
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(journal, "write_atomic", fail)
+    (g.run.path / "events").rename(g.run.path / "elsewhere")
+    agents = [g.agent(slot) for slot in range(2)]
+    assert {r.world_size for r in g.join(*agents)} == {2}
+    for s in agents:
+        s.finished()
+    assert failed.wait(PATIENCE_S)
+    assert not any(s.verdict for s in agents)
+    (g.run.path / "elsewhere").rename(g.run.path / "events")
+    monkeypatch.setattr(journal, "write_atomic", write)
+    for s in agents:
+        eventually(lambda s=s: s.verdict == Verdict("succeeded", None))
+    assert json.loads(g.run.result.read_text())["status"] == "succeeded"
+
+
+# ---- a real one that is full, or read-only ------------------------------------------------
+
+
+def mount(*arguments: str | Path) -> bool:
+    """Mount a file system; tell whether it worked."""
+    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A tmpfs of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", folder):
+        pytest.skip("only root may mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Fill a disk to the last byte."""
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as f:
+        while f.write(bytes(4096)):
+            pass
+    try:
+        yield
+    finally:
+        ballast.unlink()
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """Remount a disk, which works only between two writes of others."""
+    eventually(lambda: mount("-o", "remount,ro", disk))
+    try:
+        yield
+    finally:
+        assert mount("-o", "remount,rw", disk)
+
+
+@pytest.mark.parametrize("state", [full, read_only])
+def test_nodes_come_and_go_while_the_disk_can_not_be_written(group, small_disk, state):
+    """The new groups are formed as soon as it can be; the leader stays the same."""
+    g = group(small_disk / "run", max_nodes=2)
+    g.running = frozenset({"7_0"})
+    a = g.agent(0)
+    g.join(a)
+    g.running |= {"7_1"}
+    with state(small_disk):
+        b = g.agent(1)
+        joining = g.threads.submit(b.join, PATIENCE_S)
+        eventually(lambda: a.stop_requested)
+        again = g.threads.submit(a.join, PATIENCE_S)
+        time.sleep(1.0)
+        assert not joining.done() and not again.done()
+    assert {joining.result().number, again.result().number} == {2}
+    with state(small_disk):
+        kill(b)
+        eventually(lambda: a.stop_requested)
+        alone = g.threads.submit(a.join, PATIENCE_S)
+        g.running = frozenset({"7_0"})
+        time.sleep(1.0)
+        assert not alone.done()
+    assert (alone.result().number, alone.result().world_size) == (3, 1)
+    assert {r.epoch for r in records(g)} == {1}
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_hard_links_is_an_error_at_once(group, monkeypatch, error):
+    """Every agent is told what to do, and leaves nothing behind."""
+    g = group(max_nodes=2)
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "link", refuse)
+    for s in [g.agent(0), g.agent(1)]:
+        with pytest.raises(RunDirectoryError, match=r"has no hard links.*hydra\.sweep\.dir"):
+            s.join(PATIENCE_S)
+    assert list(g.run.rdzv.iterdir()) == []
+
+
+# ---- files that no agent of this run wrote ------------------------------------------------
+
+
+def write_record(g: Group, number: int, *, secret: bytes = SECRET, **changes: object) -> str:
+    """Write a record whose leader is gone, as an agent with this secret would; return its text."""
+    text = replace(claim(number, None, NOBODY, 0.0), **changes).seal(secret)
+    (g.run.rdzv / f"record.{number}.json").write_text(text)
+    return text
+
+
+def cut_short(g: Group) -> None:
+    """The last record's end is missing."""
+    text = write_record(g, 2)
+    (g.run.rdzv / "record.2.json").write_text(text[:-9])
+
+
+def of_another_run(g: Group) -> None:
+    """Somebody has copied another run's last record in; that run has ended."""
+    write_record(g, 2, secret=b"another run's secret", round=7)
+
+
+def under_another_number(g: Group) -> None:
+    """A record of this run, copied to a later number."""
+    (g.run.rdzv / "record.3.json").write_text(write_record(g, 2, round=3))
+
+
+def after_a_gap(g: Group) -> None:
+    """Records 2 to 4 are missing."""
+    write_record(g, 5, round=3)
+
+
+def damaged_after_a_gap(g: Group) -> None:
+    """Records 2 to 4 are missing, and the fifth does not verify."""
+    (g.run.rdzv / "record.5.json").write_text("{}")
+
+
+def folder(g: Group) -> None:
+    """A folder has the name of a record."""
+    (g.run.rdzv / "record.9.json").mkdir()
+
+
+def nested_deeply(g: Group) -> None:
+    """The parser's stack would overflow."""
+    (g.run.rdzv / "record.2.json").write_text("[" * 100_000)
+
+
+def leftovers(g: Group) -> None:
+    """Agents died halfway to a record."""
+    for name in (".record.0123", ".record.json", "record.2.json.new", "record.x.json"):
+        (g.run.rdzv / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_short, of_another_run, under_another_number, after_a_gap, damaged_after_a_gap,
+        folder, nested_deeply, leftovers,
+    ],
+)  # fmt: skip
+def test_damaged_records_are_passed_over(group, damage: Callable[[Group], None]):
+    """After the time that a silent leader would get, the run goes on from the last good record."""
+    g = group(max_nodes=2)
+    g.liveness = IMPATIENT
+    write_record(g, 1, round=3)
+    damage(g)
+    before = g.register.last_number()
+    assert {(r.number, r.world_size) for r in g.join(g.agent(0), g.agent(1))} == {(4, 2)}
+    assert [(r.number, r.epoch) for r in records(g)[-2:]] == [
+        (before + 1, before + 1),  # each number may have begun an epoch
+        (before + 2, before + 1),
+    ]
+
+
+@pytest.mark.parametrize("lease", [b"", b"\xff\xfe|", b"1|2|00", b"|||", b"[" * 9999])
+def test_a_lease_of_garbage_keeps_no_dead_leader_in_office(group, lease):
+    """The leader's port takes connections and says nothing; only the lease could speak for it."""
+    g = group(max_nodes=1)
+    g.liveness = IMPATIENT
+    with silent_leader(g):
+        (g.run.rdzv / "lease.1").write_bytes(lease)
+        assert g.join(g.agent(0))[0].world_size == 1
+    assert [(r.number, r.epoch) for r in records(g)] == [(1, 1), (2, 2), (3, 2)]
+
+
+@contextlib.contextmanager
+def silent_leader(g: Group) -> Iterator[None]:
+    """A record whose leader's port is open, though nobody serves it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        write_record(g, 1, leader=replace(NOBODY, port=server.getsockname()[1]))
+        yield

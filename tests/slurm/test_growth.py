@@ -1,0 +1,146 @@
+"""When late nodes are admitted, and what a run does that has too few: on a real Slurm."""
+
+import re
+import textwrap
+from pathlib import Path
+
+from test_runs import Sweep, busy, eventually, sweep
+
+__all__ = ["sweep"]
+
+STEPS = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+
+    import torch.distributed as dist
+    import hydra
+    from hpc_elastic import checkpoint_boundary, report
+
+    TOTAL = {total}
+    FILE = Path({folder!r}, "step")
+
+    @hydra.main(version_base=None, config_path=None)
+    def main(cfg):
+        dist.init_process_group("gloo")
+        step = int(FILE.read_text()) if FILE.exists() else 0
+        while step < TOTAL:
+            time.sleep(0.05)
+            dist.barrier()  # a step is made by all ranks, or by none
+            step += 1
+            print("step", step, dist.get_world_size(), flush=True)
+            report(step=step, total_steps={told})
+            if step % 10 == 0:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    FILE.write_text(str(step))
+                {announce}
+        dist.destroy_process_group()
+        return step
+
+    if __name__ == "__main__":
+        main()
+    """
+)
+
+
+def stepping(
+    tmp_path: Path, *, total: int = 240, announce: bool = True, told: int | None = None
+) -> Path:
+    """A script that makes steps, and has a checkpoint after every tenth."""
+    script = tmp_path / "steps.py"
+    call = "checkpoint_boundary(step=step)" if announce else "pass"
+    script.write_text(STEPS.format(total=total, folder=str(tmp_path), announce=call, told=told))
+    return script
+
+
+def steps(s: Sweep) -> list[int]:
+    """The steps that each round's rank 0 made, round after round."""
+    files = s.run().glob("tasks/*/attempt-*/round-*.rank-0.out")
+    by_round = {int(re.search(r"round-(\d+)\.", f.name)[1]): f for f in files}
+    return [
+        int(n)
+        for number in sorted(by_round)
+        for n in re.findall(r"^step (\d+) ", by_round[number].read_text(), re.MULTILINE)
+    ]
+
+
+def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_path):
+    """grow=boundary: every step is made exactly once, though the group grew in the middle."""
+    job = busy(slurm, 2)
+    s = sweep("+launcher=slurm", "+nodes=1:4", script=stepping(tmp_path))
+    eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
+    slurm.run(["scancel", job])
+    output = s.output()
+    assert s.group_sizes()[-1] == 4, output
+    grown = [e for e in s.events("stop") if "joins, at the checkpoint of step" in e["reason"]]
+    assert grown and s.events("growth"), "the decision is logged, and its reason"
+    assert steps(s) == list(range(1, 241))
+
+
+def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, tmp_path):
+    """grow_after_s: a node does not wait for an announcement that never comes."""
+    job = busy(slurm, 3)
+    script = stepping(tmp_path, announce=False)
+    s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow_after_s=2", script=script)
+    eventually(lambda: s.group_sizes() == [1], "one node trains")
+    slurm.run(["scancel", job])
+    output = s.output()
+    assert s.group_sizes()[-1] == 2, output
+    assert any("announces no checkpoints" in e["reason"] for e in s.events("stop"))
+
+
+def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
+    """With the script's word that the end is near, the group is left alone, and the log says so."""
+    job = busy(slurm, 3)
+    script = stepping(tmp_path, told=1)
+    s = sweep("+launcher=slurm", "+nodes=1:2", script=script)
+    eventually(lambda: len(steps(s)) > 40, "one node trains, at a known pace")
+    slurm.run(["scancel", job])
+    output = s.output()
+    assert s.group_sizes() == [1], output
+    assert any("a restart costs" in e["why"] for e in s.events("growth"))
+
+
+def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
+    """grow=never: a late node waits until the group is formed anew for another reason."""
+    job = busy(slurm, 3)
+    s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow=never", script=stepping(tmp_path))
+    eventually(lambda: s.group_sizes() == [1], "one node trains")
+    slurm.run(["scancel", job])
+    output = s.output()
+    assert s.group_sizes() == [1], output
+    assert len(s.events("joined")) == 2
+
+
+def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp_path):
+    """nodes=3:4 twice on four nodes, two for each: one run gives way, and comes back."""
+    blockers = busy(slurm, 2)
+    polite, other = (
+        _short_run(sweep, tmp_path / name, f"+launcher.sbatch.nice={nice}")
+        for name, nice in (("polite", 1000), ("other", 0))
+    )
+    eventually(lambda: len(polite.events("joined")) == 2, "two nodes of the first run wait")
+    eventually(lambda: _queued(slurm) >= 6, "the second run is queued, before what the first lacks")
+    slurm.run(["scancel", blockers])
+    eventually(lambda: len(other.events("joined")) == 2, "two nodes of the second run wait")
+    for s in (polite, other):
+        output = s.output()
+        assert s.result()["status"] == "succeeded", output
+        assert min(s.group_sizes()) >= 3
+    assert polite.events("given back") or other.events("given back")
+
+
+def _short_run(sweep, folder: Path, *overrides: str) -> Sweep:
+    folder.mkdir()
+    script = stepping(folder, total=40)
+    where = f"hydra.sweep.dir={folder / 'sweep'}"
+    s = sweep(
+        "+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, *overrides, script=script
+    )
+    s.folder = folder / "sweep"
+    return s
+
+
+def _queued(slurm) -> int:
+    return len(slurm.run(["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]).stdout.split())

@@ -1,0 +1,80 @@
+"""A leader in the states that tests begin with, and what its agents say to it."""
+
+import random
+from typing import Any
+
+from hpc_elastic.rendezvous.leadership import Create, Effect, Leadership, Liveness, Tell
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+
+HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
+LIVENESS = Liveness(heartbeat_s=0.5, lost_after_s=3.0)
+
+
+def leading(record: Record | None = None, **rules) -> Leadership:
+    """A leader that has just claimed its epoch, at time 0."""
+    defaults = {
+        "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
+        "start_timeout_s": 60.0, "last_call_s": 5.0, "grow": "now",
+    }  # fmt: skip
+    record = record or claim(1, None, HERE, 1000.0)
+    settings = Rules(**{**defaults, **rules})
+    return Leadership(record, settings, LIVENESS, 0.0, random.Random(1))
+
+
+def after(*members: Agent, **rules) -> Leadership:
+    """A leader that took over, at time 0, from one whose last round had these members."""
+    before = Record(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
+    return leading(claim(5, before, HERE, 1000.0), **rules)
+
+
+def say(leader: Leadership, agent: Agent, type_: str, now: float, **fields: Any) -> list[Effect]:
+    """Let an agent say something."""
+    return leader.received(agent, {"type": type_, **fields}, now)
+
+
+def join(leader: Leadership, agent: Agent, now: float, ask: int = 1) -> list[Effect]:
+    """Let an agent connect, if it has not, and ask for a place."""
+    return [*leader.connected(agent, now), *say(leader, agent, "join", now, ask=ask)]
+
+
+def rejoin(leader: Leadership, agent: Agent, now: float) -> list[Effect]:
+    """Let an agent that is connected ask for another place."""
+    return say(leader, agent, "join", now, ask=2)
+
+
+def of(effects: list[Effect], *types: type) -> list[Effect]:
+    """The effects of these types."""
+    return [e for e in effects if isinstance(e, types)]
+
+
+def told(effects: list[Effect], type_: str) -> list[Agent]:
+    """Who is told something of a type."""
+    return [e.agent for e in effects if isinstance(e, Tell) and e.message["type"] == type_]
+
+
+def closing(*agents: Agent, **rules) -> tuple[Leadership, Record]:
+    """A leader whose first round waits for its record, and that record."""
+    leader = leading(max_nodes=len(agents), **rules)
+    for agent in agents:
+        effects = join(leader, agent, 1.0)
+    (create,) = of(effects, Create)
+    return leader, create.record
+
+
+def training(*agents: Agent, **rules) -> Leadership:
+    """A leader whose first round was announced at time 1."""
+    leader, _ = closing(*agents, **rules)
+    leader.created(1.0)
+    return leader
+
+
+def passed(leader: Leadership, until: float, *alive: Agent, step: float = 0.5) -> list[Effect]:
+    """Let time pass from 1, with the beats of these agents; return the last tick's effects."""
+    effects, now = [], 1.0
+    while now < until:
+        now += step
+        for agent in alive:
+            say(leader, agent, "beat", now, progress={})
+        effects = leader.tick(now)
+    return effects

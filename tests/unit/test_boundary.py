@@ -1,0 +1,172 @@
+"""Checkpoint boundaries: where the members of a round stand, and when a group may be stopped."""
+
+from groups import A, B, C, D, decisions, training
+
+from hpc_elastic.rendezvous.actions import Hold, StopRound
+from hpc_elastic.rendezvous.boundary import STRAGGLE_S, Boundaries
+
+
+def announced(*announcements) -> Boundaries:
+    """Boundaries after these announcements: (agent, step, held, time)."""
+    boundaries = Boundaries()
+    for agent, step, held, now in announcements:
+        boundaries.announce(agent, step, held, now)
+    return boundaries
+
+
+def test_nothing_is_reached_before_somebody_holds():
+    """Members that pass a boundary go on to later steps."""
+    b = announced((A, 10, False, 1.0), (B, 10, False, 1.0))
+    assert b.seen and b.reached((A, B), 1.0) is None
+
+
+def test_reached_once_all_members_have_announced_the_step_that_is_held():
+    """The last one closes it, in whichever order they come."""
+    b = announced((B, 10, True, 1.0))
+    assert b.reached((A, B), 1.0) is None
+    b.announce(A, 10, True, 1.5)
+    assert b.reached((A, B), 1.5) == 10
+
+
+def test_who_has_passed_the_boundary_has_arrived():
+    """It stands in the collective of a step that the others do not make."""
+    b = announced((A, 10, False, 1.0), (B, 10, True, 1.1))
+    assert b.reached((A, B), 1.1) == 10
+
+
+def test_who_announced_an_earlier_step_has_not_arrived():
+    """Its checkpoint of this step is not complete."""
+    b = announced((A, 5, False, 0.5), (B, 10, True, 1.0))
+    assert b.reached((A, B), 1.0) is None
+    b.announce(A, 10, False, 1.2)
+    assert b.reached((A, B), 1.2) == 10
+
+
+def test_a_later_boundary_that_is_held_replaces_an_earlier_one():
+    """Somebody passed the first one before it was asked to hold."""
+    b = announced((A, 10, True, 1.0), (B, 20, True, 2.0))
+    assert b.reached((A, B), 2.0) is None
+    b.announce(A, 20, True, 2.5)
+    assert b.reached((A, B), 2.5) == 20
+
+
+def test_stragglers_behind_the_first_rank_are_waited_for_a_while():
+    """A script may announce its boundaries on the rank that writes the checkpoints alone."""
+    b = announced((A, 10, True, 5.0))
+    assert b.reached((A, B), 5.0 + STRAGGLE_S - 0.1) is None
+    assert b.reached((A, B), 5.0 + STRAGGLE_S) == 10
+
+
+def test_without_the_first_rank_there_is_no_such_end():
+    """The checkpoint's writer has not announced it."""
+    b = announced((B, 10, True, 5.0))
+    assert b.reached((A, B), 1e6) is None
+
+
+def test_a_new_round_begins_anew():
+    """But for that the script is known to announce boundaries."""
+    b = announced((A, 10, True, 1.0))
+    b.new_round()
+    assert b.seen and b.reached((A,), 99.0) is None
+    b.announce(A, 5, True, 100.0)
+    assert b.reached((A,), 100.0) == 5
+
+
+def test_a_hold_that_is_lifted_is_forgotten():
+    """Where the members are counts at their next boundary."""
+    b = announced((A, 10, True, 1.0), (B, 10, True, 1.0))
+    b.let_go()
+    assert b.reached((A, B), 99.0) is None
+    b.announce(B, 20, True, 100.0)
+    assert b.reached((A, B), 100.0) is None
+
+
+def test_a_group_without_members_has_reached_nothing():
+    """There is nobody to stop."""
+    assert announced((A, 10, True, 1.0)).reached((), 1.0) is None
+
+
+# ---- the machine, with grow=boundary ------------------------------------------------------
+
+
+def test_a_parked_node_is_admitted_once_all_members_hold():
+    """No member makes a step that the restart would undo."""
+    m = training(A, B, grow="boundary")
+    assert decisions(m.join(C, 1.0)) == [Hold((A, B), 1)]
+    assert decisions(m.boundary(A, 10, 1, 2.0)) == []
+    stopped = decisions(m.boundary(B, 10, 1, 2.1))
+    assert stopped == [StopRound((A, B), "node3 joins, at the checkpoint of step 10")]
+
+
+def test_boundaries_announced_with_nobody_waiting_stop_nothing():
+    """Training goes on, and the machine remembers that the script announces them."""
+    m = training(A, B, grow="boundary")
+    for agent in (A, B):
+        assert m.boundary(agent, 10, 0, 2.0) == []
+    assert m.boundaries.seen
+
+
+def test_members_are_asked_to_hold_once():
+    """However often time passes, and however many wait."""
+    m = training(A, grow="boundary")
+    m.boundary(A, 5, 0, 0.5)
+    assert Hold((A,), 1) in m.join(B, 1.0)
+    assert decisions(m.join(C, 1.1)) == [] and decisions(m.tick(50.0)) == []
+
+
+def test_the_hold_is_withdrawn_when_the_newcomer_goes():
+    """Nobody waits for anything any more."""
+    m = training(A, B, grow="boundary")
+    m.join(C, 1.0)
+    m.boundary(A, 10, 1, 2.0)
+    assert decisions(m.gone(C, "silent", 2.5)) == [Hold((A, B), 0)]
+    assert decisions(m.boundary(B, 10, 1, 2.6)) == []
+
+
+def test_a_hold_that_was_withdrawn_does_not_count_for_the_next_one():
+    """Members have trained on since: what they would lose begins at their next boundary."""
+    m = training(A, B, grow="boundary")
+    m.join(C, 1.0)
+    m.boundary(A, 10, 1, 2.0)
+    m.gone(C, "silent", 2.5)
+    assert decisions(m.join(D, 3.0)) == [Hold((A, B), 2)]
+    assert decisions(m.boundary(B, 10, 1, 3.1)) == [], "it obeyed the first request, and goes on"
+    assert decisions(m.boundary(A, 20, 2, 4.0)) == []
+    (stop,) = decisions(m.boundary(B, 20, 2, 4.1))
+    assert stop.reason == "node4 joins, at the checkpoint of step 20"
+
+
+def test_a_hold_ends_with_its_round():
+    """The next round's members hold only if somebody waits then."""
+    m = training(A, B, grow="boundary", max_nodes=2)
+    m.join(C, 1.0)
+    m.gone(B, "silent", 2.0)
+    m.join(A, 2.1)
+    assert m.members == (A, C)
+    assert decisions(m.tick(3.0)) == []
+
+
+def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
+    """There is no good moment to wait for."""
+    m = training(A, B, grow="boundary", grow_after_s=20.0)
+    m.join(C, 1.0)
+    assert decisions(m.tick(20.9)) == []
+    (stop,) = decisions(m.tick(21.0))
+    assert stop.reason == "node3 joins; the script announces no checkpoints"
+
+
+def test_a_script_that_has_ever_announced_one_is_waited_for():
+    """Its next checkpoint may be an hour away; a join costs no step."""
+    m = training(A, B, grow="boundary", grow_after_s=20.0)
+    m.boundary(A, 5, 0, 0.5)
+    m.join(C, 1.0)
+    assert decisions(m.tick(3600.0)) == []
+
+
+def test_the_first_one_to_come_decides_how_long_a_silent_script_is_waited_for():
+    """Newcomers that come one by one do not put each other off."""
+    m = training(A, grow="boundary", grow_after_s=20.0)
+    m.join(B, 1.0)
+    m.join(C, 19.0)
+    (stop,) = decisions(m.tick(21.0))
+    assert stop.agents == (A,) and "node2, node3 joins" in stop.reason

@@ -1,0 +1,236 @@
+"""How an agent finds a leader, and follows it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from followers import (
+    LEADER,
+    MANY,
+    RECORD,
+    agent,
+    asked,
+    following,
+    of,
+    told,
+)
+from groups import B, C
+
+from hpc_elastic.rendezvous.following import (
+    Claim,
+    Connect,
+    Following,
+    HangUp,
+    Lead,
+    Look,
+    Publish,
+    Say,
+    Tell,
+)
+from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
+
+# ---- finding a leader ---------------------------------------------------------------------
+
+
+def test_the_first_agent_of_a_run_claims_the_first_record():
+    """There is nobody to look for."""
+    f = agent()
+    assert f.tick(0.0) == [Look()]
+    assert f.looked(0, None, None, 0.1) == [Claim(1, None)]
+    assert f.tick(0.2) == [], "one thing at a time"
+    mine = Record(1, 1, replace(LEADER, task=B.task))
+    assert f.claimed(mine, 0.3) == [Lead(mine), Look()]
+    assert f.looked(1, mine, None, 0.4) == [Connect(mine)]
+
+
+def test_who_was_too_late_follows_the_winner():
+    """It looks again, and finds the winner's record; in its own time, for a cache may be stale."""
+    f = agent()
+    f.tick(0.0)
+    f.looked(0, None, None, 0.0)
+    effects, now = f.claimed(None, 0.1), 0.1
+    while not effects:
+        now += 0.05
+        effects = f.tick(now)
+    assert effects == [Look()] and now <= 1.2
+    winners = replace(RECORD, number=1)
+    assert f.looked(1, winners, None, now) == [Connect(winners)]
+
+
+def test_follows_the_leader_that_the_last_record_names():
+    """And asks for a place once it is connected."""
+    following()
+
+
+def test_looks_again_while_it_has_no_leader():
+    """Ever more seldom; those who are first in line as often as a leader beats."""
+    for me, longest_s in ((MANY.members[0], 0.5), (MANY.members[-1], 2.0)):
+        f, looks, now = agent(me), [], 0.0
+        f.looked(5, MANY, 1, 0.0)
+        while now < 20.0:
+            if f.tick(now):
+                looks.append(now)
+                f.blind("EIO", now)
+            now += 0.05
+        pauses = [b - a for a, b in pairwise(looks)]
+        assert pauses[0] < 0.3 and longest_s - 0.1 < max(pauses) < longest_s + 0.1
+
+
+def test_a_file_system_that_does_not_answer_claims_nothing():
+    """And the agent's thread knows what it waits for."""
+    f = agent()
+    f.tick(0.0)
+    (news,) = told(f.blind("Stale file handle", 0.1), "news")
+    assert "Stale file handle" in news["text"]
+    for now in range(1, 100):
+        assert not of(f.tick(float(now)), Claim)
+        f.blind("Stale file handle", now + 0.5)
+
+
+def test_one_question_to_the_file_system_at_a_time():
+    """However long it hangs."""
+    f = agent()
+    assert f.tick(0.0) == [Look()]
+    assert not of([e for now in range(1, 50) for e in f.tick(now / 5)], Look)
+
+
+def test_an_attempt_to_connect_is_not_repeated_while_it_lasts():
+    """It ends by itself."""
+    f = agent()
+    f.tick(0.0)
+    f.looked(5, RECORD, None, 0.0)
+    assert f.tick(0.5) == [Look()]
+    assert f.looked(5, RECORD, None, 0.5) == []
+
+
+def test_an_attempt_to_reach_a_leader_that_was_replaced_is_given_up():
+    """Its successor is connected to at once."""
+    f = agent()
+    f.tick(0.0)
+    f.looked(5, RECORD, None, 0.0)
+    f.tick(0.5)
+    newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, B.task, 0))
+    assert f.looked(6, newer, None, 0.5) == [HangUp(), Connect(newer)]
+
+
+def test_a_run_that_has_ended_is_over():
+    """Whoever comes late reads so in the record, and makes sure that there is a result."""
+    f = agent()
+    f.tick(0.0)
+    ended = replace(RECORD, ending=Ending("succeeded"))
+    publish, tell = f.looked(5, ended, None, 0.1)
+    assert publish == Publish(ended)
+    assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
+    assert f.tick(9.0) == [] and f.looked(9, RECORD, None, 9.0) == []
+
+
+# ---- following ----------------------------------------------------------------------------
+
+
+def test_beats_as_often_as_it_was_told():
+    """Half a second at first; the leader of many asks for fewer."""
+
+    def beats(f: Following, begin: float, end: float) -> int:
+        said, now = 0, begin
+        while now < end:
+            said += len(of(f.tick(now), Say))
+            f.received({"type": "beat"}, now)
+            now = round(now + 0.1, 3)
+        return said
+
+    f = following()
+    assert beats(f, 0.0, 10.05) == 20
+    f.received({"type": "beat", "every_s": 1.0}, 10.0)
+    assert beats(f, 10.1, 20.15) == 10
+
+
+def test_reports_name_the_round_that_they_are_of():
+    """A leader ignores what belongs to another."""
+    f = following()
+    said = f.report("finished")
+    assert said == [Say({"type": "finished", "record": 5})]
+    assert agent().report("finished") == [], "without a leader the round is lost anyway"
+
+
+def test_a_round_answers_the_last_request_only():
+    """An earlier one was made before something else went wrong."""
+    f = following()
+    ask = asked(f.join())
+    assert f.received({"type": "round", "ask": ask - 1, "record": 6}, 1.0) == []
+    placed = {"type": "round", "ask": ask, "record": 7}
+    assert f.received(placed, 1.1) == [Tell(placed)]
+    assert f.received({**placed, "record": 8}, 1.2) == [], "it has a place"
+
+
+def test_a_stop_is_heard_once_it_has_a_place():
+    """Whoever waits for a round has no workers to stop."""
+    f = following()
+    stop = {"type": "stop", "reason": "node3 joins"}
+    assert f.received(stop, 1.0) == [Tell(stop)]
+    f.join()
+    assert f.received(stop, 1.1) == []
+
+
+@pytest.mark.parametrize("message", [{"type": "hold", "number": 1}, {"type": "waiting"}])
+def test_other_words_of_the_leader_reach_the_agent(message):
+    """As they are."""
+    assert following().received(message, 1.0) == [Tell(message)]
+
+
+@pytest.mark.parametrize("type_", ["end", "give back"])
+def test_the_leaders_last_word_ends_it(type_):
+    """Nothing is looked for after that, whatever happens to the connection."""
+    f = following()
+    assert f.received({"type": type_}, 1.0) == [Tell({"type": type_})]
+    assert f.disconnected("its connection closed", 1.1) == []
+    assert f.tick(99.0) == [] and f.received({"type": "stop"}, 99.0) == []
+
+
+def test_a_broken_connection_stops_the_workers_and_looks_again():
+    """At once."""
+    effects = following().disconnected("its connection closed", 1.0)
+    assert [type(e) for e in effects] == [HangUp, Tell, Tell, Look]
+    assert "its connection closed" in told(effects, "stop")[0]["reason"]
+
+
+def test_a_silent_leader_is_lost_after_lost_after_s():
+    """A connection to a node that has vanished does not break."""
+    f, effects, now = following(), [], 0.0
+    while not of(effects, HangUp):
+        now += 0.25
+        effects = f.tick(now)
+    assert now == 3.25 and "silent for" in told(effects, "stop")[0]["reason"]
+
+
+def test_who_has_no_workers_is_not_told_to_stop_them():
+    """It waits for a round as before."""
+    f = following()
+    f.join()
+    assert told(f.disconnected("its connection closed", 1.0), "stop") == []
+
+
+def test_a_request_outlives_its_leader():
+    """The next one is asked as soon as it is found."""
+    f = following()
+    f.disconnected("its connection closed", 1.0)
+    assert f.join() == []
+    f.looked(5, RECORD, 1, 1.1)
+    assert asked(f.connected(1.2))
+
+
+def test_an_agent_that_slept_forgives_its_leader():
+    """It was not the leader that was silent."""
+    f = following()
+    f.tick(0.5)
+    assert not of(f.tick(60.0), HangUp)
+    f.tick(61.5)
+    assert of(f.tick(63.1), HangUp)
+
+
+def test_a_leader_that_another_has_replaced_is_left():
+    """It is paused or cut off, and does not know."""
+    f = following()
+    assert of(f.tick(1.2), Look) == [Look()], "it has been silent for longer than two beats"
+    newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
+    effects = f.looked(6, newer, 1, 1.4)
+    assert of(effects, HangUp) and told(effects, "stop")

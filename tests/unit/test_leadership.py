@@ -1,0 +1,209 @@
+"""What a leader decides waits for its record, and comes true once."""
+
+from dataclasses import replace
+
+import pytest
+from groups import A, B, C, failure, running
+from leaders import HERE, closing, join, leading, of, passed, rejoin, say, told, training
+
+from hpc_elastic.rendezvous.actions import StartRound
+from hpc_elastic.rendezvous.leadership import (
+    Announce,
+    Create,
+    Leadership,
+    Postpone,
+    Publish,
+    StepDown,
+    Tell,
+    placements,
+)
+from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.record import Agent, Ending, Record
+
+# ---- decisions ----------------------------------------------------------------------------
+
+
+def test_a_round_is_announced_once_its_record_exists():
+    """Before, nobody could know whether it is this leader's to decide."""
+    leader, record = closing(A, B)
+    assert (record.number, record.epoch, record.round) == (2, 1, 1)
+    assert record.members == (A, B) and record.leader == HERE and record.started == 1000.0
+    assert of(leader.tick(1.5), Create, Announce) == []
+    assert leader.created(2.0) == [Announce(StartRound(1, (A, B), 0), 2, {A: 1, B: 1})]
+    assert leader.at == record
+
+
+def test_what_follows_a_decision_waits_in_order():
+    """A member that is lost meanwhile is a loss after the round, not before it."""
+    leader, _ = closing(A, B)
+    assert leader.disconnected(B, "its connection closed", 1.5) == []
+    announce, gone, stop, tell = leader.created(2.0)
+    assert isinstance(announce, Announce)
+    assert (gone.kind, stop.kind) == ("gone", "stop")
+    assert tell.agent == A and tell.message["type"] == "stop"
+
+
+def test_a_decision_that_follows_a_decision_needs_its_own_record():
+    """One number after the other."""
+    leader, record = closing(A, B)
+    say(leader, A, "close", 1.5)
+    announce, create = leader.created(2.0)
+    assert isinstance(announce, Announce)
+    assert create == Create(replace(record, number=3, ending=Ending("closed")))
+    assert told(leader.created(3.0), "end") == [A, B]
+
+
+def test_a_round_answers_the_requests_that_it_was_closed_with():
+    """An agent that has come back meanwhile has asked again, for another round."""
+    leader, _ = closing(A, B)
+    leader.disconnected(B, "its connection closed", 1.2)
+    join(leader, B, 1.4, ask=2)
+    (announce,) = of(leader.created(2.0), Announce)
+    assert [m["ask"] for agent, m in placements(announce) if agent == B] == [1]
+
+
+def test_a_record_knows_what_was_lost_and_spent():
+    """The next leader goes on from there."""
+    leader = training(A, B, C, max_restarts=3)
+    say(leader, A, "failed", 2.0, record=2, failures=[vars(failure(A))])
+    rejoin(leader, A, 2.1)
+    leader.disconnected(C, "its connection closed", 2.2)
+    rejoin(leader, B, 2.3)
+    (create,) = of(leader.slurm_says(running(A, B), 2.5), Create)
+    assert create.record.lost == {C.task: 0} and create.record.members == (A, B)
+    assert create.record.round == 2
+
+
+def test_whose_number_is_taken_steps_down_for_ever():
+    """Whatever it hears after that, it decides nothing, and says nothing."""
+    leader, record = closing(A, B)
+    assert leader.refused() == [StepDown()]
+    assert leader.fenced and leader.at.number == 1
+    answers = [
+        leader.created(2.0), leader.refused(), leader.saw(99), leader.tick(9.0),
+        leader.connected(C, 2.0), say(leader, A, "join", 2.0, ask=2),
+        leader.disconnected(A, "its connection closed", 2.0), leader.slurm_says({}, 2.0),
+    ]  # fmt: skip
+    assert not any(answers) and record.number == 2
+
+
+def test_who_sees_a_later_record_steps_down():
+    """Another agent leads, or has led."""
+    leader = training(A, B)
+    assert leader.saw(2) == []
+    assert leader.saw(3) == [StepDown()] and leader.tick(2.0) == []
+
+
+def test_the_record_that_one_has_asked_for_fences_nobody():
+    """It may be seen before its own creation was reported."""
+    leader, record = closing(A)
+    assert leader.saw(record.number) == []
+    assert of(leader.created(2.0), Announce)
+
+
+def test_a_record_beyond_the_one_that_one_has_asked_for_does():
+    """Whoever created it has seen that one."""
+    leader, record = closing(A)
+    assert leader.saw(record.number + 1) == [StepDown()]
+
+
+def test_giving_all_nodes_back_is_a_decision():
+    """Everybody is told, and what is queued waits as well, once it is recorded."""
+    leader = leading(min_nodes=3, min_wait_s=2.0)
+    for agent in (A, B):
+        join(leader, agent, 1.0)
+    (create,) = of(passed(leader, 3.5, A, B, step=2.5), Create)
+    assert create.record.given_back == 1 and create.record.round == 0
+    effects = leader.created(4.0)
+    (postpone,) = of(effects, Postpone)
+    assert told(effects, "give back") == [A, B] and postpone.delay_s > 0
+    assert told(join(leader, C, 7.0), "give back") == [C]
+
+
+def test_sending_one_node_back_needs_no_record():
+    """The group is what it was."""
+    leader = training(A, B, min_wait_s=1.0, grow="never")
+    join(leader, C, 1.5)
+    effects = passed(leader, 3.5, A, B, C, step=2.5)
+    assert told(effects, "give back") == [C]
+    assert not of(effects, Create, Postpone)
+
+
+# ---- the end ------------------------------------------------------------------------------
+
+
+def ending(*agents: Agent) -> tuple[Leadership, Record]:
+    """A leader whose run has succeeded, which waits for its record."""
+    leader = training(*agents)
+    for agent in agents:
+        effects = say(leader, agent, "finished", 5.0, record=2)
+    (create,) = of(effects, Create)
+    return leader, create.record
+
+
+def test_the_end_is_published_once_it_is_recorded():
+    """Then everybody who listens is told."""
+    leader, record = ending(A, B)
+    assert record.ending == Ending("succeeded")
+    publish, *tells = leader.created(5.5)
+    assert publish == Publish(record) and told(tells, "end") == [A, B]
+    assert tells[0].message == {"type": "end", "status": "succeeded", "failure": None}
+
+
+def test_the_end_carries_the_failure():
+    """The first cause and its victims stand in the record; agents are told in one line."""
+    leader = training(A, B, max_restarts=0)
+    cause, victim = failure(A, exit_code=1), failure(B, "Broken pipe", 2.0)
+    say(leader, A, "failed", 2.0, record=2, failures=[vars(cause)])
+    rejoin(leader, A, 2.1)
+    say(leader, B, "failed", 2.2, record=2, failures=[vars(victim)])
+    (create,) = of(rejoin(leader, B, 2.3), Create)
+    assert create.record.ending == Ending("failed", cause, (victim,))
+    tells = of(leader.created(2.5), Tell)
+    assert {t.message["failure"] for t in tells} == {cause.summary()}
+
+
+def test_who_comes_after_the_end_is_told_alone():
+    """Once; nothing is published again."""
+    leader, _ = ending(A)
+    leader.created(5.5)
+    assert [type(e) for e in join(leader, B, 6.0)] == [Tell]
+
+
+def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
+    """The run has one result."""
+    leader, _ = ending(A)
+    assert join(leader, B, 5.2) == []
+    effects = leader.created(5.5)
+    assert told(effects, "end") == [A, B] and len(of(effects, Publish)) == 1
+
+
+@pytest.mark.parametrize(
+    ("type_", "fields"),
+    [
+        ("finished", {}),
+        ("failed", {"failures": [vars(failure(A))]}),
+        ("boundary", {"step": 5, "held": 1}),
+    ],
+)
+def test_what_is_said_of_another_round_is_ignored(type_, fields):
+    """A message may be older than the round that its sender is in now."""
+    leader = training(A)
+    assert say(leader, A, type_, 2.0, record=1, **fields) == []
+    assert leader.machine.phase is Phase.RUNNING and not leader.machine.boundaries.seen
+
+
+# ---- places -------------------------------------------------------------------------------
+
+
+def test_every_member_is_told_its_place():
+    """Its workers' ranks follow those of the nodes before it."""
+    big, small = Agent("7_0", 0, 0, "n1", 8), Agent("7_1", 2, 1, "n2", 4)
+    announce = Announce(StartRound(3, (big, small), 1), 17, {big: 5, small: 6})
+    (first, a), (second, b) = placements(announce)
+    assert (first, second) == (big, small)
+    assert a == {
+        "type": "round", "ask": 5, "record": 17, "number": 3, "restarts": 1,
+        "group_rank": 0, "group_size": 2, "first_rank": 0, "world_size": 12,
+    }  # fmt: skip
+    assert b == {**a, "ask": 6, "group_rank": 1, "first_rank": 8}

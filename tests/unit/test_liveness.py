@@ -1,0 +1,344 @@
+"""Who is heard lives, and who hears enough leads; Slurm is asked politely."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from groups import A, B, C, D, running
+from leaders import HERE, after, join, leading, of, passed, rejoin, say, told, training
+
+from hpc_elastic.rendezvous.actions import Note
+from hpc_elastic.rendezvous.leadership import (
+    AskSlurm,
+    Create,
+    Drop,
+    Effect,
+    Leadership,
+    RenewLease,
+    Tell,
+)
+from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+
+# ---- who lives ----------------------------------------------------------------------------
+
+
+def test_a_broken_connection_is_a_loss_at_once():
+    """The others' workers are stopped, even those that hang in a collective."""
+    leader = training(A, B)
+    effects = leader.disconnected(B, "its connection closed", 2.0)
+    assert told(effects, "stop") == [A]
+    assert leader.disconnected(B, "its connection closed", 2.1) == []
+
+
+def test_an_agent_that_leaves_is_gone_at_once():
+    """It says why."""
+    effects = say(training(A, B), B, "leave", 2.0, why="taken by SIGTERM")
+    assert told(effects, "stop") == [A]
+    (gone,) = [e for e in effects if isinstance(e, Note) and e.kind == "gone"]
+    assert gone.fields["why"] == "taken by SIGTERM"
+
+
+def test_a_silent_agent_is_lost_after_lost_after_s():
+    """Its connection is abandoned, which would not break by itself."""
+    leader = training(A, B, C)
+    assert of(passed(leader, 4.0, A, C), Drop) == []
+    say(leader, A, "beat", 4.1, progress={})
+    say(leader, C, "beat", 4.1, progress={})
+    effects = leader.tick(4.1)
+    assert of(effects, Drop) == [Drop(B)] and told(effects, "stop") == [A, C]
+
+
+def test_whatever_an_agent_says_shows_that_it_lives():
+    """Beats or others."""
+    leader = training(A, B)
+    for now in (2.5, 4.5, 6.5):
+        say(leader, A, "boundary", now, record=2, step=1, held=0)
+        say(leader, B, "beat", now, progress={})
+        assert of(leader.tick(now), Drop) == []
+
+
+def test_a_leader_that_slept_forgives_everybody():
+    """It was not they who were silent; those who are will be found out."""
+    leader = training(A, B)
+    leader.tick(1.5)
+    assert of(leader.tick(60.0), Drop) == []
+    leader.tick(61.5)
+    assert {e.agent for e in of(leader.tick(63.1), Drop)} == {A, B}
+
+
+def test_an_agent_that_connects_anew_was_lost():
+    """Its workers have been stopped: its round is over."""
+    leader = training(A, B)
+    effects = leader.connected(B, 2.0)
+    assert effects[0] == Drop(B) and told(effects, "stop") == [A]
+
+
+def test_a_stranger_is_not_listened_to():
+    """Only agents that are connected count."""
+    leader = training(A)
+    assert say(leader, B, "close", 2.0) == []
+    assert say(leader, B, "join", 2.0, ask=1) == []
+
+
+def test_a_new_leader_waits_for_the_members_of_the_last_round():
+    """Twice as long as silence may last; then they are lost."""
+    leader = after(A, B, C)
+    for agent in (A, B):
+        join(leader, agent, 0.1)
+    assert of(leader.slurm_says(running(A, B, C), 0.2), Create) == []
+    assert of(passed(leader, 6.0, A, B), Create) == []
+    effects = passed(leader, 6.5, A, B, step=5.5)
+    (create,) = of(effects, Create)
+    assert create.record.members == (A, B)
+
+
+def test_a_new_leader_does_not_wait_for_an_attempt_whose_next_one_has_come():
+    """A member that was requeued while nobody led."""
+    leader = after(A, B)
+    again = Agent(B.task, 1, B.slot, "node4", 1)
+    join(leader, A, 0.1)
+    join(leader, again, 0.2)
+    (create,) = of(leader.slurm_says(running(A, again), 0.3), Create)
+    assert create.record.members == (A, again)
+    assert leader.machine.phase is Phase.RUNNING
+
+
+def test_a_new_leader_does_not_wait_for_the_leader_before():
+    """Its claim has noted that it is lost."""
+    before = Record(4, 2, Endpoint("10.0.0.7", 1, A.task, 0), round=3, members=(A, B))
+    leader = leading(claim(5, before, HERE, 1000.0))
+    join(leader, B, 0.1)
+    assert of(leader.slurm_says(running(A, B), 0.2), Create)
+
+
+def test_a_member_that_finds_the_new_leader_is_not_lost():
+    """Its place is kept, while it stops its workers."""
+    leader = after(A, B)
+    join(leader, A, 0.1)
+    leader.connected(B, 0.2)
+    passed(leader, 9.0, A, B)
+    assert B in leader.machine.unsettled
+
+
+# ---- the lease, and which side may go on --------------------------------------------------
+
+
+def renews(effects: list[Effect]) -> bool:
+    """Whether the lease is renewed."""
+    return RenewLease() in effects
+
+
+def test_the_lease_is_renewed_with_every_tick():
+    """While a leader hears its members, or enough for the first round."""
+    leader = leading()
+    join(leader, A, 0.1)
+    assert renews(leader.tick(0.5))
+    assert renews(training(A, B).tick(1.5))
+
+
+@pytest.mark.parametrize(("heard", "renewed"), [((A, B, C), True), ((A, B), True), ((A,), False)])
+def test_a_leader_that_hears_less_than_half_renews_no_lease(heard, renewed):
+    """The others have fallen silent: it may be the one that is cut off."""
+    leader = training(A, B, C, D)
+    assert renews(passed(leader, 5.0, *heard)) is renewed
+
+
+def test_a_leader_whose_members_hung_up_renews_its_lease():
+    """A connection that closes shows that the network works."""
+    leader = training(A, B, C, D)
+    for agent in (B, C, D):
+        leader.disconnected(agent, "its connection closed", 2.0)
+    assert renews(passed(leader, 5.0, A))
+
+
+def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
+    """Twice lost_after_s; if nobody did, the others are dead, and it goes on."""
+    leader = training(A, B, C)
+    passed(leader, 4.5, A)
+    assert leader.machine.phase is Phase.FORMING
+    rejoin(leader, A, 4.6)
+    leader.slurm_says(running(A), 4.7)
+    assert leader.machine.not_before == 4.5 + 6.0
+    for now in (6.0, 7.5, 9.0, 10.4):
+        say(leader, A, "beat", now, progress={})
+        assert of(leader.tick(now), Create) == []
+    say(leader, A, "beat", 10.5, progress={})
+    assert of(leader.tick(10.5), Create)
+
+
+def test_a_leader_that_hears_them_again_goes_on():
+    """The network was away for a moment."""
+    leader = training(A, B, C)
+    passed(leader, 4.5, A)
+    for agent in (B, C):
+        leader.connected(agent, 4.6)
+    assert renews(leader.tick(4.7))
+
+
+def test_slurm_may_say_that_the_silent_ones_have_ended():
+    """Then nobody of them leads another group."""
+    leader = training(A, B, C)
+    passed(leader, 4.5, A)
+    rejoin(leader, A, 4.6)
+    assert not renews(leader.tick(4.7))
+    leader.slurm_says(running(A, s1="NODE_FAIL", s2="COMPLETED"), 4.8)
+    assert renews(leader.tick(4.9))
+
+
+def test_a_leader_below_min_nodes_renews_no_lease():
+    """It could decide nothing: whoever can not reach it may try to lead."""
+    leader = training(A, B, min_nodes=2)
+    leader.disconnected(B, "its connection closed", 2.0)
+    assert not renews(leader.tick(2.1))
+    join(leader, B, 2.2, ask=2)
+    assert renews(leader.tick(2.3))
+
+
+# ---- heartbeats ---------------------------------------------------------------------------
+
+
+def crowd(size: int) -> list[Agent]:
+    """Many agents."""
+    return [Agent(f"8_{i}", 0, i, f"n{i}", 1) for i in range(size)]
+
+
+@pytest.mark.parametrize(("size", "every_s"), [(1, 0.5), (2500, 0.5), (4000, 0.8), (9000, 1.0)])
+def test_many_agents_beat_more_seldom(size, every_s):
+    """So many a second that one leader can take them; a third of lost_after_s at most."""
+    leader = leading(max_nodes=10_000)
+    for agent in crowd(size):
+        leader.connected(agent, 0.0)
+    assert leader.beat_every_s == every_s
+
+
+def test_all_agents_hear_a_beat_with_every_tick():
+    """By which they know that their leader lives, and how often to say that they do."""
+    leader = leading(max_nodes=10_000)
+    agents = crowd(4000)
+    for agent in agents:
+        leader.connected(agent, 0.0)
+    for now in (0.5, 1.0):
+        beats = of(leader.tick(now), Tell)
+        assert [t.agent for t in beats] == agents
+        assert beats[0].message == {"type": "beat", "every_s": 0.8}
+
+
+def test_who_connects_later_hears_the_pace_as_well():
+    """It is told what all others were told before."""
+    leader = leading(max_nodes=10_000)
+    for agent in crowd(9000):
+        leader.connected(agent, 0.0)
+    leader.tick(0.5)
+    heard = [*leader.connected(A, 1.0), *leader.tick(1.5)]
+    assert Tell(A, {"type": "beat", "every_s": 1.0}) in heard
+
+
+def test_the_last_report_of_each_members_workers_is_kept():
+    """For the status; and the first rank's gives the outlook."""
+    leader = training(A, B)
+    say(leader, B, "beat", 2.0, progress={"step": 3, "total": 100, "loss": 0.5})
+    assert leader.progress == {B: {"step": 3, "total": 100, "loss": 0.5}}
+    assert leader.machine.outlook.restart_cost_s is None
+    for now, step in ((3.0, 10), (4.0, 20)):
+        say(leader, A, "beat", now, progress={"step": step, "total": 100, "loss": None})
+    assert leader.machine.outlook.restart_cost_s == 2.0
+    assert leader.machine.outlook.remaining_s == 8.0
+    leader.disconnected(A, "its connection closed", 5.0)
+    assert set(leader.progress) == {B}
+
+
+# ---- Slurm --------------------------------------------------------------------------------
+
+
+def asks(effects: list[Effect]) -> bool:
+    """Whether Slurm is asked."""
+    return AskSlurm() in effects
+
+
+def test_slurm_is_asked_as_soon_as_somebody_waits():
+    """Not before: nobody would do anything with the answer."""
+    leader = leading()
+    assert not asks(leader.tick(0.5))
+    leader.connected(A, 1.0)
+    assert asks(say(leader, A, "join", 1.0, ask=1))
+
+
+def test_a_question_under_way_is_not_repeated():
+    """However long squeue hangs."""
+    leader = leading()
+    assert asks(join(leader, A, 1.0))
+    assert not asks(join(leader, B, 1.1)) and not asks(leader.tick(100.0))
+
+
+def test_slurm_gets_ten_times_its_answering_time_to_rest():
+    """A slurmctld that is slow is not hurried by anybody."""
+    leader = leading(min_nodes=4)
+    join(leader, A, 1.0)
+    leader.slurm_says(running(A), 3.0)
+    assert not asks(join(leader, B, 4.0)) and not asks(leader.tick(22.9))
+    assert asks(leader.tick(23.1))
+
+
+def questions(leader: Leadership, until: float, *alive: Agent) -> list[float]:
+    """When Slurm is asked, if it answers at once and nothing ever changes."""
+    asked, now = [], 1.0
+    while now < until:
+        now += 0.5
+        effects = [e for a in alive for e in say(leader, a, "beat", now, progress={})]
+        if asks([*effects, *leader.tick(now)]):
+            asked.append(now)
+            leader.slurm_says(running(*alive), now)
+    return asked
+
+
+def test_slurm_is_asked_ever_more_seldom():
+    """Once a minute in the end."""
+    leader = leading(min_nodes=2)
+    join(leader, A, 1.0)
+    leader.slurm_says(running(A), 1.0)
+    asked = questions(leader, 1000.0, A)
+    pauses = [b - a for a, b in pairwise(asked)]
+    assert pauses[0] <= 1.0 and pauses == sorted(pauses)
+    assert pauses[-1] == 60.0 and len(asked) < 30
+
+
+def test_a_join_hurries_the_next_question():
+    """Its sender may be the last one that is waited for."""
+    leader = leading(min_nodes=3)
+    join(leader, A, 1.0)
+    leader.slurm_says(running(A), 1.0)
+    last = questions(leader, 500.0, A)[-1]
+    assert asks(join(leader, B, last + 0.5))
+
+
+def test_nobody_asks_slurm_while_a_full_group_trains():
+    """Ten thousand nodes cost slurmctld nothing then."""
+    leader = training(A, B)
+    leader.slurm_says(running(A, B), 1.0)
+    assert questions(leader, 100.0, A, B) == []
+
+
+def test_a_round_that_breaks_asks_anew():
+    """At once, or as soon as it is polite."""
+    leader = training(A, B, min_nodes=1)
+    leader.slurm_says(running(A, B), 1.1)
+    leader.disconnected(B, "its connection closed", 50.0)
+    assert asks(rejoin(leader, A, 50.1))
+
+
+def test_slurm_is_asked_about_a_node_that_is_parked():
+    """How long it may stay says whether it is worth a restart."""
+    leader = training(A, B, grow="never")
+    leader.slurm_says(running(A, B), 1.1)
+    leader.machine.rules = replace(leader.machine.rules, max_nodes=4)
+    assert asks(join(leader, C, 50.0))
+
+
+def test_an_answer_is_judged_by_when_it_was_asked_for():
+    """An agent that joined in between may have been started after that."""
+    leader = leading(min_nodes=2)
+    join(leader, A, 1.0)
+    join(leader, B, 2.0)
+    leader.slurm_says(running(A, s1="PENDING"), 3.0)
+    assert leader.machine.members == (A, B)

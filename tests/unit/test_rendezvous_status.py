@@ -1,0 +1,94 @@
+"""The group as status.json shows it."""
+
+import random
+
+from groups import A, B, failure
+
+from hpc_elastic.rendezvous.leadership import Leadership, Liveness
+from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.record import Endpoint, Record
+from hpc_elastic.rendezvous.status import status_of
+
+
+def leading(**rules) -> Leadership:
+    """A leader that takes over after two rounds, with one restart spent."""
+    claim = Record(4, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), round=2, restarts=1)
+    settings = Rules(rules.pop("min_nodes", 1), 2, 3, 60.0, 5.0, **rules)
+    return Leadership(claim, settings, Liveness(0.5, 3.0), 0.0, random.Random(1))
+
+
+def training() -> Leadership:
+    """Two nodes that train."""
+    leader = leading()
+    for agent in (A, B):
+        leader.connected(agent, 0.0)
+        leader.received(agent, {"type": "join", "ask": 1}, 0.0)
+    leader.created(0.0)
+    return leader
+
+
+def test_a_group_that_forms():
+    """Who has joined counts; there are no members yet."""
+    leader = leading()
+    leader.connected(A, 0.0)
+    leader.received(A, {"type": "join", "ask": 1}, 0.0)
+    assert status_of(leader) == {
+        "phase": "waiting", "epoch": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
+        "joined": 1, "restarts": 1, "max_restarts": 3,
+        "step": None, "total_steps": None, "loss": None,
+    }  # fmt: skip
+
+
+def test_a_group_that_trains():
+    """Its members in the order of their ranks."""
+    status = status_of(training())
+    assert (status["phase"], status["round"], status["nodes"]) == ("training", 3, 2)
+    assert status["world_size"] == 2 and status["joined"] == 0
+    assert status["members"] == [
+        {"task": "7_0", "host": "node1", "group_rank": 0, "nproc": 1},
+        {"task": "7_1", "host": "node2", "group_rank": 1, "nproc": 1},
+    ]
+
+
+def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
+    """Not all members report at the same moment, nor all of it."""
+    leader = training()
+    for agent, progress in (
+        (A, {"step": 7, "total": 100, "loss": None}),
+        (B, {"step": 8, "total": 100, "loss": 0.25}),
+    ):
+        leader.received(agent, {"type": "beat", "progress": progress}, 1.0)
+    status = status_of(leader)
+    assert (status["step"], status["total_steps"], status["loss"]) == (8, 100, 0.25)
+    leader.received(A, {"type": "beat", "progress": {"step": 9, "loss": 0.5}}, 2.0)
+    assert status_of(leader)["loss"] == 0.5
+
+
+def test_a_run_that_has_ended_shows_how():
+    """And the last group."""
+    leader = training()
+    for agent in (A, B):
+        leader.received(agent, {"type": "finished", "record": 5}, 1.0)
+    status = status_of(leader)
+    assert status["phase"] == "succeeded" and status["nodes"] == 2
+
+
+def test_a_run_that_has_failed_shows_its_restarts():
+    """As many as were spent."""
+    leader = training()
+    leader.machine.restarts = 3
+    failed = {"type": "failed", "record": 5, "failures": [vars(failure(A))]}
+    leader.received(A, failed, 1.0)
+    for agent in (A, B):
+        leader.received(agent, {"type": "join", "ask": 2}, 2.0)
+    status = status_of(leader)
+    assert (status["phase"], status["restarts"], status["max_restarts"]) == ("failed", 3, 3)
+
+
+def test_nodes_that_were_given_back():
+    """The run is in the queue again."""
+    leader = leading(min_nodes=2, min_wait_s=1.0)
+    leader.connected(A, 0.0)
+    leader.received(A, {"type": "join", "ask": 1}, 0.0)
+    leader.tick(2.5)
+    assert status_of(leader)["phase"] == "given back"

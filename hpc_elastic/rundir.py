@@ -14,8 +14,8 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
     <run>/secret                          0600: authenticates every message between agents
-    <run>/rdzv/endpoint.<epoch>.json      who leads
-    <run>/rdzv/state.json                 rounds closed and restarts spent, kept by the leader
+    <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
+    <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker
     <run>/events/<task>.jsonl             what happened, one JSON object a line
     <run>/results/                        return values of the workers, by rank

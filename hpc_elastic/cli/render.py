@@ -35,8 +35,9 @@ def render(script: str, arguments: Sequence[str], output: Path | None) -> int:
     if output is not None:
         return _write(scripts, output)
     if len(scripts) > 1:
-        why = f"{script} makes {len(scripts)} batch scripts (different resources, launcher.gang, or MaxArraySize)"
-        raise SubmissionError(f"{why}: write them to a directory with -o DIR")
+        why = "different resources, launcher.gang, or MaxArraySize"
+        what = f"{script} makes {len(scripts)} batch scripts ({why})"
+        raise SubmissionError(f"{what}: write them to a directory with -o DIR")
     sys.stdout.write(scripts[0].read_text())
     return 0
 

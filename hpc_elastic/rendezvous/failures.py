@@ -25,8 +25,8 @@ class Failure:
     """One failed worker, as result.json shows it.
 
     ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
-    function has been entered, then ``run``; ``start`` where a task ended before it had any worker. ``exit_code`` is None where a signal ended the worker,
-    and ``signal`` its name.
+    function has been entered, then ``run``; ``start`` where a task ended before it had any worker.
+    ``exit_code`` is None where a signal ended the worker, and ``signal`` its name.
     """
 
     task: str

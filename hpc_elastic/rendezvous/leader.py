@@ -42,7 +42,7 @@ from hpc_elastic.rendezvous.machine import Phase, Rules
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.status import status_of
-from hpc_elastic.rendezvous.stream import NO_AGENT_OF_OURS, Visitor
+from hpc_elastic.rendezvous.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.slurm.states import TaskState
 
 _log = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Leader:
         self._agents: dict[Agent, Visitor] = {}
         self._visitors: dict[Visitor, Agent | None] = {}
         """Everybody who is connected; None: it has not proved yet to be an agent."""
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._arrivals: set[asyncio.Task[None]] = set()
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
@@ -141,6 +142,7 @@ class Leader:
         task = asyncio.create_task(self._until_it_fails(duty))
         among.add(task)
         task.add_done_callback(among.discard)
+        task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
 
     async def _until_it_fails(self, duty: Coroutine[Any, Any, None]) -> None:
         try:
@@ -175,7 +177,7 @@ class Leader:
     # ---- agents -------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        visitor = Visitor(self._office.secret, self._epoch, self)
+        visitor = Visitor(self._office.secret, self._epoch, self, self._buffer)
         self._visitors[visitor] = None
         self._start(self._let_in(visitor, connection), self._arrivals)
 

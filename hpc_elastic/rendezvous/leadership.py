@@ -352,6 +352,7 @@ class Leadership:
         if gap_s > self.beat_every_s + self._liveness.lost_after_s / 2:
             self._heard = dict.fromkeys(self._heard, now)
             self._expected = {t: (a, until + gap_s) for t, (a, until) in self._expected.items()}
+            self.machine.slept(gap_s)
 
     def _drop_silent(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

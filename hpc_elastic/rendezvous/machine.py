@@ -251,6 +251,11 @@ class Machine:
         """Time has passed."""
         return self._advance(now)
 
+    def slept(self, gap_s: float) -> None:
+        """The leader was not running for so long: nobody is late because of that."""
+        self.forming_since += gap_s
+        self.joined = {agent: since + gap_s for agent, since in self.joined.items()}
+
     def close(self) -> list[Action]:
         """Somebody closes the rendezvous for good (torch's ``set_closed`` and ``shutdown``)."""
         return [] if self.phase is Phase.ENDED else self._end(EndRun("closed"))
@@ -339,6 +344,7 @@ class Machine:
             return []
         late = sorted(self.unsettled, key=lambda a: a.slot)
         self.unsettled.clear()
+        self.excused = True
         return [
             Note("gone", {"task": a.task, "host": a.host, "why": "did not join again in time"})
             for a in late

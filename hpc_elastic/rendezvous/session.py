@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Message = dict[str, Any]
 
-CONNECT_TIMEOUT_S = 1.5
 _SEARCH_TICK_S = 0.05
 _CLAIM_AGAIN_S = 0.5
 
@@ -334,10 +333,9 @@ class Session:
     async def _follow(self, record: Record) -> None:
         leader = record.leader
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                stream = await connect(
-                    leader.address, leader.port, self._office.secret, record.epoch, asdict(self._me)
-                )
+            stream = await connect(
+                leader.address, leader.port, self._office.secret, record.epoch, asdict(self._me)
+            )
         except (OSError, BadFrameError) as e:
             refused, why = isinstance(e, ConnectionRefusedError), str(e) or type(e).__name__
             now = time.monotonic()

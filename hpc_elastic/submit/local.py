@@ -35,7 +35,6 @@ from hpc_elastic.submit.prepare import Prepared, python_path
 from hpc_elastic.submit.processes import end_processes, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
-
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.05

@@ -19,8 +19,8 @@ Attack = Callable[[socket.socket, random.Random], None]
 STORE_MAGIC = struct.pack("<BI", 0, 0x3C85F7CE)
 """What a client of torch's TCPStore says first: a query 'validate' with a constant."""
 _QUERIES = range(18)
-_PAUSE_S = 0.02
-_TIMEOUT_S = 1.0
+_PAUSE_S = 0.01
+_TIMEOUT_S = 0.2
 _HELD = 100
 """So many silent connections are kept open at a time, to each port."""
 
@@ -68,6 +68,13 @@ def come_and_go(s: socket.socket, rng: random.Random) -> None:
     """Connect, and close at once."""
 
 
+def come_in_a_storm(s: socket.socket, rng: random.Random) -> None:
+    """Connect from fifty ports at once, and close them all."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(50):
+            stack.enter_context(socket.create_connection(s.getpeername(), _TIMEOUT_S))
+
+
 def come_and_reset(s: socket.socket, rng: random.Random) -> None:
     """Connect, and break the connection at once."""
     s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -82,7 +89,9 @@ def a_store_client_gone_mad(s: socket.socket, rng: random.Random) -> None:
 def a_long_key(s: socket.socket, rng: random.Random) -> None:
     """Announce more bytes to the store than any machine has."""
     query = bytes([rng.choice(_QUERIES)])
-    s.sendall(STORE_MAGIC + query + struct.pack("<Q", rng.choice([1 << 13, 1 << 40, (1 << 64) - 1])))
+    s.sendall(
+        STORE_MAGIC + query + struct.pack("<Q", rng.choice([1 << 13, 1 << 40, (1 << 64) - 1]))
+    )
     s.recv(100)
 
 
@@ -90,11 +99,11 @@ def replay(secret: bytes, epoch: int) -> Attack:
     """Return the attack that repeats an agent's words of an earlier connection."""
     words = _introduction(secret, epoch, new_nonce(), new_nonce())
 
-    def attack(s: socket.socket, rng: random.Random) -> None:
+    def replayed(s: socket.socket, rng: random.Random) -> None:
         s.sendall(words)
         s.recv(1000)
 
-    return attack
+    return replayed
 
 
 def _introduction(secret: bytes, epoch: int, leader_nonce: str, nonce: str) -> bytes:
@@ -107,7 +116,7 @@ def _introduction(secret: bytes, epoch: int, leader_nonce: str, nonce: str) -> b
 
 ON_ANY_PORT = (
     random_bytes, half_a_frame, a_long_line, a_long_frame, a_nonce_and_garbage, a_forged_hello,
-    come_and_go, come_and_reset, a_store_client_gone_mad, a_long_key,
+    come_and_go, come_in_a_storm, come_and_reset, a_store_client_gone_mad, a_long_key,
 )  # fmt: skip
 
 
@@ -120,9 +129,11 @@ class Report:
     """Silent connections that were open at the end."""
 
 
-def fuzz(where: Address, for_s: float, attacks: Iterable[Attack] = ON_ANY_PORT) -> Report:
+def fuzz(
+    where: Address, for_s: float, attacks: Iterable[Attack] = ON_ANY_PORT, *, seed: int = 0
+) -> Report:
     """Attack a port for a while, with one connection at a time beside many silent ones."""
-    rng, done = random.Random(0), collections.Counter[str]()
+    rng, done = random.Random(seed), collections.Counter[str]()
     chosen, held = list(attacks), collections.deque[socket.socket]()
     until = time.monotonic() + for_s
     try:
@@ -143,16 +154,15 @@ def fuzz(where: Address, for_s: float, attacks: Iterable[Attack] = ON_ANY_PORT) 
 
 
 class Tap:
-    """A relay in front of a port that keeps what passes."""
+    """A relay in front of a port, for one connection, that keeps what passes."""
 
     def __init__(self, behind: Address) -> None:
-        self.heard: list[bytes] = []
-        """What each client has said, by connection."""
-        self.answered = b""
+        self.passed: dict[str, bytearray] = {"there": bytearray(), "back": bytearray()}
         self._behind = behind
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._threads = [threading.Thread(target=self._serve)]
+        self._sockets = [self._listener]
+        self._threads[0].start()
 
     @property
     def address(self) -> Address:
@@ -161,35 +171,34 @@ class Tap:
         return name
 
     def close(self) -> None:
-        """End all connections."""
+        """End the connection."""
         for s in self._sockets:
             with contextlib.suppress(OSError):
                 s.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for s in self._sockets:
             s.close()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
+            client, _ = self._listener.accept()
+            self._sockets.append(client)
+            try:
                 server = socket.create_connection(self._behind)
-                self._sockets += [client, server]
-                self.heard.append(b"")
-                number = len(self.heard) - 1
-                for work in (self._listen, self._answer):
-                    threading.Thread(target=work, args=(client, server, number), daemon=True).start()
+            except ConnectionRefusedError:
+                client.shutdown(socket.SHUT_RDWR)
+                return
+            self._sockets.append(server)
+            back = threading.Thread(target=self._relay, args=(server, client, "back"))
+            back.start()
+            self._threads.append(back)
+            self._relay(client, server, "there")
 
-    def _listen(self, client: socket.socket, server: socket.socket, number: int) -> None:
+    def _relay(self, source: socket.socket, target: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
-            while data := client.recv(1 << 16):
-                self.heard[number] += data
-                server.sendall(data)
+            while data := source.recv(1 << 16):
+                self.passed[way] += data
+                target.sendall(data)
         with contextlib.suppress(OSError):
-            server.shutdown(socket.SHUT_WR)
-
-    def _answer(self, client: socket.socket, server: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):
-            while data := server.recv(1 << 16):
-                self.answered += data
-                client.sendall(data)
-        with contextlib.suppress(OSError):
-            client.shutdown(socket.SHUT_WR)
+            target.shutdown(socket.SHUT_WR)

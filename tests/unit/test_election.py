@@ -234,6 +234,17 @@ def test_an_agent_that_slept_deposes_nobody_for_its_own_sleep():
     assert search.until_claim(20.0) is None
 
 
+def test_an_agent_that_slept_watches_the_lease_anew():
+    """Its leader may have slept as long, and need a moment to renew it."""
+    search = Search(agent(D))
+    search.lease = 1
+    assert search.until_claim(2.0) is None
+    search.now += 600.0
+    assert search.until_claim(2.5) is None
+    search.beats = 0.5
+    assert search.until_claim(20.0) is None
+
+
 def test_an_agent_that_slept_through_refusals_confirms_them_anew():
     """The leader may have come back meanwhile."""
     f = agent(B)

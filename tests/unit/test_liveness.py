@@ -171,9 +171,12 @@ def test_a_leader_that_hears_them_again_goes_on():
     """The network was away for a moment."""
     leader = training(A, B, C)
     passed(leader, 4.5, A)
+    effects = rejoin(leader, A, 4.5)
     for agent in (B, C):
-        leader.connected(agent, 4.6)
-    assert renews(leader.tick(4.7))
+        effects += join(leader, agent, 4.6, ask=2)
+    last = leader.tick(4.7)
+    assert renews(last)
+    assert of([*effects, *last], Create), "nobody waits for an election that nobody needs"
 
 
 def test_slurm_may_say_that_the_silent_ones_have_ended():

@@ -202,7 +202,7 @@ def damage(path: Path, how: str) -> None:
         case "forged":
             path.write_text(replace(FIRST, number=2).seal(b"other"))
         case "renamed":
-            path.write_text(FIRST.seal(SECRET))
+            path.write_text(replace(FIRST, number=3, epoch=9).seal(SECRET))
         case "binary":
             path.write_bytes(b"\xff\xfe\x00")
 

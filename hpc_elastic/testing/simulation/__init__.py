@@ -6,6 +6,7 @@ network     connections: ordered, reset, cut off
 files       the shared file system: records and leases; slow, stale, failing
 slurm       what Slurm believes, late
 node        a task of the array and its attempts
+attempt     an agent's attempt to connect
 agent       the adapter around `rendezvous.following`, and the agent's own thread
 leader      the adapter around `rendezvous.leadership`
 training    the workers of a round

@@ -1,0 +1,68 @@
+"""Several runs at once on one machine, each with the store that torch's workers would meet in."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from group import PATIENCE_S, Group
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
+
+NUM_AGENTS = 10
+NUM_TIMES = 3
+
+
+class RunOfTorch(Group):
+    """A run whose rounds have a real TCPStore each, with handlers as torch's agents have them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, min_nodes=NUM_AGENTS, max_nodes=NUM_AGENTS)
+        self.make_store = RoundStores("127.0.0.1").make
+        self.running = frozenset(f"7_{slot}" for slot in range(NUM_AGENTS))
+        self.handlers = [
+            SlurmRendezvousHandler(self.agent(slot), folder.name, PATIENCE_S)
+            for slot in range(NUM_AGENTS)
+        ]
+
+    def end(self) -> None:
+        """End the agents and the stores."""
+        for session in self.sessions:
+            session.leave("the test is over")
+        self.threads.shutdown()
+
+
+def write_names(run: RunOfTorch, infos: list[RendezvousInfo]) -> None:
+    """Let each member of a run write into the store that it was given."""
+    for info in infos:
+        info.store.set(f"member-{info.rank}", run.run.path.name)
+        info.store.add("members", 1)
+
+
+@pytest.mark.parametrize("_", range(NUM_TIMES))
+def test_two_runs_of_ten_agents_do_not_meet(tmp_path, _):
+    """Every agent has its rank; each run has ports of its own, and nobody else in its store."""
+    runs = [RunOfTorch(tmp_path / name) for name in ("first", "second")]
+    try:
+        with ThreadPoolExecutor(2 * NUM_AGENTS) as threads:
+            rounds = [
+                [threads.submit(handler.next_rendezvous) for handler in run.handlers]
+                for run in runs
+            ]
+            infos = [[waiting.result(2 * PATIENCE_S) for waiting in round_] for round_ in rounds]
+        for run, members in zip(runs, infos, strict=True):
+            assert sorted(info.rank for info in members) == list(range(NUM_AGENTS))
+            assert {info.world_size for info in members} == {NUM_AGENTS}
+            write_names(run, members)
+        ports = [{info.bootstrap_store_info.master_port for info in members} for members in infos]
+        leaders = {run.register.last()[1].leader.port for run in runs}
+        assert len(leaders | ports[0] | ports[1]) == 4
+        for run, members in zip(runs, infos, strict=True):
+            store = members[0].store
+            assert store.add("members", 0) == NUM_AGENTS
+            names = {store.get(f"member-{rank}") for rank in range(NUM_AGENTS)}
+            assert names == {run.run.path.name.encode()}
+            assert [len(e["members"]) for e in run.events("round")] == [NUM_AGENTS]
+    finally:
+        for run in runs:
+            run.end()

@@ -430,6 +430,7 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
         (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
         (local(rendezvous={"lost_after_s": 0.5}), "launcher.rendezvous.lost_after_s"),
+        (local(agent={"stop_timeout_s": 60}), "launcher.agent.stop_timeout_s"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(config, key):

@@ -80,3 +80,21 @@ def test_one_answer_drops_the_ended_and_waits_for_the_running():
     assert decisions(m.slurm_says(running(A, C, s1="COMPLETED"), 1.5, 1.6)) == []
     assert m.missing() == [C.task]
     assert decisions(m.join(C, 2.0)) == [StartRound(2, (A, C), 0)]
+
+
+def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
+    """Three of four tasks have failed for good: nobody waits, and the reason names one of them."""
+    m = machine(min_nodes=3)
+    m.join(A, 0.0)
+    asked = m.slurm_says(running(A, s1="FAILED", s2="TIMEOUT"), 0.1, 0.2)
+    (end,) = decisions(asked)
+    assert end.status == "failed" and m.phase is Phase.ENDED
+    assert "task 7_1" in end.failure.summary() and "min nodes is 3" in end.failure.summary()
+
+
+@pytest.mark.parametrize("word", ["NODE_FAIL", "PENDING", "COMPLETING"])
+def test_a_run_waits_for_tasks_that_may_come_again(word):
+    """A task whose node failed is requeued, or is a gang's, which comes again as a whole."""
+    m = machine(min_nodes=3)
+    m.join(A, 0.0)
+    assert decisions(m.slurm_says(running(A, s1=word, s2=word, s3=word), 0.1, 0.2)) == []

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rendezvous_scale import agents, leading, peer
-from rendezvous_scale.process import answer, side
+from rendezvous_scale.process import NoAnswerError, answer, side
 from rich.console import Console
 from rich.table import Table
 
@@ -80,8 +80,11 @@ def measure_all(options: argparse.Namespace) -> tuple[dict, dict]:
     progress = Console(stderr=True, highlight=False)
     for _ in range(options.repeats):
         for n in options.sizes:
-            ours[n].append(measure(n))
-            progress.print(f"{n}: {ours[n][-1].first.wall_s:.3f} s")
+            try:
+                ours[n].append(measure(n))
+                progress.print(f"{n}: {ours[n][-1].first.wall_s:.3f} s")
+            except NoAnswerError as e:
+                progress.print(f"{n}: given up: {e}")
     for n in (n for n in options.sizes if n <= options.peer_max_n and not options.skip_peer):
         while len(peers[n]) < options.repeats and None not in peers[n]:
             peers[n].append(peer.measure(n, options.peer_processes, options.peer_limit_s))
@@ -106,6 +109,8 @@ def report(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -
 
 
 def _our_cells(n: int, measured: Sequence[Ours]) -> list[str]:
+    if not measured:
+        return [f"> {PATIENCE_S:g}", *[""] * 5]
     first = [m.first for m in measured]
     return [
         _spread([r.wall_s for r in first]),
@@ -138,15 +143,14 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def first_s(measured: Sequence[Ours]) -> float:
-    """Return the median time of the first round."""
-    return statistics.median(m.first.wall_s for m in measured)
+    """Return the median time of the first round; infinite where every one was given up."""
+    return statistics.median([m.first.wall_s for m in measured] or [math.inf])
 
 
 def exponent(seconds: Mapping[int, float]) -> float:
     """Return b of t = a * N**b, by least squares of log t over log N."""
-    return statistics.linear_regression(
-        [math.log(n) for n in seconds], [math.log(t) for t in seconds.values()]
-    ).slope
+    points = [(math.log(n), math.log(t)) for n, t in seconds.items() if t < math.inf]
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def verdict(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -> str:
@@ -157,7 +161,7 @@ def verdict(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) 
     def hold(what: str, value: float, met: bool) -> None:
         lines.append(f"  {what}: {value:.3g}: {'pass' if met else 'MISS'}")
 
-    if len(taken) > 1:
+    if sum(t < math.inf for t in taken.values()) > 1:
         hold(f"exponent, at most {TARGET_EXPONENT}", b := exponent(taken), b <= TARGET_EXPONENT)
     if 256 in taken:
         hold(f"256 within {TARGET_256_S} s", taken[256], taken[256] <= TARGET_256_S)

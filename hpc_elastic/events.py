@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
+
+_LOGGED_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,21 @@ class EventLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event. A file system that fails is logged, and costs the event only."""
+        self.append([self.line(kind, **fields)])
+
+    def line(self, kind: str, **fields: Any) -> str:
+        """Return the line of an event that happens now, for `append`."""
         line = json.dumps({"time": time.time(), "kind": kind, "task": self.task, **fields})
-        _log.info("%s %s", kind, fields)
+        _log.info("%s", line[:_LOGGED_CHARS])
+        return line
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Append events. A file system that fails is logged, and costs these events only."""
         try:
             with self.path.open("a") as f:
-                f.write(line + "\n")
+                f.write("".join(f"{line}\n" for line in lines))
         except OSError as e:
-            _log.warning("%s: event not written: %s", self.path, e)
+            _log.warning("%s: %d events not written: %s", self.path, len(lines), e)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

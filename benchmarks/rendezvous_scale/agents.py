@@ -200,7 +200,11 @@ class Group:
             self._complete.set()
 
     async def _reach(self, since: float) -> Reached:
-        await self._complete.wait()
+        assert self._life is not None
+        complete = asyncio.create_task(self._complete.wait())
+        await asyncio.wait({complete, self._life}, return_when=asyncio.FIRST_COMPLETED)
+        if self._life.done():
+            self._life.result()  # raises what went wrong
         wall_s = time.perf_counter() - since
         assert sorted(a.rank for a in self._agents) == list(range(len(self._agents)))
         streams = [a.stream for a in self._agents if a.stream is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -158,6 +159,8 @@ class _Node:
         return {"step": progress.step, "total": progress.total_steps, "loss": progress.loss}
 
     def _prepare_environment(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a leader has many connections
         cpus = min(self._task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
         threads = self._spec.agent.omp_num_threads or max(1, cpus // self._nproc)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -20,8 +20,8 @@ A record that does not verify counts as a leader out of reach without a lease.
 Members of the last round claim one after the other, in rank order, so that ten thousand of them do
 not fall upon the file system at once; whoever comes first has it, the others follow.
 
-Events return the effects to carry out, in order. Times are monotonic seconds of this node. After a
-long gap between two ticks it was this agent that slept, and the leader's silence is forgiven.
+Events return the effects to carry out, in order. Times are monotonic seconds of this node. Where a
+tick comes late it was this agent that slept, and the leader's silence does not count for that long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from hpc_elastic.rendezvous.record import Agent, Record
 Message = dict[str, Any]
 
 CONFIRM_REFUSAL_S = 0.2
-_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 1.0
+_STAGGER_S, _LOOK_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 0.0001, 1.0
+_PUNCTUAL_S = 0.1
 _LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 2.0
 _FIRST_IN_LINE = 16
 """So many members watch the lease at every heartbeat; the others look less often."""
@@ -306,17 +307,18 @@ class Following:
         self._link = _Link.DOWN
         self._watch.since = min(now, self._heard + self.beat_every_s)
         self._watch.refused_since, self._watch.inquired = None, False
-        self._look_due = now
+        behind = max(0, self._place() - _FIRST_IN_LINE)
+        self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
         stop: list[Effect] = []
         if not self.joining:
             stop = [Tell({"type": "stop", "reason": f"lost the leader: {why}"})]
         return [HangUp(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
 
     def _forgive_if_slept(self, now: float) -> None:
-        gap_s, self._ticked = now - self._ticked, now
-        if gap_s > self.beat_every_s + self._liveness.lost_after_s / 2:
-            self._heard = now
-            self._watch.since += gap_s
+        late_s, self._ticked = now - self._ticked - self.beat_every_s, now
+        if late_s > _PUNCTUAL_S:
+            self._heard = min(now, self._heard + late_s)
+            self._watch.since += late_s
             self._watch.lease_since = None
             self._watch.refused_since = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,11 +31,18 @@ class Journal:
         self._run = run
         self._run_id = run_id
         self._events = events
+        self._lines: list[str] = []
+        self._noting = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Append an event, in the background."""
-        self._thread.submit(self._events.write, kind, **fields)
+        """Append an event, in the background; those that come meanwhile are written with it."""
+        line = self._events.line(kind, **fields)
+        with self._noting:
+            self._lines.append(line)
+            first = len(self._lines) == 1
+        if first:
+            self._thread.submit(self._flush)
 
     def status(self, status: dict[str, Any]) -> None:
         """Replace status.json, in the background."""
@@ -51,6 +59,11 @@ class Journal:
     async def close(self) -> None:
         """Write what was handed over so far, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
+
+    def _flush(self) -> None:
+        with self._noting:
+            lines, self._lines = self._lines, []
+        self._events.append(lines)
 
     def _try_publish(self, result: dict[str, Any]) -> bool:
         return self._run.result.exists() or self._try_write(self._run.result, result)

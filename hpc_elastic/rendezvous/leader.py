@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import resource
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -101,6 +102,10 @@ class Leader:
         self._agents: dict[Agent, Visitor] = {}
         self._visitors: dict[Visitor, Agent | None] = {}
         """Everybody who is connected; None: it has not proved yet to be an agent."""
+        self._strangers: dict[Visitor, None] = {}
+        """Those of them, the longest first: they may not take all that may be open."""
+        self._max_strangers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        self._num_refused = 0
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._arrivals: set[asyncio.Task[None]] = set()
         self._duties: set[asyncio.Task[None]] = set()
@@ -179,6 +184,9 @@ class Leader:
     def _take(self, connection: socket.socket) -> None:
         visitor = Visitor(self._office.secret, self._epoch, self, self._buffer)
         self._visitors[visitor] = None
+        self._strangers[visitor] = None
+        if len(self._strangers) > self._max_strangers:
+            next(iter(self._strangers)).abort("too many have not proved who they are")
         self._start(self._let_in(visitor, connection), self._arrivals)
 
     async def _let_in(self, visitor: Visitor, connection: socket.socket) -> None:
@@ -196,6 +204,7 @@ class Leader:
             self._carry_out(self._leadership.connected(agent, time.monotonic()))
         self._agents[agent] = visitor
         self._visitors[visitor] = agent
+        self._strangers.pop(visitor, None)
 
     def said(self, visitor: Visitor, message: dict[str, Any]) -> None:
         """See `Host`."""
@@ -209,8 +218,12 @@ class Leader:
     def left(self, visitor: Visitor, why: str) -> None:
         """See `Host`."""
         agent = self._visitors.pop(visitor)
-        _log.info("the connection to %s ended: %s", agent.task if agent else "a stranger", why)
-        if agent is not None and self._agents.get(agent) is visitor:
+        self._strangers.pop(visitor, None)
+        if agent is None:
+            self._num_refused += 1
+            return
+        _log.info("the connection to %s ended: %s", agent.task, why)
+        if self._agents.get(agent) is visitor:
             del self._agents[agent]
             with self._or_fail():
                 why = "its connection closed"
@@ -315,6 +328,7 @@ class Leader:
     async def _tell_status(self) -> None:
         while True:
             self._write_status()
+            self._count_strangers()
             machine = self._leadership.machine
             if machine.phase is Phase.FORMING:
                 text = waiting_for(machine, self._office.world.log_of)
@@ -322,6 +336,11 @@ class Leader:
                     if agent in self._agents:
                         self._agents[agent].send({"type": "waiting", "text": text})
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_A_STATUS)
+
+    def _count_strangers(self) -> None:
+        if self._num_refused:
+            _log.info("%d connections were none of the run's agents", self._num_refused)
+            self._num_refused = 0
 
     def _write_status(self) -> None:
         self._journal.status(status_of(self._leadership))

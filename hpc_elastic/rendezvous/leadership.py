@@ -5,8 +5,8 @@ Theory of operation
 The leader owns the `machine`, and stands between it and the world:
 
 Liveness   An agent lives as long as it is heard: a broken connection is a loss at once, silence is
-           one after ``lost_after_s``. After a long gap between two ticks it was the leader that
-           slept, and everybody's silence is forgiven. A member of the last round that does not
+           one after ``lost_after_s``. Where a tick comes late it was the leader that slept or was
+           busy, and nobody's silence counts for that long. A member of the last round that does not
            find a new leader within ``2 * lost_after_s`` is lost too.
 
 Decisions  Closing a round, giving all nodes back and ending the run are *decisions*: each is the
@@ -56,6 +56,7 @@ Message = dict[str, Any]
 
 _BEATS_PER_S = 5000
 """Heartbeats that a leader is asked to take; with more agents each beats less often."""
+_PUNCTUAL_S = 0.1
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
 
 
@@ -348,17 +349,17 @@ class Leadership:
     # ---- who lives ----------------------------------------------------------------------
 
     def _forgive_if_slept(self, now: float) -> None:
-        gap_s, self._ticked = now - self._ticked, now
-        if gap_s > self.beat_every_s + self._liveness.lost_after_s / 2:
-            self._heard = dict.fromkeys(self._heard, now)
-            self._expected = {t: (a, until + gap_s) for t, (a, until) in self._expected.items()}
-            self.machine.slept(gap_s)
+        late_s, self._ticked = now - self._ticked - self.beat_every_s, now
+        if late_s > _PUNCTUAL_S:
+            self._heard = {a: min(now, heard + late_s) for a, heard in self._heard.items()}
+            self._expected = {t: (a, until + late_s) for t, (a, until) in self._expected.items()}
+            self.machine.slept(late_s, now)
 
     def _drop_silent(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         limit = now - self._liveness.lost_after_s
         for agent in [a for a, heard in self._heard.items() if heard < limit]:
-            if agent in self.machine.members:
+            if self.machine.is_member(agent):
                 self._silent.add(agent.task)
             effects.append(Drop(agent))
             effects += self.disconnected(agent, "silent", now)

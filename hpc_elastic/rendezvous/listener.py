@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import socket
 from collections.abc import Callable
 
 _BACKLOG = 65_535
 """As many as the system allows (net.core.somaxconn): ten thousand agents come at once."""
 _ACCEPTS_A_TURN = 64
+_PAUSE_S = 0.2
+
+_log = logging.getLogger(__name__)
 
 
 class Listener:
@@ -44,10 +47,18 @@ class Listener:
 
     def _accept(self, take: Callable[[socket.socket], None]) -> None:
         for _ in range(_ACCEPTS_A_TURN):
-            connection: socket.socket | None = None
-            with contextlib.suppress(OSError):
+            try:
                 connection, _peer = self._socket.accept()
-            if connection is None:
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as e:  # most likely too many open files: the port would stay readable
+                _log.warning("no connection can be taken for now: %s", e)
+                self._pause(take)
                 return
             connection.setblocking(False)
             take(connection)
+
+    def _pause(self, take: Callable[[socket.socket], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        loop.call_later(_PAUSE_S, lambda: self.serve(take) if self._open else None)

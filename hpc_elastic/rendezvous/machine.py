@@ -251,10 +251,10 @@ class Machine:
         """Time has passed."""
         return self._advance(now)
 
-    def slept(self, gap_s: float) -> None:
+    def slept(self, for_s: float, now: float) -> None:
         """The leader was not running for so long: nobody is late because of that."""
-        self.forming_since += gap_s
-        self.joined = {agent: since + gap_s for agent, since in self.joined.items()}
+        self.forming_since = min(now, self.forming_since + for_s)
+        self.joined = {agent: min(now, since + for_s) for agent, since in self.joined.items()}
 
     def close(self) -> list[Action]:
         """Somebody closes the rendezvous for good (torch's ``set_closed`` and ``shutdown``)."""
@@ -266,6 +266,10 @@ class Machine:
     def wants_slurm(self) -> bool:
         """Whether an answer of Slurm could change anything now."""
         return self.phase is Phase.FORMING or (self.phase is Phase.RUNNING and bool(self.joined))
+
+    def is_member(self, agent: Agent) -> bool:
+        """Whether an agent has a rank in the last round."""
+        return agent in self._ranks
 
     def missing(self) -> list[str]:
         """Name the tasks that a forming round waits for; below min nodes, all that are queued."""

@@ -95,9 +95,9 @@ class Group:
         return [e for e in read_events(self.run.path / "events") if e["kind"] == kind]
 
 
-def eventually(condition: Callable[[], object]) -> None:
+def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """Wait until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.01)

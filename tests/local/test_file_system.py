@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from group import PATIENCE_S, SECRET, Group, eventually, kill
+from training import START_S, Training
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous import journal
@@ -31,7 +34,7 @@ class Weather:
     """What the shared file system does to everybody who uses it."""
 
     def __init__(self) -> None:
-        self._error: int | None = None
+        self._errors: Iterator[int] | None = None
         self._spared: tuple[str, ...] = ()
         self._answers = threading.Event()
         self._answers.set()
@@ -39,18 +42,19 @@ class Weather:
     def meet(self, operation: str) -> None:
         """Let an operation begin, or hang, or fail."""
         assert self._answers.wait(2 * PATIENCE_S)
-        if self._error is not None and operation not in self._spared:
-            raise OSError(self._error, os.strerror(self._error))
+        if self._errors is not None and operation not in self._spared:
+            error = next(self._errors)
+            raise OSError(error, os.strerror(error))
 
     @contextlib.contextmanager
-    def failing(self, error: int) -> Iterator[None]:
-        """Fail every operation; on a full file system, those that write."""
-        self._spared = ("last_number", "last", "lease") if error == errno.ENOSPC else ()
-        self._error = error
+    def failing(self, *errors: int) -> Iterator[None]:
+        """Fail every operation with these in turn; on a full file system, those that write."""
+        self._spared = ("last_number", "last", "lease") if errno.ENOSPC in errors else ()
+        self._errors = itertools.cycle(errors)
         try:
             yield
         finally:
-            self._error = None
+            self._errors = None
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
@@ -124,27 +128,27 @@ def stay(session: Session, for_s: float) -> None:
 # ---- a file system that is lost for a while -----------------------------------------------
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOSPC], ids=errno.errorcode.get)
-def test_a_run_outlives_its_file_system_in_every_phase(group, error):
+@pytest.mark.parametrize("errors", [(errno.EIO, errno.ESTALE), (errno.ENOSPC,)])
+def test_a_run_outlives_its_file_system_in_every_phase(group, errors):
     """Before the first claim, before a round, in training, and when the leader dies meanwhile."""
     g = group(max_nodes=3)
     g.running = frozenset(f"7_{slot}" for slot in range(3))
     weather = faulty(g)
-    with weather.failing(error):
+    with weather.failing(*errors):
         agents = [g.agent(slot) for slot in range(3)]
         time.sleep(0.5)
         assert not any(map(is_connected, agents))
     eventually(lambda: all(map(is_connected, agents)))
-    with weather.failing(error):
+    with weather.failing(*errors):
         waiting = [g.threads.submit(s.join, PATIENCE_S) for s in agents]
         time.sleep(0.5)
         assert not any(w.done() for w in waiting)
     assert {w.result(PATIENCE_S).number for w in waiting} == {1}
-    with weather.failing(error):
+    with weather.failing(*errors):
         stay(agents[0], 1.0)
     assert not any(s.stop_requested for s in agents)
     leader, others = g.leader, g.followers
-    with weather.failing(error):
+    with weather.failing(*errors):
         kill(leader)
         for s in others:
             eventually(lambda s=s: s.stop_requested)
@@ -280,6 +284,22 @@ def test_nodes_come_and_go_while_the_disk_can_not_be_written(group, small_disk, 
         assert not alone.done()
     assert (alone.result().number, alone.result().world_size) == (3, 1)
     assert {r.epoch for r in records(g)} == {1}
+
+
+def test_a_real_run_loses_its_leader_while_its_disk_is_full(small_disk, tmp_path, monkeypatch):
+    """The other node trains on alone once there is room, and the run succeeds."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    training = Training(tmp_path, small_disk / "run", nodes="1:2")
+    try:
+        eventually(lambda: "2" in training.sizes, START_S)
+        with full(small_disk):
+            os.kill(training.agents()[training.last_record().leader.task], signal.SIGKILL)
+            time.sleep(3.0)
+        eventually(lambda: training.sizes[-1] == "1", START_S)
+        training.goes_on()
+    finally:
+        training.end()
+    assert len(training.results.result()) == 1 and training.results.result().restarts == 0
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP], ids=errno.errorcode.get)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import resource
 import signal
 import socket
 import subprocess
@@ -11,21 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fuzz
 import pytest
 from group import PATIENCE_S, SECRET, Group, eventually, kill
-from training import train
+from training import Training
 
-from hpc_elastic import launch
 from hpc_elastic.events import read_events
 from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.leadership import Liveness
-from hpc_elastic.rendezvous.record import Endpoint, Record, claim
+from hpc_elastic.rendezvous.record import Endpoint, claim
 from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import RunDir
 
 FUZZ_S = float(os.environ.get("HPC_ELASTIC_FUZZ_S", "5"))
 HERE = Path(__file__).parent
@@ -36,54 +35,6 @@ MAX_CONNECTIONS = 1000
 # ---- strangers at the ports of a run that trains ------------------------------------------
 
 
-class Training:
-    """A run of two nodes on this machine, with a worker each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run = RunDir(folder / "run")
-        self._threads = ThreadPoolExecutor(1)
-        self.results: Future = self._threads.submit(
-            launch, train, str(folder), nodes=2, nproc_per_node=1, launcher="local",
-            run_dir=self.run.path, poll_s=0.2, max_restarts=0,
-        )  # fmt: skip
-
-    @property
-    def steps(self) -> int:
-        """Steps that all workers have done together."""
-        path = self.folder / "steps"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def goes_on(self) -> None:
-        """Wait for further steps."""
-        reached = self.steps
-        eventually(lambda: self.results.done() or self.steps >= reached + 3)
-        assert not self.results.done(), self.results.result()
-
-    def last_record(self) -> Record:
-        """The run's last record."""
-        _, record = Register(self.run.rdzv, self.run.secret.read_bytes()).last()
-        assert record is not None
-        return record
-
-    def store(self) -> fuzz.Address:
-        """Where the first round's TCPStore is."""
-        where = json.loads((self.folder / "round-1.json").read_text())
-        return where["address"], where["port"]
-
-    def agents(self) -> dict[str, int]:
-        """Process ids of the agents, by task."""
-        tasks = json.loads((self.run.path / ".hpc_elastic" / "local-tasks.json").read_text())
-        return {name: task["pid"] for name, task in tasks.items()}
-
-    def end(self) -> None:
-        """Let the training stop by itself."""
-        (self.folder / "stop").touch()
-        with contextlib.suppress(Exception):
-            self.results.result(60)
-        self._threads.shutdown(wait=False)
-
-
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> Iterator[Training]:
     """A run that has begun to train."""
@@ -91,8 +42,7 @@ def training(tmp_path_factory) -> Iterator[Training]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         made = Training(tmp_path_factory.mktemp("training"))
         try:
-            eventually(lambda: made.results.done() or made.steps)
-            made.goes_on()
+            made.has_begun()
             yield made
         finally:
             made.end()
@@ -292,9 +242,13 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what}\n")
 
+    def says_next(self) -> dict:
+        """Wait for the next line."""
+        return self._said.get(timeout=PATIENCE_S)
+
     def says(self, key: str) -> dict:
         """Wait for the next line with a key; skip what comes before."""
-        while key not in (said := self._said.get(timeout=PATIENCE_S)):
+        while key not in (said := self.says_next()):
             pass
         return said
 
@@ -321,9 +275,11 @@ def peers(tmp_path) -> Iterator[Callable[..., list[Peer]]]:
     made: list[Peer] = []
 
     def start(*offsets_s: float) -> list[Peer]:
-        tasks = [f"7_{slot}" for slot in range(len(offsets_s))]
-        made.extend(Peer(tmp_path, slot, tasks, s) for slot, s in enumerate(offsets_s))
-        return made
+        slots = range(len(made), len(made) + len(offsets_s))
+        tasks = [f"7_{slot}" for slot in range(slots.stop)]
+        started = [Peer(tmp_path, slot, tasks, s) for slot, s in zip(slots, offsets_s, strict=True)]
+        made.extend(started)
+        return started
 
     yield start
     for peer in made:
@@ -369,3 +325,24 @@ def test_clocks_an_hour_off_neither_lose_a_node_nor_date_a_failure(peers, tmp_pa
     assert {p.says("status")["status"] for p in agents} == {"failed"}
     failure = json.loads((tmp_path / "result.json").read_text())["failure"]
     assert begun - 1.0 <= failure["time"] <= time.time() + offset_s + 1.0
+
+
+def test_a_leader_out_of_file_descriptors_keeps_its_group(peers, tmp_path):
+    """Silent strangers take them all; a third node gets in once they have gone."""
+    agents = peers(0.0, 0.0)
+    (leader,) = (p for p in agents if p.says("round")["leads"])
+    _, record = Register(tmp_path / "rdzv", SECRET).last()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = num_files(leader.process.pid) + 5
+    resource.prlimit(leader.process.pid, resource.RLIMIT_NOFILE, (limit, hard))
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            where = record.leader.address, record.leader.port
+            stack.enter_context(socket.create_connection(where, PATIENCE_S))
+        time.sleep(2.5)  # longer than lost_after_s
+    eventually(lambda: num_files(leader.process.pid) < limit)
+    for p in agents:
+        p.ask("fence")
+        assert p.says_next() == {"fence": "free"}  # and not that its workers are to stop
+    agents += peers(0.0)
+    assert {p.says("round")["world_size"] for p in agents} == {3}

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 
 NUM_AGENTS = 10
-NUM_TIMES = 3
+NUM_TIMES = 2
 
 
 class RunOfTorch(Group):

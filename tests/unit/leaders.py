@@ -69,12 +69,20 @@ def training(*agents: Agent, **rules) -> Leadership:
     return leader
 
 
-def passed(leader: Leadership, until: float, *alive: Agent, step: float = 0.5) -> list[Effect]:
-    """Let time pass from 1, with the beats of these agents; return the last tick's effects."""
-    effects, now = [], 1.0
+def meanwhile(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
+    """Let time pass, with the beats of these agents; return all effects of it."""
+    effects, now = leader.tick(since), since
     while now < until:
-        now += step
+        now += 0.5
         for agent in alive:
             say(leader, agent, "beat", now, progress={})
-        effects = leader.tick(now)
+        effects += leader.tick(now)
     return effects
+
+
+def passed(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
+    """Let time pass, with the beats of these agents; return the last tick's effects."""
+    meanwhile(leader, until - 0.5, *alive, since=since)
+    for agent in alive:
+        say(leader, agent, "beat", until, progress={})
+    return leader.tick(until)

@@ -223,13 +223,15 @@ def test_an_agent_that_slept_forgives_its_leader():
     f = following()
     f.tick(0.5)
     assert not of(f.tick(60.0), HangUp)
-    f.tick(61.5)
-    assert of(f.tick(63.1), HangUp)
+    times = [60.0 + 0.25 * n for n in range(1, 20)]
+    assert next(t for t in times if of(f.tick(t), HangUp)) == 62.25
 
 
 def test_a_leader_that_another_has_replaced_is_left():
     """It is paused or cut off, and does not know."""
     f = following()
+    f.tick(0.5)
+    f.tick(1.0)
     assert of(f.tick(1.2), Look) == [Look()], "it has been silent for longer than two beats"
     newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.looked(6, newer, 1, 1.4)

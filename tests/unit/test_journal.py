@@ -118,7 +118,7 @@ def test_an_event_that_can_not_be_written_costs_itself_only(run, caplog):
     """The status is written all the same."""
     (run.path / "events").rmdir()
     write(run, note("joined"), status(nodes=1))
-    assert "event not written" in caplog.text and run.status.exists()
+    assert "events not written" in caplog.text and run.status.exists()
 
 
 def test_a_result_is_tried_until_it_is_written(run, monkeypatch):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from groups import A, B, C, failure, running
-from leaders import HERE, closing, join, leading, of, passed, rejoin, say, told, training
+from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.actions import StartRound
 from hpc_elastic.rendezvous.leadership import (
@@ -112,9 +112,9 @@ def test_giving_all_nodes_back_is_a_decision():
     leader = leading(min_nodes=3, min_wait_s=2.0)
     for agent in (A, B):
         join(leader, agent, 1.0)
-    (create,) = of(passed(leader, 3.5, A, B, step=2.5), Create)
+    (create,) = of(meanwhile(leader, 5.5, A, B), Create)
     assert create.record.given_back == 1 and create.record.round == 0
-    effects = leader.created(4.0)
+    effects = leader.created(5.6)
     (postpone,) = of(effects, Postpone)
     assert told(effects, "give back") == [A, B] and postpone.delay_s > 0
     assert told(join(leader, C, 7.0), "give back") == [C]
@@ -124,7 +124,7 @@ def test_sending_one_node_back_needs_no_record():
     """The group is what it was."""
     leader = training(A, B, min_wait_s=1.0, grow="never")
     join(leader, C, 1.5)
-    effects = passed(leader, 3.5, A, B, C, step=2.5)
+    effects = meanwhile(leader, 4.0, A, B, C, since=2.0)
     assert told(effects, "give back") == [C]
     assert not of(effects, Create, Postpone)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from groups import A, B, C, D, running
-from leaders import HERE, after, join, leading, of, passed, rejoin, say, told, training
+from leaders import HERE, after, join, leading, meanwhile, of, passed, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.actions import Note
 from hpc_elastic.rendezvous.leadership import (
@@ -63,8 +63,8 @@ def test_a_leader_that_slept_forgives_everybody():
     leader = training(A, B)
     leader.tick(1.5)
     assert of(leader.tick(60.0), Drop) == []
-    leader.tick(61.5)
-    assert {e.agent for e in of(leader.tick(63.1), Drop)} == {A, B}
+    assert of(meanwhile(leader, 62.5, since=60.5), Drop) == []
+    assert {e.agent for e in of(leader.tick(63.0), Drop)} == {A, B}
 
 
 def test_an_agent_that_connects_anew_was_lost():
@@ -87,8 +87,8 @@ def test_a_new_leader_waits_for_the_members_of_the_last_round():
     for agent in (A, B):
         join(leader, agent, 0.1)
     assert of(leader.slurm_says(running(A, B, C), 0.2), Create) == []
-    assert of(passed(leader, 6.0, A, B), Create) == []
-    effects = passed(leader, 6.5, A, B, step=5.5)
+    assert of(meanwhile(leader, 6.0, A, B, since=0.5), Create) == []
+    effects = meanwhile(leader, 7.0, A, B, since=6.5)
     (create,) = of(effects, Create)
     assert create.record.members == (A, B)
 
@@ -160,9 +160,7 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     rejoin(leader, A, 4.6)
     leader.slurm_says(running(A), 4.7)
     assert leader.machine.not_before == 4.5 + 6.0
-    for now in (6.0, 7.5, 9.0, 10.4):
-        say(leader, A, "beat", now, progress={})
-        assert of(leader.tick(now), Create) == []
+    assert of(meanwhile(leader, 10.0, A, since=5.0), Create) == []
     say(leader, A, "beat", 10.5, progress={})
     assert of(leader.tick(10.5), Create)
 

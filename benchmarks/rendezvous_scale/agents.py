@@ -6,6 +6,7 @@ What an agent would read from the run directory it is given, but for the leader'
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 import time
@@ -63,7 +64,7 @@ class LightAgent:
         self.me = me
         self.rank: int | None = None
         self.stream: Stream | None = None
-        self.following = Following(me, liveness(), time.monotonic())
+        self.following = Following(me, group.liveness, time.monotonic())
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -138,6 +139,7 @@ class Group:
 
     def __init__(self, record: Record, size: int, folder: Path) -> None:
         self.record = record
+        self.liveness = liveness(size)
         self._register = Register(RunDir(folder).rdzv, SECRET)
         self.tries = 0
         self._agents = [LightAgent(self, member(slot)) for slot in range(size)]
@@ -181,7 +183,7 @@ class Group:
         done, now = 0.0, time.monotonic()
         while True:
             size, before, now = len(self._agents), now, time.monotonic()
-            tick_s = self._agents[0].following.beat_every_s / _TICKS_A_BEAT
+            tick_s = self._agents[0].following.liveness.heartbeat_s / _TICKS_A_BEAT
             due = done + min(1.0, (now - before) / tick_s) * size
             for i in range(int(done), int(due)):
                 agent = self._agents[i % size]
@@ -223,6 +225,7 @@ def _tcp_bytes(connection: socket.socket) -> tuple[int, int]:
 def follow(pipe: Connection, size: int, record: Record, folder: Path) -> None:
     """Be ``size`` agents; form and form again, each when told to, until the pipe closes."""
     allow_files(size)
+    gc.disable()  # each agent has a process of its own in a real run
     asyncio.run(_follow(pipe, size, record, folder))
 
 

@@ -29,10 +29,10 @@ def member(slot: int, attempt: int = 0) -> Agent:
     return Agent(f"1000_{slot}", attempt, slot, f"node{slot:05d}", nproc=8)
 
 
-def liveness() -> Liveness:
-    """Return the product's defaults."""
+def liveness(size: int) -> Liveness:
+    """Return what a run of so many nodes has by default."""
     defaults = RendezvousSettings()
-    return Liveness(defaults.heartbeat_s, defaults.lost_after_s)
+    return Liveness.of(defaults.heartbeat_s, defaults.lost_after_s, size)
 
 
 class World:
@@ -100,7 +100,7 @@ def _office(size: int, folder: Path) -> Office:
     rules = Rules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
     register = Register(run.rdzv, SECRET)
     return Office(
-        rules, liveness(), SECRET, register, lambda: Journal(run, "scale", events), World(size)
+        rules, liveness(size), SECRET, register, lambda: Journal(run, "scale", events), World(size)
     )
 
 

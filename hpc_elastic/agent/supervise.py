@@ -144,7 +144,9 @@ class _Node:
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
                 min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
             ),
-            liveness=Liveness(settings.heartbeat_s, settings.lost_after_s),
+            liveness=Liveness.of(
+                settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
+            ),
             secret=secret,
             register=Register(run.rdzv, secret),
             make_journal=lambda: Journal(run, spec.run_id, events),

@@ -145,9 +145,8 @@ class Following:
 
     def __init__(self, me: Agent, liveness: Liveness, now: float) -> None:
         self.me = me
-        self.beat_every_s = liveness.heartbeat_s
         self.joining = False
-        self._liveness = liveness
+        self.liveness = liveness
         self._link = _Link.DOWN
         self._record: Record | None = None
         """The record whose leader is followed, or was tried last."""
@@ -179,7 +178,7 @@ class Following:
     # ---- events -------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed; to be called every `beat_every_s` at least."""
+        """Time has passed; to be called every `Liveness.heartbeat_s` at least."""
         if self._over:
             return []
         self._forgive_if_slept(now)
@@ -264,8 +263,6 @@ class Following:
                 return [Tell(message)]
             case "end" | "give back":
                 return self._end(message)
-            case "beat":
-                self.beat_every_s = float(message.get("every_s", self.beat_every_s))
         return []
 
     def disconnected(self, why: str, now: float) -> list[Effect]:
@@ -292,20 +289,20 @@ class Following:
 
     def _keep_contact(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if now - self._beaten >= self.beat_every_s:
+        if now - self._beaten >= self.liveness.heartbeat_s:
             self._beaten = now
             effects.append(Say({"type": "beat"}))
         silence_s = now - self._heard
-        if silence_s > self._liveness.lost_after_s:
+        if silence_s > self.liveness.lost_after_s:
             return effects + self._lost(f"silent for {silence_s:.1f} s", now)
-        if silence_s > 2 * self.beat_every_s:
+        if silence_s > 2 * self.liveness.heartbeat_s:
             effects += self._look_if_due(now)  # watch the lease, to know by when to claim
         return effects
 
     def _lost(self, why: str, now: float) -> list[Effect]:
         """Let the workers be stopped, and look for the leader anew."""
         self._link = _Link.DOWN
-        self._watch.since = min(now, self._heard + self.beat_every_s)
+        self._watch.since = min(now, self._heard + self.liveness.heartbeat_s)
         self._watch.refused_since, self._watch.inquired = None, False
         behind = max(0, self._place() - _FIRST_IN_LINE)
         self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
@@ -315,7 +312,7 @@ class Following:
         return [HangUp(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
 
     def _forgive_if_slept(self, now: float) -> None:
-        late_s, self._ticked = now - self._ticked - self.beat_every_s, now
+        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
         if late_s > _PUNCTUAL_S:
             self._heard = min(now, self._heard + late_s)
             self._watch.since += late_s
@@ -366,7 +363,7 @@ class Following:
     def _plan_look(self, now: float) -> None:
         self._look_due = now + self._look_pause_s
         first = self._place() < _FIRST_IN_LINE
-        longest_s = self._liveness.heartbeat_s if first else _LONGEST_LOOK_S
+        longest_s = self.liveness.heartbeat_s if first else _LONGEST_LOOK_S
         self._look_pause_s = min(longest_s, 1.3 * self._look_pause_s)
 
     def _inquire(self, refused: bool) -> list[Effect]:
@@ -394,10 +391,12 @@ class Following:
             return True
         if not damaged and watch.refused_since is not None:
             return now - watch.refused_since >= CONFIRM_REFUSAL_S
-        lost_after_s = self._liveness.lost_after_s
+        lost_after_s = self.liveness.lost_after_s
         if now - watch.since <= lost_after_s:
             return False
-        quiet_s = max(_LEASE_BEATS * self.beat_every_s, 0.0 if watch.followed else lost_after_s)
+        quiet_s = max(
+            _LEASE_BEATS * self.liveness.heartbeat_s, 0.0 if watch.followed else lost_after_s
+        )
         return damaged or (watch.lease_since is not None and now - watch.lease_since >= quiet_s)
 
     def _place(self, record: Record | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import resource
@@ -52,16 +53,22 @@ T = TypeVar("T")
 StoreAddress = tuple[str, int]
 
 _RETRY_S = 0.5
+_GARBAGE = 50_000
+"""Objects between two looks for garbage: with ten thousand agents each look is long, and there is
+next to none."""
 _WATCH_S = 1.0
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
 
 
 class World(Protocol):
-    """What a leader needs beyond the run directory. All calls but the first may block."""
+    """What a leader needs beyond the run directory. All calls but the last may block."""
 
     def make_store(self) -> StoreAddress:
-        """Start a fresh bootstrap store for a round; return its address and port."""
+        """Start a fresh bootstrap store for a round; return its address and port.
+
+        torch's may take seconds, for it looks its own name up.
+        """
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Ask how the tasks of the run are; None where nobody knows."""
@@ -73,7 +80,7 @@ class World(Protocol):
         """Let none of the run's queued tasks start for a while."""
 
     def log_of(self, task: str, attempt: int) -> str | None:
-        """Return where an attempt's log is; does not block."""
+        """Return where an attempt's log is."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,8 @@ class Leader:
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
+        self._store: StoreAddress | None = None
+        """Where the workers of the last round meet."""
         self._renewing = False
         self._beats = 0
 
@@ -118,6 +127,7 @@ class Leader:
 
     def lead(self) -> None:
         """Begin to decide."""
+        gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._journal.note("leader", epoch=self._epoch)
         self._listener.serve(self._take)
         for duty in (self._tick(), self._watch_records(), self._tell_status()):
@@ -265,6 +275,8 @@ class Leader:
         """Create the record, however long the file system takes."""
         while True:
             try:
+                if record.round > self._leadership.at.round:
+                    self._store = await self._in_thread(self._office.world.make_store)
                 created = await self._in_thread(self._office.register.create, record)
                 break
             except OSError as e:
@@ -275,10 +287,9 @@ class Leader:
 
     def _announce(self, announce: Announce) -> None:
         start = announce.start
-        store = self._office.world.make_store()
         for agent, message in placements(announce):
             if agent in self._agents:
-                self._agents[agent].send({**message, "store": store})
+                self._agents[agent].send({**message, "store": self._store})
         self._journal.note(
             "round", number=start.number, record=announce.record, epoch=self._epoch,
             nodes=len(start.members), world_size=sum(m.nproc for m in start.members),
@@ -315,7 +326,7 @@ class Leader:
     async def _tick(self) -> None:
         while True:
             self._carry_out(self._leadership.tick(time.monotonic()))
-            await asyncio.sleep(self._leadership.beat_every_s)
+            await asyncio.sleep(self._office.liveness.heartbeat_s)
 
     async def _watch_records(self) -> None:
         """Step down once somebody else leads."""

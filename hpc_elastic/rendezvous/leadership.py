@@ -55,8 +55,9 @@ from hpc_elastic.slurm.states import TaskState
 Message = dict[str, Any]
 
 _BEATS_PER_S = 5000
-"""Heartbeats that a leader is asked to take; with more agents each beats less often."""
 _PUNCTUAL_S = 0.1
+_TASKS_PER_S = 5000
+"""States of tasks that Slurm and the leader are asked to go through."""
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
 
 
@@ -66,6 +67,16 @@ class Liveness:
 
     heartbeat_s: float
     lost_after_s: float
+
+    @classmethod
+    def of(cls, heartbeat_s: float, lost_after_s: float, max_nodes: int) -> Liveness:
+        """Return a run's, from its settings: in a large one each agent beats more seldom.
+
+        A leader is asked to take five thousand heartbeats a second, as long as three of each agent
+        are due before its silence counts.
+        """
+        gentle_s = min(max_nodes / _BEATS_PER_S, lost_after_s / 3)
+        return cls(max(heartbeat_s, gentle_s), lost_after_s)
 
 
 @dataclass(frozen=True)
@@ -148,7 +159,7 @@ class Leadership:
         self.estimate = Estimate()
         self.progress: dict[Agent, Message] = {}
         """What the workers of each member reported last."""
-        self._liveness = liveness
+        self.liveness = liveness
         self._heard: dict[Agent, float] = {}
         self._expected = {
             a.task: (a, now + 2 * liveness.lost_after_s) for a in self.machine.unsettled
@@ -208,7 +219,7 @@ class Leadership:
 
     def slurm_says(self, view: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm answered, or did not (None)."""
-        asked_at = self._slurm.answered(now)
+        asked_at = self._slurm.answered(len(view or {}), now)
         if self.fenced or not self.machine.wants_slurm:
             return []
         ended = {t for t, s in (view or {}).items() if s.phase in (Slurm.ENDED, Slurm.PENDING)}
@@ -235,7 +246,7 @@ class Leadership:
         return self._step_down() if last_number > newest.number else []
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed; to be called every `beat_every_s` at least."""
+        """Time has passed; to be called every `Liveness.heartbeat_s` at least."""
         if self.fenced:
             return []
         self._forgive_if_slept(now)
@@ -246,13 +257,6 @@ class Leadership:
         if self._hears_half() and not self._is_below_min():
             effects.append(RenewLease())
         return effects + self._ask_slurm(now)
-
-    @property
-    def beat_every_s(self) -> float:
-        """Seconds between two heartbeats, in both directions: fewer where there are many agents."""
-        at_most = self._liveness.lost_after_s / 3
-        wanted = max(self._liveness.heartbeat_s, len(self._heard) / _BEATS_PER_S)
-        return min(wanted, max(at_most, self._liveness.heartbeat_s))
 
     # ---- messages -----------------------------------------------------------------------
 
@@ -349,7 +353,7 @@ class Leadership:
     # ---- who lives ----------------------------------------------------------------------
 
     def _forgive_if_slept(self, now: float) -> None:
-        late_s, self._ticked = now - self._ticked - self.beat_every_s, now
+        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
         if late_s > _PUNCTUAL_S:
             self._heard = {a: min(now, heard + late_s) for a, heard in self._heard.items()}
             self._expected = {t: (a, until + late_s) for t, (a, until) in self._expected.items()}
@@ -357,7 +361,7 @@ class Leadership:
 
     def _drop_silent(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        limit = now - self._liveness.lost_after_s
+        limit = now - self.liveness.lost_after_s
         for agent in [a for a, heard in self._heard.items() if heard < limit]:
             if self.machine.is_member(agent):
                 self._silent.add(agent.task)
@@ -386,12 +390,12 @@ class Leadership:
             self.machine.not_before = now
         elif not self._yielding:
             self._yielding = True
-            self.machine.not_before = now + 2 * self._liveness.lost_after_s
+            self.machine.not_before = now + 2 * self.liveness.lost_after_s
 
     # ---- heartbeats and Slurm -----------------------------------------------------------
 
     def _beat(self, now: float) -> list[Effect]:
-        return self._tell(tuple(self._heard), {"type": "beat", "every_s": self.beat_every_s})
+        return self._tell(tuple(self._heard), {"type": "beat"})
 
     def _ask_slurm(self, now: float) -> list[Effect]:
         waiting = self.machine.joined or self.machine.unsettled
@@ -425,11 +429,12 @@ class _Questions:
         self.asked_at = now
         return True
 
-    def answered(self, now: float) -> float:
+    def answered(self, num_tasks: int, now: float) -> float:
         """Note the answer's arrival; return when the question was put."""
         assert self.asked_at is not None
         asked_at, self.asked_at = self.asked_at, None
-        self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at))
+        work_s = num_tasks / _TASKS_PER_S
+        self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at), work_s)
         self.due = now + self.pause_s
         self.pause_s = min(_SLURM_LONGEST_S, 1.5 * self.pause_s)
         return asked_at

@@ -42,6 +42,10 @@ class Agent:
     host: str
     nproc: int
 
+    def __hash__(self) -> int:
+        """Return the task's: Python keeps that of a text, and an agent is looked up a lot."""
+        return hash(self.task)
+
 
 @dataclass(frozen=True)
 class Endpoint:

@@ -227,7 +227,7 @@ class Session:
 
     @property
     def _beat_s(self) -> float:
-        return self._following.beat_every_s
+        return self._office.liveness.heartbeat_s
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):

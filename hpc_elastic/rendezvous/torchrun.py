@@ -68,7 +68,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             parameters.min_nodes, parameters.max_nodes, 0,
             settings.start_timeout_s, settings.last_call_s, grow="now",
         ),
-        liveness=Liveness(settings.heartbeat_s, settings.lost_after_s),
+        liveness=Liveness.of(
+            settings.heartbeat_s, settings.lost_after_s, parameters.max_nodes
+        ),
         secret=secret,
         register=Register(run.rdzv, secret),
         make_journal=lambda: Journal(

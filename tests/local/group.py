@@ -35,6 +35,7 @@ class Group:
         self.rules = Rules(**{**defaults, **rules})
         self.liveness = Liveness(heartbeat_s=0.1, lost_after_s=2.0)
         self.register = Register(self.run.rdzv, SECRET)
+        self.address = "127.0.0.1"
         self.running: frozenset[str] = frozenset()
         self.pending: frozenset[str] = frozenset()
         self.cancelled = threading.Event()
@@ -50,7 +51,7 @@ class Group:
             self.rules, self.liveness, SECRET,
             register or self.register, lambda: Journal(self.run, "run", events), self,
         )  # fmt: skip
-        session = Session(me, Candidacy("127.0.0.1", office, lambda _: None))
+        session = Session(me, Candidacy(self.address, office, lambda _: None))
         self.sessions.append(session)
         return session
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -13,9 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from group import Group
 from torch.distributed import TCPStore
-
-from hpc_elastic.rendezvous.stream import accept, close, connect
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -133,27 +131,13 @@ def test_a_store_on_an_ipv6_address(loopback6):
     assert master.get("key") == b"value"
 
 
-def test_an_agent_and_its_leader_talk_over_ipv6(loopback6):
-    """The handshake and a message each way."""
-
-    async def talk():
-        greeted = asyncio.get_running_loop().create_future()
-
-        async def serve(reader, writer):
-            stream, hello = await accept(reader, writer, SECRET, 3)
-            greeted.set_result((hello, await stream.receive()))
-            stream.send("answer", number=7)
-            await close(writer)
-
-        async with await asyncio.start_server(serve, loopback6, 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            stream = await connect(loopback6, port, SECRET, 3, {"task": "7_0"})
-            stream.send("question", number=6)
-            answer = await stream.receive()
-            await stream.close()
-            return *await greeted, answer
-
-    hello, question, answer = asyncio.run(asyncio.wait_for(talk(), PATIENCE_S))
-    assert hello == {"task": "7_0"}
-    assert (question["type"], question["number"]) == ("question", 6)
-    assert (answer["type"], answer["number"]) == ("answer", 7)
+def test_agents_form_a_group_over_ipv6(loopback6, tmp_path):
+    """The endpoint in the record, the leader's port and the connections to it."""
+    g = Group(tmp_path, max_nodes=2)
+    g.address = loopback6
+    agents = [g.agent(slot) for slot in range(2)]
+    assert sorted(r.group_rank for r in g.join(*agents)) == [0, 1]
+    assert g.register.last()[1].leader.address == loopback6
+    for session in agents:
+        session.leave("the test is over")
+    g.threads.shutdown()

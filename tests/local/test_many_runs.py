@@ -1,5 +1,6 @@
 """Several runs at once on one machine, each with the store that torch's workers would meet in."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -66,3 +67,18 @@ def test_two_runs_of_ten_agents_do_not_meet(tmp_path, _):
     finally:
         for run in runs:
             run.end()
+
+
+def test_a_store_that_takes_long_costs_no_leader(group):
+    """Heartbeats go on while torch waits for a name server, which it can do for five seconds."""
+    g = group(max_nodes=3)
+    g.running = frozenset(f"7_{slot}" for slot in range(3))
+
+    def make_slowly() -> tuple[str, int]:
+        time.sleep(1.5 * g.liveness.lost_after_s)
+        return "127.0.0.1", 1
+
+    g.make_store = make_slowly
+    assert {r.number for r in g.join(*(g.agent(slot) for slot in range(3)))} == {1}
+    assert g.register.last()[1].epoch == 1
+    assert not any(s.stop_requested for s in g.sessions)

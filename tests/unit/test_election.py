@@ -52,15 +52,6 @@ def test_a_lease_may_be_renewed_as_seldom_as_the_leader_of_many_does(phase_s):
     assert search.until_claim(60.0) is None
 
 
-def test_an_agent_that_has_followed_knows_how_seldom_that_is():
-    """It was told with every beat."""
-    f = following(D)
-    f.received({"type": "beat", "every_s": 1.0}, 0.5)
-    search = Search(f, 0.5)
-    search.pending, search.beats = f.disconnected("its connection closed", 0.5), 2.5
-    assert search.until_claim(60.0) is None
-
-
 def test_a_leader_that_is_silent_and_renews_nothing_is_dead():
     """After lost_after_s, and once its lease has run out."""
     search = Search(agent(D))

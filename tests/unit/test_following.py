@@ -140,8 +140,6 @@ def test_beats_as_often_as_it_was_told():
 
     f = following()
     assert beats(f, 0.0, 10.05) == 20
-    f.received({"type": "beat", "every_s": 1.0}, 10.0)
-    assert beats(f, 10.1, 20.15) == 10
 
 
 def test_reports_name_the_round_that_they_are_of():

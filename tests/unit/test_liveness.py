@@ -14,8 +14,8 @@ from hpc_elastic.rendezvous.leadership import (
     Drop,
     Effect,
     Leadership,
+    Liveness,
     RenewLease,
-    Tell,
 )
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
@@ -199,40 +199,22 @@ def test_a_leader_below_min_nodes_renews_no_lease():
 # ---- heartbeats ---------------------------------------------------------------------------
 
 
-def crowd(size: int) -> list[Agent]:
-    """Many agents."""
-    return [Agent(f"8_{i}", 0, i, f"n{i}", 1) for i in range(size)]
-
-
 @pytest.mark.parametrize(("size", "every_s"), [(1, 0.5), (2500, 0.5), (4000, 0.8), (9000, 1.0)])
 def test_many_agents_beat_more_seldom(size, every_s):
     """So many a second that one leader can take them; a third of lost_after_s at most."""
-    leader = leading(max_nodes=10_000)
-    for agent in crowd(size):
-        leader.connected(agent, 0.0)
-    assert leader.beat_every_s == every_s
+    assert Liveness.of(0.5, 3.0, size) == Liveness(every_s, 3.0)
+
+
+def test_a_slow_heartbeat_is_left_as_it_was_set():
+    """Whatever a third of lost_after_s is."""
+    assert Liveness.of(2.0, 3.0, 9000) == Liveness(2.0, 3.0)
 
 
 def test_all_agents_hear_a_beat_with_every_tick():
-    """By which they know that their leader lives, and how often to say that they do."""
-    leader = leading(max_nodes=10_000)
-    agents = crowd(4000)
-    for agent in agents:
-        leader.connected(agent, 0.0)
-    for now in (0.5, 1.0):
-        beats = of(leader.tick(now), Tell)
-        assert [t.agent for t in beats] == agents
-        assert beats[0].message == {"type": "beat", "every_s": 0.8}
-
-
-def test_who_connects_later_hears_the_pace_as_well():
-    """It is told what all others were told before."""
-    leader = leading(max_nodes=10_000)
-    for agent in crowd(9000):
-        leader.connected(agent, 0.0)
-    leader.tick(0.5)
-    heard = [*leader.connected(A, 1.0), *leader.tick(1.5)]
-    assert Tell(A, {"type": "beat", "every_s": 1.0}) in heard
+    """By which they know that their leader lives."""
+    leader = training(A, B)
+    for now in (1.5, 2.0):
+        assert told(leader.tick(now), "beat") == [A, B]
 
 
 def test_the_last_report_of_each_members_workers_is_kept():

@@ -77,7 +77,7 @@ class AgentProcess:
     def _tick(self) -> None:
         if not self.over:
             self._do(self._following.tick(self.host.clock()))
-            pause = _TICK_S if self._connection is None else self._following.beat_every_s
+            pause = _TICK_S if self._connection is None else self._following.liveness.heartbeat_s
             self.sim.world.after(pause, self.process, self._tick)
 
     # ---- the connection -----------------------------------------------------------------

@@ -82,7 +82,7 @@ class Leader:
     def _tick(self) -> None:
         if self.is_open:
             self._do(self.leadership.tick(self._now()))
-            self._sim.world.after(self.leadership.beat_every_s, self.process, self._tick)
+            self._sim.world.after(self.leadership.liveness.heartbeat_s, self.process, self._tick)
 
     def _watch(self) -> None:
         if self.is_open:

@@ -217,6 +217,7 @@ def test_a_connection_that_comes_to_nothing_is_closed(way):
 def test_agents_may_leave_at_any_moment(group):
     """Also halfway to the leader, or to the leadership: they leave nothing open."""
     g = group(max_nodes=4)
+    gc.collect()  # what the tests before have left
     before = open_files()
     for attempt in range(20):
         sessions = [g.agent(slot, attempt) for slot in range(4)]

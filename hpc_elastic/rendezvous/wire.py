@@ -1,14 +1,16 @@
 """Signed frames between agent and leader: JSON lines under the run's secret (pure).
 
 The leader greets with a nonce; the agent answers with its own; both derive a session key from the
-run's secret, the epoch and the two nonces. Every frame after that carries an HMAC over its
+run's secret, the epoch and the two nonces. Every frame after that carries a keyed hash of its
 direction, its sequence number and its text, so that a stranger can neither read himself in, nor
 replay or reorder what he saw, in this session, epoch or run. Nothing is secret on the wire.
-Keyed hashing: RFC 2104.
+Keyed hashing: HMAC (RFC 2104) under the run's secret; under the key of a connection BLAKE2s (RFC
+7693), which takes half the time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import secrets
@@ -17,7 +19,7 @@ from typing import Any, Literal
 
 MAX_FRAME_BYTES = 1 << 20
 NONCE_BYTES = 16
-_MAC_CHARS = 32
+_MAC_BYTES = 16
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 Side = Literal["agent", "leader"]
@@ -43,8 +45,8 @@ def is_signed(key: bytes, text: str, mac: str) -> bool:
 
 
 def session_key(secret: bytes, epoch: int, leader_nonce: str, agent_nonce: str) -> bytes:
-    """Return the key of one connection."""
-    return sign(secret, f"session|{epoch}|{leader_nonce}|{agent_nonce}").encode()
+    """Return the key of one connection, 32 bytes."""
+    return bytes.fromhex(sign(secret, f"session|{epoch}|{leader_nonce}|{agent_nonce}"))
 
 
 @dataclass
@@ -88,4 +90,5 @@ class Cipher:
         return message
 
     def _mac(self, side: Side, number: int, body: str) -> str:
-        return sign(self.key, f"{side}|{number}|{body}")[:_MAC_CHARS]
+        signed = f"{side}|{number}|{body}".encode()
+        return hashlib.blake2s(signed, key=self.key, digest_size=_MAC_BYTES).hexdigest()

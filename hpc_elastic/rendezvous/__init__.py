@@ -7,6 +7,7 @@ Pure, each with its theory of operation at its head; read them in this order:
 - `leadership`  a leader in its epoch: who lives, what it may still decide
 - `following`   an agent's search for a leader, and its life under one
 - `boundary`, `growth`  when a late node is admitted, and whether it is worth it
+- `slurms_word`, `questions`  what Slurm's word means, and when it may be asked
 - `failures`    which failed worker was the first cause
 - `diagnosis`, `status`  what people are told
 - `wire`        signed frames

@@ -48,6 +48,7 @@ from hpc_elastic.rendezvous.actions import (
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.growth import Estimate
 from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
+from hpc_elastic.rendezvous.questions import Questions
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
 from hpc_elastic.slurm.states import Phase as Slurm
 from hpc_elastic.slurm.states import TaskState
@@ -56,9 +57,6 @@ Message = dict[str, Any]
 
 _BEATS_PER_S = 5000
 _PUNCTUAL_S = 0.1
-_TASKS_PER_S = 5000
-"""States of tasks that Slurm and the leader are asked to go through."""
-_SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Leadership:
         """The requests that the round to be recorded answers."""
         self._queue: list[Action] = []
         self._ticked = now
-        self._slurm = _Questions()
+        self._slurm = Questions()
 
     # ---- events -------------------------------------------------------------------------
 
@@ -402,42 +400,6 @@ class Leadership:
         if not (waiting and self.machine.wants_slurm):
             return []
         return [AskSlurm()] if self._slurm.ask(self.machine.forming_since, now) else []
-
-
-@dataclass
-class _Questions:
-    """When Slurm may be asked."""
-
-    about: float = -1.0
-    """The forming that was asked about last, by its beginning."""
-    asked_at: float | None = None
-    """When the question was put that is not answered yet."""
-    pause_s: float = _SLURM_FIRST_S
-    due: float = 0.0
-    not_before: float = 0.0
-
-    def hurry(self) -> None:
-        """Something has changed: ask as soon as is polite."""
-        self.due = 0.0
-
-    def ask(self, forming_since: float, now: float) -> bool:
-        """Tell whether to ask now; then the question counts as put."""
-        if forming_since != self.about:
-            self.about, self.pause_s, self.due = forming_since, _SLURM_FIRST_S, now
-        if self.asked_at is not None or now < max(self.due, self.not_before):
-            return False
-        self.asked_at = now
-        return True
-
-    def answered(self, num_tasks: int, now: float) -> float:
-        """Note the answer's arrival; return when the question was put."""
-        assert self.asked_at is not None
-        asked_at, self.asked_at = self.asked_at, None
-        work_s = num_tasks / _TASKS_PER_S
-        self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at), work_s)
-        self.due = now + self.pause_s
-        self.pause_s = min(_SLURM_LONGEST_S, 1.5 * self.pause_s)
-        return asked_at
 
 
 def _end(ending: Ending) -> Message:

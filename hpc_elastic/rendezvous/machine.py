@@ -64,6 +64,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from hpc_elastic.rendezvous import slurms_word
 from hpc_elastic.rendezvous.actions import (
     Action,
     EndRun,
@@ -237,14 +238,14 @@ class Machine:
             task
             for task, state in (view or {}).items()
             if state.phase is SlurmPhase.RUNNING
-            and not self._has_lost(task, state)
+            and not slurms_word.is_lost(state, self.lost.get(task))
             and self._by_task.get(task) not in self.joined
         }
         actions: list[Action] = []
         for agent in self._ended_by_slurm(view or {}, asked_at):
             actions += self.gone(agent, "Slurm says that its task has ended", now)
-        if self.phase is Phase.FORMING and (hopeless := self._hopeless(view or {})):
-            return actions + self._end(EndRun("failed", hopeless))
+        if self.phase is Phase.FORMING and (why := self._hopeless(view or {})):
+            return actions + self._end(EndRun("failed", why))
         return actions + self._advance(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -291,12 +292,6 @@ class Machine:
 
     def _is_lost(self, agent: Agent) -> bool:
         return self.lost.get(agent.task, -1) >= agent.attempt
-
-    def _has_lost(self, task: str, state: TaskState) -> bool:
-        """Whether the attempt of a task that Slurm speaks of is one that was lost."""
-        if state.restarts is None:
-            return task in self.lost
-        return self.lost.get(task, -1) >= state.restarts
 
     def _enter(self, agent: Agent, now: float) -> None:
         for other in self._other_attempts(agent):
@@ -400,34 +395,14 @@ class Machine:
         return sorted(self.joined, key=lambda a: (self._ranks.get(a, newest), a.slot, a.task))
 
     def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
-        """Return why min nodes can not come together any more; None while they can.
-
-        A node that failed under its task (NODE_FAIL) may be replaced when the task is requeued.
-        """
         here = {a.task for a in self.joined}
-        over = [
-            state
-            for task, state in view.items()
-            if state.phase is SlurmPhase.ENDED and state.state != "NODE_FAIL" and task not in here
-        ]
-        left = self.rules.max_nodes - len(over)
-        if left >= self.rules.min_nodes:
-            return None
-        why = f"{len(over)} of the run's {self.rules.max_nodes} tasks have ended for good"
-        message = f"{why} ({over[0].state}), and min nodes is {self.rules.min_nodes}"
-        return Failure(over[0].task, over[0].node, 0, 0, 0.0, message, phase="start")
+        return slurms_word.hopeless(view, here, self.rules.min_nodes, self.rules.max_nodes)
 
     def _ended_by_slurm(self, view: Mapping[str, TaskState], asked_at: float) -> list[Agent]:
         members = self.members if self.phase is Phase.RUNNING else self.unsettled
         known = dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot)))
-        return [a for a in known if self._has_ended(a, view.get(a.task), asked_at)]
-
-    def _has_ended(self, agent: Agent, state: TaskState | None, asked_at: float) -> bool:
-        if state is None or self._last_join.get(agent, 0.0) >= asked_at:
-            return False
-        if state.restarts is not None and state.restarts > agent.attempt:
-            return True
-        return state.phase in (SlurmPhase.ENDED, SlurmPhase.PENDING)
+        earlier = (a for a in known if self._last_join.get(a, 0.0) < asked_at)
+        return [a for a in earlier if a.task in view and slurms_word.has_ended(a, view[a.task])]
 
     # ---- rules: nodes that wait ---------------------------------------------------------
 

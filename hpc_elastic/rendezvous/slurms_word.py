@@ -1,0 +1,42 @@
+"""What Slurm's word on a task means for the agent of that task (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.slurm.states import Phase, TaskState
+
+
+def has_ended(agent: Agent, state: TaskState) -> bool:
+    """Whether an agent is gone, which was last heard of before Slurm was asked."""
+    if state.restarts is not None and state.restarts > agent.attempt:
+        return True
+    return state.phase in (Phase.ENDED, Phase.PENDING)
+
+
+def is_lost(state: TaskState, lost_attempt: int | None) -> bool:
+    """Whether the attempt that Slurm speaks of is one that was lost: it learns of that late."""
+    if lost_attempt is None:
+        return False
+    return state.restarts is None or state.restarts <= lost_attempt
+
+
+def hopeless(
+    view: Mapping[str, TaskState], joined: Set[str], min_nodes: int, max_nodes: int
+) -> Failure | None:
+    """Return why min nodes can not come together any more; None while they can.
+
+    A node that failed under its task (NODE_FAIL) may be replaced when the task is requeued.
+    """
+    over = [
+        state
+        for task, state in view.items()
+        if state.phase is Phase.ENDED and state.state != "NODE_FAIL" and task not in joined
+    ]
+    if max_nodes - len(over) >= min_nodes:
+        return None
+    why = f"{len(over)} of the run's {max_nodes} tasks have ended for good ({over[0].state})"
+    message = f"{why}, and min nodes is {min_nodes}"
+    return Failure(over[0].task, over[0].node, 0, 0, 0.0, message, phase="start")

@@ -44,6 +44,7 @@ from hpc_elastic.slurm.requeue import depart, give_back
 _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
+_OPEN_FILES = 65_536
 
 
 def supervise(task: Task) -> int:
@@ -161,8 +162,7 @@ class _Node:
         return {"step": progress.step, "total": progress.total_steps, "loss": progress.loss}
 
     def _prepare_environment(self) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a leader has many connections
+        _allow_connections()
         cpus = min(self._task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
         threads = self._spec.agent.omp_num_threads or max(1, cpus // self._nproc)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -170,6 +170,13 @@ class _Node:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
         os.environ[DIRECTORY_VARIABLE] = str(self._control)
         os.environ.update(self._spec.env)
+
+
+def _allow_connections() -> None:
+    """Let this process have as many open files as a leader may need, within the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def num_workers(wanted: Nproc, cpus: int) -> int:

@@ -24,20 +24,24 @@ class RunWorld:
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Ask how the tasks of the run are; None where nobody knows."""
-        return self._tasks.view()
+        try:
+            return self._tasks.view()
+        except OSError as e:  # the submission's files, which name the jobs
+            _log.warning("the run's tasks can not be looked up: %s", e)
+            return None
 
     def cancel_pending(self) -> None:
         """Take back the run's tasks that are still in the queue."""
         try:
             self._tasks.cancel_pending()
-        except SlurmError as e:
+        except (SlurmError, OSError) as e:
             _log.warning("pending tasks of the run were not cancelled: %s", e)
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""
         try:
             self._tasks.postpone_pending(delay_s)
-        except SlurmError as e:
+        except (SlurmError, OSError) as e:
             _log.warning("pending tasks of the run were not postponed: %s", e)
 
     def log_of(self, task: str, attempt: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The handler as torch's RendezvousHandler: what its API documents, over real sockets and stores."""
+"""What torch documents of a RendezvousHandler, over real sockets and stores."""
 
 import pytest
 from group import PATIENCE_S, Group, eventually

@@ -3,9 +3,7 @@
 import json
 from typing import Any
 
-from test_runs import SLOWLY, Sweep, busy, eventually, hosts, leader_host, sweep
-
-__all__ = ["sweep"]
+from sweeps import SLOWLY, Sweep, busy, eventually, hosts, leader_host
 
 GANG = "launcher.gang=true"
 QUICK = ("epochs=2", "pause_s=0")

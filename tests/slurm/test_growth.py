@@ -4,9 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from test_runs import Sweep, busy, eventually, sweep
-
-__all__ = ["sweep"]
+from sweeps import Sweep, busy, eventually
 
 STEPS = textwrap.dedent(
     """

@@ -6,97 +6,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from hpc_elastic.events import read_events
-
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120.0
-SLOWLY = ("epochs=16", "pause_s=0.04")  # some 20 s of training, whatever the group's size
-
-
-class Sweep:
-    """One `python train.py -m launcher=slurm ...`, as a user's own process."""
-
-    def __init__(self, folder: Path, env: dict[str, str], script: Path, *overrides: str) -> None:
-        self.folder = folder / "sweep"
-        argv = [
-            sys.executable, str(script), "-m", "launcher=slurm",
-            f"hydra.sweep.dir={self.folder}", *overrides,
-        ]  # fmt: skip
-        self.process = subprocess.Popen(
-            argv, env={**os.environ, **env}, cwd=folder, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-
-    def run(self, number: int = 0) -> Path:
-        """The directory of one run of the sweep."""
-        return self.folder / str(number)
-
-    def events(self, kind: str, number: int = 0) -> list[dict[str, Any]]:
-        """The events of a kind of one run."""
-        folder = self.run(number) / "events"
-        return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
-
-    def group_sizes(self, number: int = 0) -> list[int]:
-        """How many nodes each round of a run had."""
-        return [e["nodes"] for e in self.events("round", number)]
-
-    def result(self, number: int = 0) -> dict[str, Any]:
-        """How a run ended."""
-        return json.loads((self.run(number) / "result.json").read_text())
-
-    def value(self, number: int = 0) -> Any:
-        """What rank 0 of a run returned."""
-        results = self.run(number) / self.result(number)["results"]
-        return json.loads((results / "rank-0.json").read_text())
-
-    def output(self) -> str:
-        """Wait for the launcher, and return all that it printed."""
-        try:
-            return self.process.communicate(timeout=PATIENCE_S)[0]
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            pytest.fail(f"the launcher did not return: {self.process.communicate()[0]}")
-
-
-@pytest.fixture
-def sweep(slurm, tmp_path) -> Iterator[Callable[..., Sweep]]:
-    """Starts sweeps of train.py, or of another script."""
-    started: list[Sweep] = []
-
-    def start(*overrides: str, script: Path = ROOT / "train.py") -> Sweep:
-        started.append(Sweep(tmp_path, slurm.env, script, *overrides))
-        return started[-1]
-
-    yield start
-    for s in started:
-        if s.process.poll() is None:
-            s.process.kill()
-            s.process.communicate()
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.1)
-
-
-def hosts(sweep: Sweep) -> list[str]:
-    """The nodes of the last round, in rank order."""
-    return [m["host"] for m in sweep.events("round")[-1]["members"]]
-
-
-def leader_host(sweep: Sweep) -> str:
-    """The node whose agent leads."""
-    last = sweep.events("leader")[-1]
-    return next(e["host"] for e in sweep.events("task") if e["task"] == last["task"])
+from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
@@ -107,16 +19,6 @@ def epochs_by_round(run: Path) -> dict[int, list[int]]:
         epochs = [int(n) for n in re.findall(r"epoch (\d+): loss", path.read_text())]
         logged.setdefault(number, []).extend(epochs)
     return logged
-
-
-def busy(slurm, num_nodes: int) -> str:
-    """Take nodes away for a while; return the job's id."""
-    size = [f"-N{num_nodes}", "--exclusive"]
-    sleeper = ["sbatch", "--parsable", *size, "-o", "/dev/null", "--wrap", "sleep 300"]
-    job = slurm.run(sleeper).stdout.strip()
-    running = ["squeue", "-h", "-j", job, "-t", "RUNNING", "-o", "%i"]
-    eventually(lambda: slurm.run(running).stdout.strip() == job, "the other job runs")
-    return job
 
 
 def test_starts_on_the_free_nodes_and_grows(slurm, sweep):

@@ -169,8 +169,8 @@ class Leadership:
         self._wanted: Record | None = None
         self._asks: dict[Agent, int] = {}
         """The number of each agent's last request for a place."""
-        self._answers: dict[Agent, int] = {}
-        """The requests that the round to be recorded answers."""
+        self._answers: dict[int, dict[Agent, int]] = {}
+        """The requests that each round answers that was decided and is not announced yet."""
         self._queue: list[Action] = []
         self._ticked = now
         self._slurm = Questions()
@@ -288,6 +288,7 @@ class Leadership:
     def _do(self, actions: list[Action], now: float) -> list[Effect]:
         """Carry actions out in order; what follows a decision waits until that is recorded."""
         effects: list[Effect] = []
+        self._note_requests(actions)
         for i, action in enumerate(actions):
             if self._wanted is not None:
                 self._queue += actions[i:]
@@ -301,11 +302,16 @@ class Leadership:
                 effects.append(Create(record))
         return effects
 
+    def _note_requests(self, actions: list[Action]) -> None:
+        """Note which requests a round answers when it is decided: members may ask anew later."""
+        for action in actions:
+            if isinstance(action, StartRound) and action.number not in self._answers:
+                self._answers[action.number] = {a: self._asks[a] for a in action.members}
+
     def _decided(self, action: Action) -> Record | None:
         """Return the record that this action must be, if it is a decision."""
         match action:
             case StartRound(number, members, restarts):
-                self._answers = {a: self._asks[a] for a in members}
                 return self._next(round=number, members=members, restarts=restarts, given_back=0)
             case GiveBack(all=True):
                 return self._next(given_back=self.at.given_back + 1)
@@ -328,7 +334,7 @@ class Leadership:
             case StartRound():
                 self.estimate.closed(now)
                 self._silent.clear()
-                return [Announce(action, self.at.number, self._answers)]
+                return [Announce(action, self.at.number, self._answers.pop(action.number))]
             case Hold(agents, number):
                 return self._tell(agents, {"type": "hold", "number": number})
             case GiveBack(agents, delay_s, everybody):

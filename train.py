@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hpc_elastic import checkpoint_boundary, report  # optional: progress, and growth without loss
+from hpc_elastic import checkpoint_boundary, fence, report  # optional: see the README
 
 
 @hydra.main(version_base=None, config_path=".", config_name="train")
@@ -104,6 +104,7 @@ def save(path: Path, **state: object) -> None:
     """Replace a checkpoint in one step: whoever is killed here leaves the old one or the new."""
     staged = path.with_suffix(".tmp")
     torch.save(state, staged)
+    fence.check()
     staged.replace(path)
 
 

@@ -90,5 +90,6 @@ def test_nodes_that_were_given_back():
     leader = leading(min_nodes=2, min_wait_s=1.0)
     leader.connected(A, 0.0)
     leader.received(A, {"type": "join", "ask": 1}, 0.0)
-    leader.tick(2.5)
+    for now in (0.5, 1.0, 1.5, 2.0, 2.5):
+        leader.tick(now)
     assert status_of(leader)["phase"] == "given back"

@@ -23,8 +23,7 @@ Lease      The leader renews a lease on the shared file system while it hears at
            one that may be cut off: it renews no lease and closes no round for as long as the
            others need to elect, ``2 * lost_after_s``. If nobody did, they are dead, and it goes on.
 
-Slurm      is asked at once when a round begins to form, then ever more seldom, and never more often
-           than ten times its own answering time.
+Slurm      is asked when `questions` allows it; what its word means stands in `slurms_word`.
 
 Events return the effects to carry out, in order. Times are monotonic seconds of the leader's node.
 """
@@ -36,6 +35,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpc_elastic.rendezvous import slurms_word
 from hpc_elastic.rendezvous.actions import (
     Action,
     EndRun,
@@ -50,7 +50,6 @@ from hpc_elastic.rendezvous.growth import Estimate
 from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
 from hpc_elastic.rendezvous.questions import Questions
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
-from hpc_elastic.slurm.states import Phase as Slurm
 from hpc_elastic.slurm.states import TaskState
 
 Message = dict[str, Any]
@@ -220,8 +219,7 @@ class Leadership:
         asked_at = self._slurm.answered(len(view or {}), now)
         if self.fenced or not self.machine.wants_slurm:
             return []
-        ended = {t for t, s in (view or {}).items() if s.phase in (Slurm.ENDED, Slurm.PENDING)}
-        self._silent -= ended
+        self._silent -= {t for t, s in (view or {}).items() if slurms_word.has_no_node(s)}
         return self._do(self.machine.slurm_says(view, asked_at, now), now)
 
     def created(self, now: float) -> list[Effect]:

@@ -13,6 +13,11 @@ def has_ended(agent: Agent, state: TaskState) -> bool:
     """Whether an agent is gone, which was last heard of before Slurm was asked."""
     if state.restarts is not None and state.restarts > agent.attempt:
         return True
+    return has_no_node(state)
+
+
+def has_no_node(state: TaskState) -> bool:
+    """Whether nothing of a task runs any more, or yet."""
     return state.phase in (Phase.ENDED, Phase.PENDING)
 
 

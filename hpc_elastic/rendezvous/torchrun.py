@@ -51,7 +51,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """
     slurm = SlurmEnvironment.from_env(os.environ)
     settings = _settings(parameters)
-    run_id = f"{slurm.job_id}.{slurm.step_id}.{slurm.restart_count}.{parameters.run_id}"
+    run_id = f"{slurm.step_identity}.{parameters.run_id}"
     interface = address.find(
         slurm.node_name,
         parameters.get("interface"),

@@ -119,6 +119,17 @@ class SlurmEnvironment:
         return self._optional("SLURM_STEP_ID")
 
     @property
+    def step_identity(self) -> str:
+        """What all tasks of one job step have in common, and no other step has.
+
+        Job ids recur: on another cluster that shares the home directory, on one installed anew,
+        and where they have reached their maximum. So srun's own port is part of it.
+        """
+        cluster = self.variables.get("SLURM_CLUSTER_NAME", "cluster")
+        port = self._optional("SLURM_STEP_LAUNCHER_PORT")
+        return f"{cluster}.{self.job_id}.{self.step_id}.{self.restart_count}.{port}"
+
+    @property
     def end_time_s(self) -> int | None:
         """When the wall time ends, in seconds since the epoch; None before Slurm 23 or so."""
         return self._optional("SLURM_JOB_END_TIME")

@@ -1,6 +1,7 @@
 """`torchrun --rdzv-backend=slurm` inside a two-node srun, without this package's launcher."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_two_nodes_form_one_group(torchrun):
     out = torchrun("--nnodes=1:2", "--nproc-per-node=2")
     for rank in range(4):
         assert f"rank {rank} of 4 on node" in out
-    assert "on node1" in out and "on node2" in out
+    assert len(set(re.findall(r"on (node\d)", out))) == 2
 
 
 def test_torchruns_own_restarts_work(torchrun):

@@ -53,6 +53,22 @@ def test_the_nodes_of_a_step_come_before_those_of_its_job():
     assert (of().nodelist, of().num_nodes, of().first_host) == ("n[2-3]", 2, "n2")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"SLURM_JOB_ID": "51"},
+        {"SLURM_STEP_ID": "7"},
+        {"SLURM_RESTART_COUNT": "1"},
+        {"SLURM_CLUSTER_NAME": "another"},
+        {"SLURM_STEP_LAUNCHER_PORT": "40002"},
+    ],
+)
+def test_no_two_steps_are_taken_for_one(changed):
+    """Job ids recur, on another cluster for one, and records of old steps are kept for a while."""
+    assert of(**changed).step_identity != of().step_identity
+    assert of(SLURM_NODEID="0").step_identity == of().step_identity
+
+
 def test_a_batch_script_sees_the_nodes_of_its_job():
     """It is no step."""
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}

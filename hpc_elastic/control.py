@@ -1,9 +1,17 @@
 """The control page: one small memory page that a worker and its agent share.
 
 The worker writes its step, loss, samples and checkpoint boundaries; the agent reads them whenever
-it wants, and writes whether the worker is to hold at the next boundary. No socket, no lock, no
-collective: a report costs well under a microsecond, and the agent's heartbeats do not wait for the
-training process. Each field is eight aligned bytes with one writer.
+it wants, and writes what it asks of the worker: to save at a step that all ranks agree on, to stay
+at its next checkpoint, and by when the node is to be left. No socket, no lock, no collective: a
+report costs well under a microsecond, and the agent's heartbeats do not wait for the training
+process. Each field is eight aligned bytes, written and read in one piece, with one writer.
+
+Agreeing on a step. The agent writes a *proposal*, a number and a step. A worker that comes to a
+step first publishes that it has (`ControlPage.passes`), and then looks for a proposal; at the
+proposed step it waits until that is confirmed, moved or taken back. So an agent that reads the
+published steps a few milliseconds after it has written a proposal knows which workers will see it
+in time: all those whose step is smaller, and those that wait. (The milliseconds stand in for a
+memory barrier, which Python does not have: a store is visible to other cores long before.)
 """
 
 from __future__ import annotations
@@ -12,28 +20,37 @@ import logging
 import math
 import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsFloat
 
+from hpc_elastic.errors import HpcElasticError
+
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
 LONGEST_HOLD_S = 60.0
 """A worker that holds goes on by itself after this long."""
+LONGEST_WAIT_S = 60.0
+"""A worker waits this long for its agent's word on a proposed step; then it fails."""
 
 _log = logging.getLogger(__name__)
 
 _SIZE = 4096
 _UNSET = -1
-_LAYOUT = "=qqddqqqq"
-_STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _HOLD = range(0, 64, 8)
-_LOOK_AGAIN_S = 0.005
+_NO_PROPOSAL = 0
+_STEP_BITS = 40
+(
+    _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
+    _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY,
+) = range(15)  # fmt: skip
+_BLANK = {_STEP: _UNSET, _SAMPLES: _UNSET, _TOTAL: _UNSET, _BOUNDARY: _UNSET, _PASSED: _UNSET}
+_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY)
+_LOOK_AGAIN_S = 0.002
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a worker last reported; None where it has reported nothing yet."""
+    """What a worker last published; None where it has published nothing yet."""
 
     step: int | None
     samples: int | None
@@ -45,6 +62,14 @@ class Progress:
     """The last step whose checkpoint was announced."""
     held: int
     """Not 0: the worker stays there; the number of the request that it obeys."""
+    passed: int | None = None
+    """The last step at which it asked whether to save."""
+    waiting: int = 0
+    """The number of the last proposal that it waited, or waits, for."""
+    wanted: int = 0
+    """How often it has asked for a checkpoint of the group."""
+    leave_by: float | None = None
+    """Monotonic seconds by which the script wants its node to be left."""
 
 
 class ControlPage:
@@ -52,16 +77,25 @@ class ControlPage:
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as f:
-            self._map = mmap.mmap(f.fileno(), _SIZE)
+            page = memoryview(mmap.mmap(f.fileno(), _SIZE))
+        self._numbers = page.cast("q")  # one item is read and written in one piece
+        self._floats = page.cast("d")
 
     @classmethod
     def create(cls, directory: Path, local_rank: int) -> ControlPage:
         """Make a fresh page (agent, before it starts the worker)."""
         path = _path(directory, local_rank)
         staged = path.with_suffix(".new")
-        staged.write_bytes(_BLANK.ljust(_SIZE, b"\0"))
+        staged.write_bytes(bytes(_SIZE))
+        page = cls(staged)
+        for field in _NO_NUMBER:
+            page._floats[field] = math.nan
+        for field, value in _BLANK.items():
+            page._numbers[field] = value
         staged.replace(path)
-        return cls(path)
+        return page
+
+    # ---- the worker ---------------------------------------------------------------------
 
     def report(
         self,
@@ -72,14 +106,54 @@ class ControlPage:
     ) -> None:
         """Publish what is not None (worker)."""
         if total_steps is not None:
-            struct.pack_into("=q", self._map, _TOTAL, total_steps)
+            self._numbers[_TOTAL] = total_steps
         if samples is not None:
-            struct.pack_into("=q", self._map, _SAMPLES, samples)
+            self._numbers[_SAMPLES] = samples
         if loss is not None:
-            struct.pack_into("=d", self._map, _LOSS, float(loss))
+            self._floats[_LOSS] = float(loss)
         if step is not None:
-            struct.pack_into("=q", self._map, _STEP, step)
-            struct.pack_into("=d", self._map, _TIME, time.time())
+            self._numbers[_STEP] = step
+            self._floats[_TIME] = time.time()
+
+    def passes(self, step: int) -> bool:
+        """Publish that a step is done; tell whether all ranks are to save there (worker).
+
+        Returns at once, unless this very step is proposed and not confirmed yet.
+
+        Raises:
+            HpcElasticError: the agent has not said for `LONGEST_WAIT_S` what became of it.
+        """
+        self._numbers[_PASSED] = step
+        proposal = self._numbers[_PROPOSAL]
+        return proposal != _NO_PROPOSAL and self._is_agreed(step, proposal)
+
+    def _is_agreed(self, step: int, proposal: int) -> bool:
+        until = time.monotonic() + LONGEST_WAIT_S
+        while proposal != _NO_PROPOSAL and proposal & (1 << _STEP_BITS) - 1 == step:
+            number = proposal >> _STEP_BITS
+            self._numbers[_WAITING] = number
+            if self._numbers[_CONFIRMED] == number:
+                return True
+            if time.monotonic() > until:
+                raise HpcElasticError(
+                    f"nobody confirmed the checkpoint of step {step} for {LONGEST_WAIT_S:g} s; "
+                    "the log of this node's agent says whom it waits for"
+                )
+            time.sleep(_LOOK_AGAIN_S)
+            proposal = self._numbers[_PROPOSAL]
+        return False
+
+    def want(self) -> None:
+        """Ask for a checkpoint of the whole group (worker, rank 0)."""
+        self._numbers[_WANTED] += 1
+
+    def leave(self, within_s: float) -> None:
+        """Ask for this node to be left (worker)."""
+        self._floats[_LEAVE_BY] = time.monotonic() + within_s
+
+    def announce(self, step: int) -> None:
+        """Announce the checkpoint of a step, and go on (worker)."""
+        self._numbers[_BOUNDARY] = step
 
     def pass_boundary(self, step: int) -> bool:
         """Announce the checkpoint of a step, and stay while the agent asks for it (worker).
@@ -87,40 +161,72 @@ class ControlPage:
         Returns:
             Whether the worker may go on; False if it was held for too long.
         """
-        struct.pack_into("=q", self._map, _BOUNDARY, step)
+        self.announce(step)
         until = time.monotonic() + LONGEST_HOLD_S
-        while (request := self._hold_request()) and time.monotonic() < until:
-            struct.pack_into("=q", self._map, _HELD, request)
+        while (request := self._numbers[_HOLD]) and time.monotonic() < until:
+            self._numbers[_HELD] = request
             time.sleep(_LOOK_AGAIN_S)
-        struct.pack_into("=q", self._map, _HELD, 0)
+        self._numbers[_HELD] = 0
         return time.monotonic() < until
 
-    def _hold_request(self) -> int:
-        return int(struct.unpack_from("=q", self._map, _HOLD)[0])
+    @property
+    def is_held(self) -> bool:
+        """Whether the worker is to stay at its next checkpoint (worker)."""
+        return self._numbers[_HOLD] != 0
+
+    @property
+    def notice_left_s(self) -> float | None:
+        """Seconds until the node has to be left; None if nothing of the kind is known (worker)."""
+        by = self._floats[_NOTICE_BY]
+        return None if math.isnan(by) else by - time.monotonic()
+
+    # ---- the agent ----------------------------------------------------------------------
 
     def hold(self, request: int) -> None:
         """Ask the worker to stay at its next boundary; 0 lets it go (agent)."""
-        struct.pack_into("=q", self._map, _HOLD, request)
+        self._numbers[_HOLD] = request
+
+    def propose(self, number: int, step: int) -> None:
+        """Propose to save at a step; takes back what was proposed before (agent).
+
+        Args:
+            number: Of the proposal, from 1 to 2**22; 0 takes the last one back.
+            step: From 0 to 2**40 - 1.
+        """
+        self._numbers[_PROPOSAL] = number << _STEP_BITS | step if number else _NO_PROPOSAL
+
+    def confirm(self, number: int) -> None:
+        """Say that all ranks will save at the step of a proposal (agent)."""
+        self._numbers[_CONFIRMED] = number
+
+    def give_notice(self, by: float) -> None:
+        """Say by when the node has to be left, in monotonic seconds (agent)."""
+        self._floats[_NOTICE_BY] = by
 
     def read(self) -> Progress:
         """Return what the worker last published (agent)."""
-        step, samples, loss, when, total, boundary, held, _ = struct.unpack_from(_LAYOUT, self._map)
+        numbers = self._numbers
         return Progress(
-            step=_known(step),
-            samples=_known(samples),
-            loss=None if math.isnan(loss) else loss,
-            step_time=None if math.isnan(when) else when,
-            total_steps=_known(total),
-            boundary=_known(boundary),
-            held=held,
+            step=_known(numbers[_STEP]),
+            samples=_known(numbers[_SAMPLES]),
+            loss=_given(self._floats[_LOSS]),
+            step_time=_given(self._floats[_TIME]),
+            total_steps=_known(numbers[_TOTAL]),
+            boundary=_known(numbers[_BOUNDARY]),
+            held=numbers[_HELD],
+            passed=_known(numbers[_PASSED]),
+            waiting=numbers[_WAITING],
+            wanted=numbers[_WANTED],
+            leave_by=_given(self._floats[_LEAVE_BY]),
         )
-
-
-_BLANK = struct.pack(_LAYOUT, _UNSET, _UNSET, math.nan, math.nan, _UNSET, _UNSET, 0, 0)
 
 
 def _known(value: int) -> int | None:
     return None if value == _UNSET else value
+
+
+def _given(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 class _Reporter:
@@ -141,6 +247,11 @@ class _Reporter:
 
 
 _reporter = _Reporter()
+
+
+def own_page() -> ControlPage | None:
+    """Return this worker's page; None outside a run."""
+    return _reporter.find_page()
 
 
 def report(
@@ -164,29 +275,42 @@ def report(
             is admitted only if what remains repays the restart.
     """
     _reporter.by_user = _reporter.by_user or step is not None
-    page = _reporter.find_page()
+    page = own_page()
     if page is not None:
         page.report(step, loss, samples, total_steps)
 
 
 def report_counted(step: int) -> None:
     """Publish a step that was counted for the script, unless it reports its steps itself."""
-    page = None if _reporter.by_user else _reporter.find_page()
+    page = None if _reporter.by_user else own_page()
     if page is not None:
         page.report(step, None, None)
+
+
+def is_held() -> bool:
+    """Tell whether this worker is to stay at its next checkpoint, because the group will change."""
+    page = own_page()
+    return page is not None and page.is_held
+
+
+def announce_boundary(*, step: int) -> None:
+    """Say that the checkpoint of a step is complete, from whatever thread, and go on."""
+    page = own_page()
+    if page is not None:
+        page.announce(step)
 
 
 def checkpoint_boundary(*, step: int) -> None:
     """Say that the checkpoint of a step is complete: a good moment for the group to change.
 
     Every rank calls it, after each checkpoint, before the next step. It returns at once, unless
-    nodes wait to be admitted (``launcher.grow=boundary``): then it stays until the group is
-    stopped, so that no later step is made that would be lost. Outside a run it does nothing.
+    nodes wait to join or are to leave: then it stays until the group is stopped, so that no later
+    step is made that would be lost. Outside a run it does nothing.
 
     Args:
         step: Optimizer steps that the checkpoint holds, at least 0.
     """
-    page = _reporter.find_page()
+    page = own_page()
     if page is not None and not page.pass_boundary(step):
         _log.warning("held at the checkpoint of step %d for %g s; going on", step, LONGEST_HOLD_S)
 

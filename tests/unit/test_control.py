@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -13,6 +14,7 @@ import pytest
 
 from hpc_elastic import control
 from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage, Progress, checkpoint_boundary
+from hpc_elastic.errors import HpcElasticError
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
@@ -178,3 +180,126 @@ checkpoint_boundary(step=1)
 """
     env = {k: v for k, v in os.environ.items() if k != DIRECTORY_VARIABLE}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+
+
+# ---- agreeing on a step ------------------------------------------------------------------
+
+
+def proposed(tmp_path, number, step):
+    """Return the agent's and the worker's side of a page with a proposal."""
+    agent = ControlPage.create(tmp_path, 0)
+    agent.propose(number, step)
+    return agent, ControlPage(tmp_path / "worker-0")
+
+
+def wait_until(holds):
+    """Wait, ten seconds at most, until something holds."""
+    until = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_without_a_proposal_every_step_goes_on(tmp_path):
+    """And the agent sees how far the worker is."""
+    agent = ControlPage.create(tmp_path, 0)
+    worker = ControlPage(tmp_path / "worker-0")
+    assert not any(worker.passes(step) for step in range(5))
+    assert (agent.read().passed, agent.read().waiting) == (4, 0)
+
+
+def test_a_confirmed_step_is_saved_once_and_no_other(tmp_path):
+    """Confirmed before the worker comes there, nobody waits."""
+    agent, worker = proposed(tmp_path, 2, 7)
+    agent.confirm(2)
+    assert [step for step in range(1, 10) if worker.passes(step)] == [7]
+
+
+def test_the_largest_numbers_fit(tmp_path):
+    """A proposal's number and step share one field."""
+    agent, worker = proposed(tmp_path, 2**22, 2**40 - 1)
+    agent.confirm(2**22)
+    assert not worker.passes(2**40 - 2)
+    assert worker.passes(2**40 - 1)
+
+
+def test_a_worker_waits_at_the_proposed_step_until_it_is_confirmed(tmp_path):
+    """It is at the step, and says which proposal it waits for."""
+    agent, worker = proposed(tmp_path, 3, 5)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(worker.passes, 5)
+        wait_until(lambda: agent.read().waiting == 3)
+        assert agent.read().passed == 5
+        assert not answer.done()
+        agent.confirm(3)
+        assert answer.result(10)
+
+
+@pytest.mark.parametrize("moved", [(4, 9), (0, 0)])
+def test_a_worker_goes_on_when_the_proposal_is_moved_or_taken_back(tmp_path, moved):
+    """It does not save there."""
+    agent, worker = proposed(tmp_path, 3, 5)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(worker.passes, 5)
+        wait_until(lambda: agent.read().waiting == 3)
+        agent.propose(*moved)
+        assert not answer.result(10)
+
+
+def test_a_confirmation_of_an_earlier_proposal_does_not_count(tmp_path):
+    """Numbers tell them apart, though the step is the same."""
+    agent, worker = proposed(tmp_path, 3, 5)
+    agent.confirm(3)
+    agent.propose(4, 5)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(worker.passes, 5)
+        wait_until(lambda: agent.read().waiting == 4)
+        assert not answer.done()
+        agent.confirm(4)
+        assert answer.result(10)
+
+
+def test_a_worker_does_not_wait_for_ever(tmp_path, monkeypatch):
+    """The message says at which step, and where to look."""
+    monkeypatch.setattr(control, "LONGEST_WAIT_S", 0.05)
+    _, worker = proposed(tmp_path, 1, 5)
+    with pytest.raises(HpcElasticError, match=r"checkpoint of step 5 .* log of this node's agent"):
+        worker.passes(5)
+
+
+def test_a_worker_that_is_past_the_proposed_step_goes_on(tmp_path):
+    """The agent has seen it, and will ask for a later one."""
+    agent, worker = proposed(tmp_path, 1, 5)
+    assert not worker.passes(6)
+    assert agent.read().passed == 6
+
+
+def test_wishes_of_a_worker_reach_its_agent(tmp_path):
+    """For a checkpoint of the group, and for its node to be left."""
+    agent = ControlPage.create(tmp_path, 0)
+    worker = ControlPage(tmp_path / "worker-0")
+    worker.want()
+    worker.want()
+    before = time.monotonic()
+    worker.leave(100.0)
+    assert agent.read().wanted == 2
+    assert before + 100 <= agent.read().leave_by <= time.monotonic() + 100
+
+
+def test_a_worker_knows_how_long_its_node_has(tmp_path):
+    """None before a notice."""
+    agent = ControlPage.create(tmp_path, 0)
+    worker = ControlPage(tmp_path / "worker-0")
+    assert worker.notice_left_s is None
+    agent.give_notice(time.monotonic() + 50)
+    assert 49 < worker.notice_left_s <= 50
+
+
+def test_an_announced_checkpoint_does_not_stay(tmp_path):
+    """That of a step before the one at which the group changes."""
+    agent = ControlPage.create(tmp_path, 0)
+    worker = ControlPage(tmp_path / "worker-0")
+    agent.hold(1)
+    assert worker.is_held
+    worker.announce(8)
+    assert (agent.read().boundary, agent.read().held) == (8, 0)

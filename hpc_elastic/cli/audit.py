@@ -1,0 +1,67 @@
+"""``hpc-elastic audit``: was every sample trained exactly once an epoch?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hpc_elastic.data.audit import EpochProof, Proof, audit
+
+_COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
+_ALWAYS_SHOWN = ("once", "twice", "never")
+
+
+def audit_run(run: Path, *, as_json: bool) -> int:
+    """Print the proof from a run's ledger.
+
+    Args:
+        run: The run directory.
+        as_json: Print one JSON object, by the samplers' names, instead of tables.
+
+    Returns:
+        0 if it holds, 1 if a sample was left out or trained twice, or it can not be told.
+
+    Raises:
+        RunDirectoryError: the run has no ledger, or it is damaged.
+    """
+    proofs = audit(run)
+    if as_json:
+        print(json.dumps({p.name: {"holds": p.holds, **asdict(p)} for p in proofs}, indent=2))
+    else:
+        for proof in proofs:
+            _print(proof)
+    return 0 if all(proof.holds for proof in proofs) else 1
+
+
+def _print(proof: Proof) -> None:
+    console = Console(highlight=False)
+    console.print(_table(proof))
+    console.print(
+        f"{proof.last_step} steps, trained in {proof.stretches} stretches; thrown away: "
+        f"{proof.replayed_steps} steps ({proof.replayed_samples} samples)"
+    )
+    if proof.open_samples:
+        console.print(f"not yet written down by all ranks: {proof.open_samples} samples")
+    for problem in proof.problems:
+        console.print(f"NOT PROVEN: {problem}")
+    if proof.holds:
+        console.print("Proven: every sample exactly once an epoch, as far as the training has come")
+
+
+def _table(proof: Proof) -> Table:
+    """Return a table of the epochs; columns that are zero throughout are left out."""
+    counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
+    table = Table(title=f"{proof.name}: {proof.dataset_len} samples")
+    for column in ("epoch", *counts):
+        table.add_column(column, justify="right")
+    for epoch in proof.epochs:
+        table.add_row(*_row(epoch, counts))
+    return table
+
+
+def _row(epoch: EpochProof, counts: list[str]) -> list[str]:
+    return [str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts)]

@@ -1,0 +1,24 @@
+"""Data for a training whose world size changes: every sample once an epoch, one global batch.
+
+    sampler = ElasticSampler(len(data), seed=0, batch=ElasticBatch(128, micro_batch=32))
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
+    ...                                               # the sampler belongs into the checkpoint
+    for epoch in sampler.epochs(10):
+        for batch in sampler.batches(loader):         # one global batch
+            optimizer.zero_grad()
+            for (x, y), weight in batch.parts(model):     # this rank's micro-batches of it
+                (weight * loss_of(model(x), y)).backward()
+            optimizer.step()                          # now the batch counts as trained
+
+`sampler` holds the position in the data, `batch` divides a global batch among the ranks, `order`
+shuffles without a list of indices, `ledger` writes down what each rank trained on, and `audit`
+proves from it that no sample was left out or used twice.
+
+For datasets with a length and an index ("map-style") only: a stream has no position that could be
+handed to another number of workers. The package imports NumPy, and no torch.
+"""
+
+from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
+from hpc_elastic.data.sampler import ElasticSampler
+
+__all__ = ["ElasticBatch", "ElasticSampler", "GlobalBatch"]

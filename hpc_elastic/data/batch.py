@@ -1,0 +1,204 @@
+"""One global batch for any world size: who takes which part of it, and with which weight.
+
+A global batch of n samples is cut into one share a rank, as even as n allows, and each share into
+micro-batches of at most `micro_batch` samples. All ranks have the same number of micro-batches, so
+that they take part in the same collectives, whichever way the model is wrapped. A rank whose share
+is too small for that (more workers than samples) is lent a sample of the batch, with weight 0.
+
+Weights. Let W ranks average their gradients, as DistributedDataParallel and FSDP do, and let a
+rank add up those of its micro-batches. With a loss that is the mean over a micro-batch of k
+samples, the weight k * W / n makes the result the gradient of the mean over the global batch:
+(1/W) * sum of (k W / n) * (1/k) * sum of gradients = (1/n) * sum of gradients. That is exact but
+for rounding, however uneven the shares are.
+
+What depends on more than the sum of gradients does depend on the world size: batch normalisation
+sees one micro-batch (SyncBatchNorm: one micro-batch of each rank), and a loan of weight 0, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch of one rank, inside of a global batch.
+
+    Attributes:
+        offset: Its first sample, counted from the global batch's first one.
+        count: Its number of samples; 0 if the one at ``offset`` is lent, to be given no weight.
+        weight: What its mean loss is to be multiplied by.
+    """
+
+    offset: int
+    count: int
+    weight: float
+
+    @property
+    def num_loaded(self) -> int:
+        """Samples to load: the lent one, too."""
+        return max(1, self.count)
+
+
+@dataclass(frozen=True)
+class ElasticBatch:
+    """How many samples make an optimizer step, and how they are divided among the workers.
+
+    Attributes:
+        global_batch: Samples of one optimizer step, all ranks together; at least 1. It stays the
+            same for any world size.
+        micro_batch: The most samples that a rank takes at once, at least 1: what fits into its
+            memory. None: a rank takes its whole share at once.
+        rank: This worker's place among those that divide the data; None asks torch.distributed,
+            or else the variables RANK and WORLD_SIZE, or else there is one worker. To be given
+            where ranks share data: with tensor parallelism it is the data-parallel rank.
+        world_size: How many divide the data; None as with ``rank``.
+
+    Raises:
+        ConfigError: one of them is out of range, or only one of rank and world_size is given.
+    """
+
+    global_batch: int
+    micro_batch: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ConfigError("global_batch", self.global_batch, "give at least one sample")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigError("micro_batch", self.micro_batch, "give at least one sample, or None")
+        if (self.rank is None) != (self.world_size is None):
+            raise ConfigError("rank", self.rank, "give both rank and world_size, or neither")
+        if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
+            raise ConfigError("rank", self.rank, f"give one from 0 to {self.world_size} - 1")
+
+    def group(self) -> tuple[int, int]:
+        """Return rank and world size; to be asked once torch.distributed is initialised."""
+        if self.rank is not None and self.world_size is not None:
+            return self.rank, self.world_size
+        distributed: Any = sys.modules.get("torch.distributed")  # imports no torch by itself
+        if distributed and distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank(), distributed.get_world_size()
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def num_parts(self, size: int) -> int:
+        """Return the number of micro-batches that each rank makes of a global batch.
+
+        Args:
+            size: Samples of the global batch; at the end of an epoch fewer than ``global_batch``.
+        """
+        largest_share = -(-size // self.group()[1])
+        return -(-largest_share // (self.micro_batch or largest_share))
+
+    def share(self, size: int) -> tuple[int, int]:
+        """Return (offset, count) of this rank's share of a global batch of that size."""
+        rank, world_size = self.group()
+        first = size * rank // world_size
+        return first, size * (rank + 1) // world_size - first
+
+    def parts(self, size: int) -> list[Part]:
+        """Return this rank's micro-batches of a global batch of that size."""
+        _, world_size = self.group()
+        first, count = self.share(size)
+        num_parts = self.num_parts(size)
+        cuts = [first + count * i // num_parts for i in range(num_parts + 1)]
+        return [
+            Part(min(start, size - 1), stop - start, (stop - start) * world_size / size)
+            for start, stop in itertools.pairwise(cuts)
+        ]
+
+
+def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:
+    """Say what is wrong with a global batch for so many nodes (login node; pure).
+
+    Args:
+        global_batch: Samples of one optimizer step.
+        max_nodes: The most nodes that the run may get.
+        nproc_per_node: Workers of each; None if only the nodes will tell.
+
+    Returns:
+        A sentence with the remedy, or None if every worker has at least one sample of each batch.
+    """
+    if global_batch < 1:
+        return f"a global batch of {global_batch} samples is none: give at least 1"
+    workers = max_nodes * (nproc_per_node or 1)
+    if workers <= global_batch:
+        return None
+    most = global_batch // (nproc_per_node or 1)
+    remedy = f"give at most {most} nodes, or" if most else "give fewer workers a node, or"
+    return (
+        f"{max_nodes} nodes have {workers} workers or more, and a global batch of {global_batch} "
+        f"samples can not give each of them one: {remedy} a global batch of at least {workers}"
+    )
+
+
+class GlobalBatch:
+    """One global batch as this rank sees it (`ElasticSampler.batches` makes them).
+
+    Attributes:
+        step: Number of the optimizer step that it makes, from 1, over the whole run.
+        epoch: Its epoch, from 0.
+        num_samples: Its samples, all ranks together.
+    """
+
+    def __init__(self, step: int, epoch: int, num_samples: int, source: PartSource) -> None:
+        self.step = step
+        self.epoch = epoch
+        self.num_samples = num_samples
+        self._source = source
+        self._begun = False
+
+    def parts(self, *models: Any) -> Iterator[tuple[Any, float]]:
+        """Yield this rank's micro-batches: what the loader made of them, and their weight.
+
+        Multiply the mean loss of each by its weight, and go on with ``backward()``. The global
+        batch counts as trained once this has ended, so step the optimizer right after it.
+
+        Args:
+            *models: Wrapped models whose gradients need to be exchanged once a global batch only:
+                all but the last micro-batch run under their ``no_sync()`` (DistributedData-
+                Parallel, FSDP), or without ``set_requires_gradient_sync`` (FSDP2). Others are left
+                alone. Without them the result is the same, and more is sent.
+
+        Raises:
+            RuntimeError: it was called before for this batch, or the loader ended too early.
+        """
+        if self._begun:
+            raise RuntimeError("a batch can be gone through once: keep list(batch.parts()) instead")
+        self._begun = True
+        last = len(self._source.parts) - 1
+        for i, part in enumerate(self._source.parts):
+            data = self._source.load()
+            with _exchange(models, now=i == last):
+                yield data, part.weight
+        self._source.trained()
+
+
+@dataclass(frozen=True)
+class PartSource:
+    """Where a global batch has its micro-batches from, and who is told of its end."""
+
+    parts: list[Part]
+    load: Callable[[], Any]
+    trained: Callable[[], None]
+
+
+@contextlib.contextmanager
+def _exchange(models: tuple[Any, ...], *, now: bool) -> Iterator[None]:
+    """Let the models' backward exchange gradients now, or only add them up."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(now)
+            elif hasattr(model, "no_sync") and not now:
+                stack.enter_context(model.no_sync())
+        yield

@@ -1,0 +1,250 @@
+"""The ledger: each rank writes down which samples it has trained on, for `audit` to prove from.
+
+    <run>/ledger/<name>.record-<n>.rank-<r>.jsonl
+
+``name`` is the sampler's, n the number of the record that formed the worker group (`fence`), r the
+rank; so each file has one writer, once. The lines:
+
+    {"ledger": 1, ...}                                     a stretch begins: see `Stretch`
+    [step, num_steps, epoch, start, stride, count]         from `step` on, so many steps: the i-th
+                                                           took `count` positions of the epoch's
+                                                           order, from start + i * stride on
+
+Positions, not indices, and one line for as many steps as follow the same rule: a line covers all
+steps between two flushes, but where an epoch ends.
+
+Stretches tell what came of the work. A *stretch* is what one group trains from one loaded state
+on, named by (record, number of states loaded before); a state carries the name of the stretch that
+made it. So a stretch's parent is known, and from which of its steps on it went another way.
+
+When it is written: a step is noted once it is trained, and written at the next save at the latest
+(`ElasticSampler.state_dict`), before that checkpoint can be complete; else every ten seconds. A
+process that is killed takes the steps with it that no checkpoint has, and these are trained again.
+A save has the file synced behind its back, for a node that loses its power.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic import fence
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.rundir import RunDir
+
+VERSION = 1
+FOLDER = "ledger"
+FLUSH_S = 10.0
+"""A line at most this often, between saves."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The run and the worker group that this process belongs to."""
+
+    folder: Path
+    """The run's ledger."""
+    run_id: str
+    record: int
+    """Number of the record that formed the group."""
+
+
+def origin() -> Origin | None:
+    """Return where this worker belongs; None outside of a run, where no ledger is written.
+
+    ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
+    """
+    mine = os.environ.get(fence.VARIABLE)
+    if mine is None:
+        return None
+    record = Path(mine)
+    run = record.parent.parent
+    try:
+        run_id = RunDir(run).load().run_id
+    except RunDirectoryError:
+        return None
+    return Origin(run / FOLDER, run_id, int(record.name.split(".")[1]))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The head of a stretch: who trains, from which state on, and on what.
+
+    Attributes:
+        name: The sampler's.
+        stretch: (record, number of states loaded before): equal on all ranks of a group.
+        parent: The stretch that made the state; None if it was the beginning, or another run.
+        step: Global batches trained before, over the run.
+        epoch: The epoch that it goes on with.
+        position: How much of that epoch was trained before.
+        rank: The writer's.
+        world_size: How many ranks write.
+        facts: What has to be equal for the order to be the same: dataset_len, seed, shuffle, order.
+        end: What happens to an epoch's last samples.
+        global_batch: Samples a step.
+    """
+
+    name: str
+    stretch: tuple[int, int]
+    parent: tuple[int, int] | None
+    step: int
+    epoch: int
+    position: int
+    rank: int
+    world_size: int
+    facts: dict[str, Any]
+    end: str
+    global_batch: int
+
+    def to_json(self) -> str:
+        """Return its line."""
+        return json.dumps({"ledger": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Stretch:
+        """Read a line back.
+
+        Raises:
+            ValueError: it is of another version, or damaged.
+        """
+        fields = {key: value for key, value in raw.items() if key != "ledger"}
+        if raw.get("ledger") != VERSION:
+            raise ValueError(f"it has version {raw.get('ledger')}, this reads {VERSION}")
+        try:
+            parent = fields["parent"] and tuple(fields["parent"])
+            return cls(**{**fields, "stretch": tuple(fields["stretch"]), "parent": parent})
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not the beginning of a stretch: {e}") from e
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps that follow one rule: step + i takes ``count`` positions from start + i * stride."""
+
+    step: int
+    num_steps: int
+    epoch: int
+    start: int
+    stride: int
+    count: int
+
+    def joined(self, later: Span) -> Span | None:
+        """Return both as one; None if the later one does not go on by the same rule."""
+        stride = self.stride if self.num_steps > 1 else later.start - self.start
+        goes_on = (
+            later.step == self.step + self.num_steps
+            and (later.epoch, later.count) == (self.epoch, self.count)
+            and later.start == self.start + self.num_steps * stride
+            and (later.num_steps == 1 or later.stride == stride)
+        )
+        if not goes_on:
+            return None
+        return replace(self, num_steps=self.num_steps + later.num_steps, stride=stride)
+
+    def to_json(self) -> str:
+        """Return its line."""
+        return json.dumps(list(asdict(self).values()), separators=(",", ":"))
+
+
+class Ledger:
+    """One rank's file; what can not be written is kept, and tried again with the next flush.
+
+    Raises:
+        ConfigError: the file is there: another sampler of this group has the same name and rank.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._buffer = b""
+        self._span: Span | None = None
+        self._flushed_at = time.monotonic()
+        self._process = os.getpid()
+        self._file: int | None = None
+        self._open()
+        atexit.register(self.flush)
+
+    @classmethod
+    def of(cls, origin: Origin, name: str, rank: int) -> Ledger:
+        """Open the ledger of a sampler of this name, as this rank."""
+        return cls(origin.folder / f"{name}.record-{origin.record}.rank-{rank}.jsonl")
+
+    def begin(self, stretch: Stretch) -> None:
+        """Write the head of a stretch at once."""
+        self._close_span()
+        self._buffer += f"{stretch.to_json()}\n".encode()
+        self.flush()
+
+    def add(self, step: int, epoch: int, start: int, count: int) -> None:
+        """Note a step of which this rank trained the positions from start to start + count.
+
+        A count of 0 is noted, too: the rank has taken part.
+        """
+        span = Span(step, 1, epoch, start, 0, count)
+        joined = self._span and self._span.joined(span)
+        if joined is None:
+            self._close_span()
+        self._span = joined or span
+
+    def flush_if_due(self) -> None:
+        """Write if the last time is long ago; to be called when all that was noted is final."""
+        if time.monotonic() - self._flushed_at > FLUSH_S:
+            self.flush()
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Write all that was noted.
+
+        Args:
+            sync: Have the disk take it too, behind the caller's back.
+        """
+        if os.getpid() != self._process:
+            return  # a child, as a data loader's, has a copy of what is ours to write
+        self._close_span()
+        self._flushed_at = time.monotonic()
+        try:
+            self._write()
+        except OSError as e:
+            _log.warning("%s: not written for now: %s", self._path, e)
+            return
+        if sync:
+            threading.Thread(target=self._sync, daemon=True).start()
+
+    def _close_span(self) -> None:
+        if self._span is not None:
+            self._buffer += f"{self._span.to_json()}\n".encode()
+            self._span = None
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._path.parent.mkdir(exist_ok=True)
+            self._file = os.open(self._path, flags, 0o644)
+        except FileExistsError:
+            raise ConfigError(
+                "name",
+                self._path.name.split(".")[0],
+                f"{self._path} is written already: give each ElasticSampler of a script its own "
+                "name, and ranks that share data (tensor parallelism) name=None on all but one",
+            ) from None
+        except OSError as e:
+            _log.warning("%s: not opened for now: %s", self._path, e)
+
+    def _write(self) -> None:
+        if self._file is None:
+            self._open()
+        while self._buffer and self._file is not None:
+            self._buffer = self._buffer[os.write(self._file, self._buffer) :]
+
+    def _sync(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a file system that has no sync
+                os.fdatasync(self._file)

@@ -1,0 +1,112 @@
+"""Worker groups of any size that train without torch: all ranks in this process, in step."""
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic import fence
+from hpc_elastic.config import NodeRange
+from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+
+
+class Loader:
+    """Yields the indices themselves, and draws ahead as a loader's worker processes do."""
+
+    def __init__(self, sampler: ElasticSampler, num_ahead: int = 4) -> None:
+        self.batch_sampler = sampler
+        self.num_ahead = num_ahead
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draws, queue = iter(self.batch_sampler), deque()
+        for indices in draws:
+            queue.append(indices)
+            if len(queue) > self.num_ahead:
+                yield queue.popleft()
+        yield from queue
+
+
+class World:
+    """All ranks of one group.
+
+    Attributes:
+        trained: (step, epoch, indices) of each rank and step, lent samples left out.
+    """
+
+    def __init__(
+        self, size: int, dataset_len: int, batch: tuple[int, int | None], state=None, **options
+    ) -> None:
+        options = {"seed": 3, **options}
+        self.samplers = [
+            ElasticSampler(dataset_len, batch=ElasticBatch(*batch, rank, size), **options)
+            for rank in range(size)
+        ]
+        for sampler in self.samplers:
+            if state is not None:
+                sampler.load_state_dict(json.loads(json.dumps(state)))
+        self.trained: list[tuple[int, int, list[int]]] = []
+
+    def state(self) -> dict:
+        """Return the state as a checkpoint of all ranks has it, which must be equal on all."""
+        states = [sampler.state_dict() for sampler in self.samplers]
+        assert all(state == states[0] for state in states)
+        return states[0]
+
+    def steps(self, num_epochs: int, num_ahead: int = 4) -> Iterator[int]:
+        """Train; yield the step's number after each."""
+        loaders = [Loader(sampler, num_ahead) for sampler in self.samplers]
+        for epochs in zip(*(s.epochs(num_epochs) for s in self.samplers), strict=True):
+            assert len(set(epochs)) == 1
+            batches = [s.batches(each) for s, each in zip(self.samplers, loaders, strict=True)]
+            with ExitStack() as stack:
+                for each in batches:
+                    stack.callback(each.close)
+                for group in zip(*batches, strict=True):
+                    for batch in group:
+                        self._train(batch)
+                    yield group[0].step
+
+    def _train(self, batch) -> None:
+        for indices, weight in batch.parts():
+            self.trained.append((batch.step, batch.epoch, indices if weight else []))
+
+    def run(self, num_epochs: int, num_steps: int | None = None) -> None:
+        """Train so many steps, or to the end."""
+        for i, _ in enumerate(self.steps(num_epochs), 1):
+            if i == num_steps:
+                return
+
+    def die(self) -> None:
+        """Be killed: what is not written is lost."""
+        for sampler in self.samplers:
+            if sampler._ledger is not None:
+                sampler._ledger._process = -1
+
+
+class Run:
+    """A run directory whose groups are formed one after the other."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = path
+        self._monkeypatch = monkeypatch
+        self.record = 0
+        path.mkdir(parents=True)
+        entry = Entry("function", "train", module="user")
+        nodes = NodeRange(1, 4)
+        RunDir(path).create(
+            RunSpec(path.name, nodes.min, nodes.max, 1, 0, entry, str(path), [(0, 0)])
+        )
+
+    def form_group(self) -> None:
+        """Let samplers that are made from now on belong to a new group."""
+        self.record += 1
+        mine = fence.record_path(RunDir(self.path).rdzv, self.record)
+        self._monkeypatch.setenv(fence.VARIABLE, str(mine))
+
+    def succeed(self) -> None:
+        """Let the run have ended well."""
+        RunDir(self.path).result.write_text('{"status": "succeeded"}')

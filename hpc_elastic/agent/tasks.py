@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.agent.gang import GangNodes, recorded, states_of
-from hpc_elastic.errors import SlurmError
-from hpc_elastic.rundir import RunSpec, Submission, read_json
-from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import Phase, TaskState
+from hpc_elastic.errors import SlurmCommandError, SlurmError
+from hpc_elastic.rundir import RunDir, RunSpec, Submission, read_json
+from hpc_elastic.slurm import replacement
+from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient, is_refused
+from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
+from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -43,22 +45,47 @@ class RunTasks(Protocol):
             SlurmError: they may start earlier.
         """
 
+    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Let tasks that were lost or have left come back as soon as a node is free.
+
+        Slurm's two minutes are ended; one that Slurm has ended is requeued, or replaced by another
+        task where that is refused. One that still runs, is being ended or was cancelled is left
+        alone: ask again later.
+
+        Args:
+            run: Where the run's tasks are recorded.
+            tasks: Names as in `view`; others are passed over.
+
+        Raises:
+            SlurmError: some are as they were.
+            OSError: a replacement could not be recorded.
+        """
+
+    def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
+        """Keep the run's tasks away from nodes: those that wait now, and the others later.
+
+        Args:
+            run: Where that is recorded.
+            hosts: The nodes.
+            why: What they are blamed for, for people.
+
+        Raises:
+            SlurmError: those that wait may start there.
+            OSError: the others may.
+        """
+
 
 def tasks_of(spec: RunSpec) -> RunTasks:
     """Return the tasks of a run."""
     return SlurmTasks(spec) if spec.launcher == "slurm" else LocalTasks(spec)
 
 
-def job_ids(spec: RunSpec) -> dict[int, str]:
-    """Return the job id of each array of the run that has been submitted, by array number."""
-    submission = Submission(Path(spec.submission))
-    found = {k: submission.array(k).job_id for k in dict(spec.tasks)}
-    return {k: job_id for k, job_id in found.items() if job_id}
-
-
 def task_names(spec: RunSpec) -> list[str]:
-    """Return the names of the run's tasks by slot, as far as their arrays have been submitted."""
-    return spec.task_names(job_ids(spec))
+    """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
+
+    A task that was replaced is named by the one in its place.
+    """
+    return replacement.current_names(spec)
 
 
 class SlurmTasks:
@@ -93,24 +120,66 @@ class SlurmTasks:
         if pending:
             self._client.postpone(pending, delay_s)
 
+    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Ask squeue once, then do for each task what has to be done."""
+        listed = self._listed()
+        states = {queue_name(name): listed[queue_name(name)] for name in self._known(tasks, listed)}
+        back = [name for name, state in states.items() if self._is_back(run, name, state)]
+        if back:
+            self._client.postpone(back, RELEASE_DELAY_S)
+        waiting = {name for name, state in states.items() if state.phase is Phase.PENDING}
+        if waiting.union(back):
+            self._client.exclude([*waiting.union(back)], replacement.excluded(run))
+
+    def _is_back(self, run: RunDir, name: str, state: TaskState) -> bool:
+        """Requeue or replace a task that has ended; return whether it is held in the queue."""
+        facts = Facts(Reason.LOST, state, run_ended=run.result.exists())
+        if state.phase is not Phase.ENDED or decide(facts) is not Departure.REQUEUE:
+            return state.is_held
+        try:
+            self._client.requeue(name)
+        except SlurmCommandError as e:
+            if not is_refused(e):
+                raise
+            replacement.replace(run, name, self._client)
+            return False
+        return True
+
+    def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
+        """Write it down first: a task that is requeued in the meantime looks there."""
+        replacement.remember_excluded(run, hosts, why)
+        waiting = [n for n, state in self._ask().items() if state.phase is not Phase.ENDED]
+        if waiting:
+            self._client.exclude(waiting, hosts)
+
     def _ask(self) -> dict[str, TaskState]:
-        """Ask squeue.
+        """Return the state of each task of the run, the nodes of its gang one by one.
 
         Raises:
-            SlurmError: it does not answer.
+            SlurmError: squeue does not answer.
         """
-        jobs = job_ids(self._spec)
-        listed = self._client.tasks(jobs.values())
-        self._silent = False
-        return states_of(self._spec.task_names(jobs), listed, self._gangs(jobs))
+        return states_of(task_names(self._spec), self._listed(), self._gangs())
 
-    def _gangs(self, jobs: Mapping[int, str]) -> dict[str, GangNodes]:
-        """Return what is recorded of the nodes of the run's gang."""
-        if not self._spec.gang:
+    def _listed(self) -> dict[str, TaskState]:
+        """Return what squeue lists of the run's jobs, other runs' tasks among it."""
+        jobs = dict.fromkeys(job for job in replacement.jobs_of(self._spec) if job)
+        listed = self._client.tasks(jobs)
+        self._silent = False
+        return listed
+
+    def _known(self, tasks: Iterable[str], listed: Mapping[str, TaskState]) -> list[str]:
+        """Return those tasks that are the run's, and that squeue lists."""
+        own = set(task_names(self._spec))
+        return [name for name in tasks if name in own and queue_name(name) in listed]
+
+    def _gangs(self) -> dict[str, GangNodes]:
+        """Return what is recorded of the nodes of the run's gang, whose slots are the first."""
+        job = replacement.jobs_of(self._spec)[0] if self._spec.gang else None
+        if job is None:
             return {}
         number = self._spec.tasks[0][0]
         nodes = recorded(Submission(Path(self._spec.submission)).array(number))
-        return {jobs[number]: nodes} if nodes and number in jobs else {}
+        return {job: nodes} if nodes else {}
 
 
 class LocalTasks:
@@ -140,6 +209,12 @@ class LocalTasks:
 
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: the local launcher's queue has no times."""
+
+    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Do nothing: what has ended on this machine has ended for good."""
+
+    def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
+        """Do nothing: there is one machine."""
 
 
 def _is_running(view: Mapping[str, TaskState] | None, task: str) -> bool | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hpc_elastic.agent.tasks import RunTasks
 from hpc_elastic.errors import SlurmError
@@ -43,6 +43,20 @@ class RunWorld:
             self._tasks.postpone_pending(delay_s)
         except (SlurmError, OSError) as e:
             _log.warning("pending tasks of the run were not postponed: %s", e)
+
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Let tasks that were lost or have left come back soon, by requeue or replacement."""
+        try:
+            self._tasks.bring_back(self._run, tasks)
+        except (SlurmError, OSError) as e:
+            _log.warning("tasks of the run may come back late, or not at all: %s", e)
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Keep the run's tasks away from nodes that are blamed for something."""
+        try:
+            self._tasks.exclude(self._run, hosts, why)
+        except (SlurmError, OSError) as e:
+            _log.warning("the run may start on %s again: %s", ", ".join(hosts), e)
 
     def log_of(self, task: str, attempt: int) -> str | None:
         """Return where an attempt's log is."""

@@ -1,4 +1,4 @@
-"""The only caller of Slurm's commands; sbatch alone is called by submitit, at submission.
+"""The only caller of Slurm's commands; at submission, sbatch is called by submitit.
 
 No accounting is needed: squeue and scontrol know a job until MinJobAge (300 s by default) after its
 end. A job that Slurm has forgotten is no error here, just no longer among the answers.
@@ -6,15 +6,24 @@ end. A job that Slurm has forgotten is no error here, just no longer among the a
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.command import call
-from hpc_elastic.slurm.environment import for_commands
-from hpc_elastic.slurm.nodelist import compress_indices
+from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process
+from hpc_elastic.slurm.nodelist import compress, compress_indices
+from hpc_elastic.slurm.scontrol import (
+    Preemption,
+    Record,
+    parse_config,
+    parse_preemption,
+    parse_records,
+)
 from hpc_elastic.slurm.states import (
     SQUEUE_FORMAT,
     Phase,
@@ -24,14 +33,19 @@ from hpc_elastic.slurm.states import (
     queue_name,
 )
 
+_log = logging.getLogger(__name__)
+
 FORGOTTEN = "Invalid job id specified"
 _ENDED = (FORGOTTEN, "already completing or completed")
 _NOT_PENDING = (FORGOTTEN, "no longer pending execution", "already finished", "No error")
 """What scontrol says of each element when one of several could not be updated."""
 
 _REQUEUED = "Job is pending execution"
+_DISABLED = "Requested operation is presently disabled"
 _IDS_A_CALL = 100
 RELEASE_DELAY_S = 2
+_BEGIN_S = 600
+"""When a task that was submitted again would start if nobody released it."""
 
 
 class SlurmClient:
@@ -50,6 +64,7 @@ class SlurmClient:
         """
         self.timeout_s = timeout_s
         self._env = for_commands(os.environ if env is None else env)
+        self._given = env
 
     def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
         """Return all tasks of these jobs by name, in one call of squeue.
@@ -78,7 +93,7 @@ class SlurmClient:
         argv = ["squeue", "-h", "-t", "all", *mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
         output = self._run(argv)
         try:
-            return parse_squeue(output)
+            return parse_squeue(output, time.time())
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
@@ -108,11 +123,27 @@ class SlurmClient:
     def max_array_size(self) -> int:
         """Return the cluster's MaxArraySize: the highest index of an array is one less."""
         argv = ["scontrol", "show", "config"]
-        output = self._run(argv)
-        m = re.search(r"^MaxArraySize\s*=\s*(\d+)\s*$", output, re.MULTILINE)
-        if m is None:
+        size = parse_config(self._run(argv)).get("MaxArraySize", "")
+        if not size.isdecimal():
             raise SlurmCommandError(argv, 0, "no MaxArraySize in its output")
-        return int(m[1])
+        return int(size)
+
+    def preemption(self, partition: str | None) -> Preemption:
+        """Return what a task in these partitions gets when it is preempted (login node).
+
+        Where Slurm does not answer this is Slurm's default, and the log says so: a run can do
+        without knowing.
+
+        Args:
+            partition: As given to sbatch: a name or several with commas; None is the default one.
+        """
+        try:
+            config = self._run(["scontrol", "show", "config"])
+            partitions = self._run(["scontrol", "-a", "-o", "show", "partition"])
+        except SlurmCommandError as e:
+            _log.warning("what a preemption is like is not known: %s; assuming none's grace", e)
+            return Preemption()
+        return parse_preemption(config, partitions, partition)
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
@@ -137,10 +168,22 @@ class SlurmClient:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
 
         One that is on its way there already is no error: the agents of a job of several nodes
-        requeue it all at once. One that was cancelled comes back: look first (`requeue.departure`).
+        requeue it all at once. One that was cancelled comes back: look first (`decision.decide`).
+        One that was submitted with ``--no-requeue`` is permitted it first, which its owner may do
+        for as long as it runs; `is_refused` tells the error where that does not help.
         """
+        name = queue_name(task)
         try:
-            self._run(["scontrol", "requeue", queue_name(task)])
+            self._requeue(name)
+        except SlurmCommandError as e:
+            if not is_refused(e):
+                raise
+            self._run(["scontrol", "update", f"jobid={name}", "requeue=1"])
+            self._requeue(name)
+
+    def _requeue(self, name: str) -> None:
+        try:
+            self._run(["scontrol", "requeue", name])
         except SlurmCommandError as e:
             if not _says_only(e, (_REQUEUED,)):
                 raise
@@ -153,7 +196,8 @@ class SlurmClient:
         was ended ("Job credential revoked"), and Slurm then ends the task as FAILED for good,
         although it is to be requeued (22.05).
         """
-        self._start_in(queue_name(task), RELEASE_DELAY_S)
+        begin = f"starttime=now+{RELEASE_DELAY_S}"
+        self._run(["scontrol", "update", f"jobid={queue_name(task)}", begin])
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
         """Let pending tasks not start before some time has passed; others are left alone.
@@ -168,19 +212,80 @@ class SlurmClient:
                 what an earlier call said, longer or shorter.
         """
         for task in _compact(tasks):
-            try:
-                self._start_in(task, delay_s)
-            except SlurmCommandError as e:
-                if not _says_only(e, _NOT_PENDING):
-                    raise
+            self._update_waiting(task, f"starttime=now+{math.ceil(delay_s)}")
 
-    def _start_in(self, task: str, delay_s: float) -> None:
-        begin = f"starttime=now+{math.ceil(delay_s)}"
-        self._run(["scontrol", "update", f"jobid={task}", begin])
+    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
+        """Keep pending tasks away from some nodes, beside those that they avoid already.
+
+        Tasks that do not wait are left alone; one that is being requeued counts as waiting.
+
+        Args:
+            tasks: Names as in `tasks`.
+            hosts: The nodes.
+        """
+        wanted = set(hosts)
+        if not wanted:
+            return
+        for avoided, names in self._by_excluded(tasks).items():
+            merged = sorted(wanted.union(avoided))
+            if merged == sorted(avoided):
+                continue
+            for task in _compact(names):
+                self._update_waiting(task, f"ExcNodeList={compress(merged)}")
+
+    def _by_excluded(self, tasks: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
+        """Return the waiting ones of some tasks by the nodes that they avoid."""
+        wanted = set(map(queue_name, tasks))
+        found: dict[tuple[str, ...], list[str]] = {}
+        for job in dict.fromkeys(map(job_of, tasks)):
+            for record in self._records(job):
+                names = [name for name in record.tasks if name in wanted and record.may_wait]
+                found.setdefault(record.excluded, []).extend(names)
+        return {excluded: names for excluded, names in found.items() if names}
+
+    def _records(self, job: str) -> list[Record]:
+        try:
+            return parse_records(self._run(["scontrol", "-o", "show", "job", job]))
+        except SlurmCommandError as e:
+            if not _says_only(e, (FORGOTTEN,)):
+                raise
+            return []
+
+    def resubmit(self, script: str, index: int | None, *, exclude: Iterable[str] = ()) -> str:
+        """Submit a script once more, for one element of its array; return the new job id.
+
+        The job is not to start before it was released (`release`); should nobody live to do that,
+        it starts in ten minutes.
+
+        Args:
+            script: Path of the batch script.
+            index: Which element; None where it is no array.
+            exclude: Nodes to keep away from, beside those that the script names.
+        """
+        argv = ["sbatch", "--parsable", f"--begin=now+{_BEGIN_S}"]
+        argv += [] if index is None else [f"--array={index}"]
+        avoided = sorted(exclude)
+        argv += [f"--exclude={compress(avoided)}"] if avoided else []
+        env = for_submission(of_this_process() if self._given is None else self._given)
+        output = call([*argv, script], env=env, timeout_s=self.timeout_s)
+        return output.strip().partition(";")[0]
+
+    def _update_waiting(self, task: str, what: str) -> None:
+        """Change waiting tasks; elements that do not wait any more are no error."""
+        try:
+            self._run(["scontrol", "update", f"jobid={task}", what])
+        except SlurmCommandError as e:
+            if not _says_only(e, _NOT_PENDING):
+                raise
 
     def _run(self, argv: Sequence[str]) -> str:
         """Return what a command prints."""
         return call(argv, env=self._env, timeout_s=self.timeout_s)
+
+
+def is_refused(error: SlurmCommandError) -> bool:
+    """Tell whether Slurm will not requeue a task, however often it is asked (pure)."""
+    return _DISABLED in error.stderr or "already finished" in error.stderr
 
 
 def _says_only(error: SlurmCommandError, phrases: Iterable[str]) -> bool:

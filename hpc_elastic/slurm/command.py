@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.errors import SlurmCommandError
 
 _REAP_S = 1.0
+_DEAF = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]
+"""Runs a command that ignores these signals: Slurm sends what it sends to every process of a step,
+hence to the very command by which an agent asks what its signal means."""
 
 
 def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> str:
@@ -42,8 +47,10 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> st
 
 def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
     try:
+        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
+            raise FileNotFoundError(errno.ENOENT, "not found")
         return subprocess.Popen(
-            argv, env=env, text=True, errors="replace", process_group=0,
+            [*_DEAF, *argv], env=env, text=True, errors="replace", process_group=0,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
     except OSError as e:

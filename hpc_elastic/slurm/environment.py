@@ -1,13 +1,15 @@
 """The SLURM_* variables, in one place: what a task reads of them, and what a local launch sets.
 
-Pure: everything works on a mapping that the caller hands in. Reading is lazy, so that a variable
-that nobody needs may be missing. Source: https://slurm.schedmd.com/sbatch.html (output environment)
+Pure, but for `of_this_process`: everything works on a mapping that the caller hands in. Reading is
+lazy, so that a variable that nobody needs may be missing.
+Source: https://slurm.schedmd.com/sbatch.html (output environment)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.slurm import nodelist
@@ -15,6 +17,12 @@ from hpc_elastic.slurm import nodelist
 _COMMAND_OPTIONS = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
 _OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 """No translation, full dates, and index sets of arrays at their full length."""
+_OF_THE_STEP = (
+    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),
+)
+"""What else Slurm tells a task, of this node only; names, and beginnings of names."""
+
 _OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_CONF_SERVER")
 
 
@@ -216,3 +224,17 @@ def for_commands(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which Slurm's commands print what `SlurmClient` expects."""
     kept = {name: value for name, value in env.items() if not name.startswith(_COMMAND_OPTIONS)}
     return {**kept, **_OUTPUT}
+
+
+def for_submission(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a task submits another one in its place."""
+    return {k: v for k, v in outside(env).items() if not k.startswith(_OF_THE_STEP)}
+
+
+def of_this_process() -> dict[str, str]:
+    """Return the environment that this process was started with, whatever it has set since.
+
+    An agent sets variables that hold for its own node only, such as a network interface.
+    """
+    raw = Path("/proc/self/environ").read_bytes().decode("utf-8", "surrogateescape")
+    return dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)

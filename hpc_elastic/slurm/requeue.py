@@ -1,11 +1,6 @@
-"""How a task goes back to the queue: taken by Slurm, or given back by itself.
+"""How a task goes back to the queue: taken by Slurm, or given back by itself. The effects.
 
-SIGTERM says neither why nor what comes next. Slurm preempts in two stages: SIGTERM to the steps,
-and the requeue when the grace time is over. A task that *ends* within the grace has ended for
-good, its job is FAILED and is not requeued; so a preempted task has to requeue itself, or to stay
-until it is killed. Slurm's word tells the cases apart: while the grace lasts the task is still
-RUNNING, whereas one that was cancelled, or whose time is up, is on its way out already. To requeue
-a cancelled task is to be avoided: it would come back.
+What is to be done in which case is in `decision`. Here it is done, from within the task.
 
 The two minutes. When the last process of a requeued attempt has ended, and the epilog with it,
 Slurm looks at the task's start time, and *only if it lies in the past* sets it to two minutes
@@ -14,7 +9,7 @@ then `scontrol update starttime=now+D`, with D longer than it takes to end. Of 9
 elements with D = 3, 5, 10 and 30 s, after a preemption and without one, each started D seconds
 later, and none was FAILED or had its credential revoked. Where D is too short (2 s and a process
 that ended 0.7 s later, 5 s and an epilog of 7 s), the task is held for the two minutes, as if
-nothing had been said: it is never worse than that.
+nothing had been said: it is never worse than that, and a peer may release it then.
 
 In a job of several nodes each agent does all this for the one job. One requeue is carried out, the
 others are told that the job is pending; each postpones the start once more, so that the last agent
@@ -26,14 +21,21 @@ of: that too tells a requeue from a cancellation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
+import threading
 import time
-from enum import Enum
+from collections.abc import Iterator
+from dataclasses import replace
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm import replacement
+from hpc_elastic.slurm.client import SlurmClient, is_refused
+from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide, row_of
+from hpc_elastic.slurm.states import job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -48,95 +50,162 @@ enough for a process that ends within one. Too long costs the difference, too sh
 """
 
 
-class Departure(Enum):
-    """How a task goes."""
-
-    REQUEUE = "requeue"
-    REQUEUED = "requeued"  # by somebody else: Slurm, a user, or another node of the same job
-    EXIT = "exit"
-    STAY = "stay"
-
+PARENT_REQUEUES = "HPC_ELASTIC_PARENT_REQUEUES"
+"""Set where the agent's parent requeues the task, as submitit does: nothing is done here then."""
 
 _COMES_BACK = (Departure.REQUEUE, Departure.REQUEUED)
 
 
-def departure(state: TaskState | None, attempt: int | None = None) -> Departure:
-    """Decide how a task goes that got SIGTERM.
+def foresee(
+    task: str, client: SlurmClient, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
+) -> Departure | None:
+    """Ask Slurm what a notice means, and do nothing: how this task would go now (its agent).
 
     Args:
-        state: What Slurm says of the task now; None if it does not know it any more.
-        attempt: How often the task had been requeued when this attempt began, None if unknown.
+        task: As for `depart`.
+        client: How to reach Slurm.
+        attempt: As for `depart`.
+        reason: What the agent knows.
+
+    Returns:
+        EXIT: it was cancelled, there is nothing to wait for; STAY: the notice means nothing;
+        others: it comes back. None: Slurm does not answer.
     """
-    if state is None:
-        return Departure.EXIT
-    if state.phase is Phase.RUNNING:
-        return Departure.REQUEUE
-    if state.phase is Phase.LEAVING and attempt is not None and (state.restarts or 0) > attempt:
-        return Departure.REQUEUED
-    return Departure.EXIT
+    try:
+        return decide(_ask(task, client, attempt, reason))
+    except SlurmCommandError as e:
+        _log.warning("Slurm does not say what the notice means: %s", e)
+        return None
 
 
-def depart(task: str, client: SlurmClient, *, attempt: int | None = None) -> Departure:
-    """Go back to the queue if the task was taken; return how it goes.
+def depart(
+    task: str,
+    client: SlurmClient,
+    *,
+    attempt: int | None = None,
+    reason: Reason = Reason.SIGNAL,
+    run: RunDir | None = None,
+) -> Departure:
+    """Go back to the queue if the task is to come back; return how it goes.
 
     The task may end at once after that, and should within seconds. Where Slurm can not be reached
     from this node, this call waits until Slurm has killed the task: then it requeues it by itself.
-    From here on the process ignores SIGTERM (on its main thread only).
+    From here on the process ignores SIGTERM (if this is its main thread).
 
     Args:
         task: The task this process is: ``<array job id>_<index>``, a job id, or
             ``<job id>.<node id>``.
         client: How to reach Slurm.
         attempt: The attempt of the task that this process is, None if unknown.
+        reason: Why it goes.
+        run: Its run: whether that has ended, which nodes it avoids, and where another task is
+            submitted in place of one that Slurm will not requeue. None: none of that is done.
+
+    Returns:
+        REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
+        not be reached, or the task is only suspended.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends another one with the requeue
-    try:
-        return _return(task, client, RETURN_DELAY_S, attempt)
-    except SlurmCommandError as e:
-        _log.warning("not requeued by ourselves, waiting for Slurm to do it: %s", e)
-        time.sleep(_KILLED_WITHIN_S)
-        return Departure.STAY
+    with _deaf_to_sigterm(for_good=True):
+        try:
+            facts = _ask(task, client, attempt, reason, run)
+            return _carry_out(task, client, facts, RETURN_DELAY_S, run)
+        except SlurmCommandError as e:
+            _log.warning("not requeued by ourselves, waiting for Slurm to do it: %s", e)
+            time.sleep(_KILLED_WITHIN_S)
+            return Departure.STAY
 
 
 def give_back(
-    task: str, client: SlurmClient, delay_s: float, *, attempt: int | None = None
+    task: str,
+    client: SlurmClient,
+    delay_s: float,
+    *,
+    attempt: int | None = None,
+    run: RunDir | None = None,
 ) -> Departure:
     """Give this task's node back: requeue the task, to start no sooner than after some time.
 
     For a task that holds a node it can not use. Its last process should end within `delay_s`; if
-    it takes longer, Slurm's two minutes follow. On the main thread only: from here on the process
-    ignores SIGTERM, unless this call fails.
+    it takes longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this
+    is its main thread), unless this call fails.
 
     Args:
         task: As for `depart`.
         client: How to reach Slurm.
         delay_s: From now; never taken for less than `RETURN_DELAY_S`.
         attempt: As for `depart`.
+        run: As for `depart`.
 
     Returns:
-        EXIT if the task was cancelled in the meantime, or has run out of time; else it comes back.
+        EXIT if the task was cancelled in the meantime, or its run has ended; else it comes back.
 
     Raises:
         SlurmCommandError: Slurm can not be reached or refuses; the task has its node still. A
             SIGTERM that came during the call is lost.
     """
-    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends one with the requeue
+    with _deaf_to_sigterm():
+        facts = _ask(task, client, attempt, Reason.ASKED, run)
+        return _carry_out(task, client, facts, max(delay_s, RETURN_DELAY_S), run)
+
+
+@contextlib.contextmanager
+def _deaf_to_sigterm(*, for_good: bool = False) -> Iterator[None]:
+    """Ignore the SIGTERM that Slurm sends with a requeue; after an error, only if `for_good`.
+
+    Off the main thread nothing is changed: handlers can be set there only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        return _return(task, client, max(delay_s, RETURN_DELAY_S), attempt)
-    except SlurmCommandError:
-        signal.signal(signal.SIGTERM, handler)
+        yield
+    except BaseException:
+        if not for_good:
+            signal.signal(signal.SIGTERM, handler)
         raise
 
 
-def _return(task: str, client: SlurmClient, delay_s: float, attempt: int | None) -> Departure:
-    """Requeue a task that runs, and say when it may start, as long as it is known to come back."""
+def _ask(
+    task: str,
+    client: SlurmClient,
+    attempt: int | None,
+    reason: Reason,
+    run: RunDir | None = None,
+) -> Facts:
     state = client.tasks([job_of(task)]).get(queue_name(task))
-    how = departure(state, attempt)
-    if how is Departure.REQUEUE:
-        client.requeue(task)
+    return Facts(reason, state, attempt, run_ended=run is not None and run.result.exists())
+
+
+def _carry_out(
+    task: str, client: SlurmClient, facts: Facts, delay_s: float, run: RunDir | None
+) -> Departure:
+    """Do what is decided; a task that comes back is told when it may start."""
+    how = decide(facts)
+    _log.info("%s: %s, so %s", task, row_of(facts).name, how.value)
+    if PARENT_REQUEUES in os.environ:
+        return how
+    if how is Departure.REQUEUE and not _requeue(task, client):
+        return _carry_out(task, client, replace(facts, refused=True), delay_s, run)
+    if how is Departure.REPLACE:
+        made = None if run is None else replacement.replace(run, task, client)
+        return Departure.EXIT if made is None else how
     if how in _COMES_BACK:
         _start_after(task, client, delay_s)
+        _keep_away(task, client, facts, run)
     return how
+
+
+def _requeue(task: str, client: SlurmClient) -> bool:
+    """Requeue a task; return False if Slurm will not."""
+    try:
+        client.requeue(task)
+    except SlurmCommandError as e:
+        if not is_refused(e):
+            raise
+        _log.warning("Slurm does not requeue %s: %s", task, e)
+        return False
+    return True
 
 
 def _start_after(task: str, client: SlurmClient, delay_s: float) -> None:
@@ -144,3 +213,15 @@ def _start_after(task: str, client: SlurmClient, delay_s: float) -> None:
         client.postpone([task], delay_s)
     except SlurmCommandError as e:
         _log.warning("Slurm will start %s again in two minutes at the earliest: %s", task, e)
+
+
+def _keep_away(task: str, client: SlurmClient, facts: Facts, run: RunDir | None) -> None:
+    """Let the next attempt avoid the nodes that the run avoids, and this one if it is bad."""
+    hosts = set(replacement.excluded(run)) if run is not None else set()
+    if facts.reason is Reason.BAD_NODE and facts.state is not None:
+        hosts.add(facts.state.node)
+    try:
+        if hosts - {""}:
+            client.exclude([task], hosts - {""})
+    except SlurmCommandError as e:
+        _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)

@@ -15,8 +15,9 @@ Source: https://slurm.schedmd.com/job_state_codes.html
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpc_elastic.slurm.nodelist import expand_indices
@@ -47,7 +48,7 @@ PHASES: dict[str, Phase] = {state: phase for phase, states in _STATES.items() fo
 
 FIELDS = (
     *("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "TimeLeft"),
-    "Reason",
+    *("PreemptTime", "StartTime", "Reason"),
 )
 """The fields asked of squeue; the reason comes last, for it is free text."""
 
@@ -57,6 +58,10 @@ NO_ARRAY = "N/A"
 SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 """For squeue -O: width 0 cuts nothing."""
 
+SOON_S = 3.0
+"""A start no further ahead is not worth hastening; longer than it takes to say ``now+2``."""
+
+_DATE = "%Y-%m-%dT%H:%M:%S"
 _DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
 """Days, hours, minutes and seconds."""
 
@@ -74,6 +79,10 @@ class TaskState:
         time_left_s: How long it may still run, the whole time limit while it waits; None if there
             is no limit, or none known. A length of time and no point in it: no clock but that of
             the controller stands behind it.
+        preempted: Whether Slurm preempts this attempt, or has: from its first signal on, until the
+            next attempt waits.
+        starts_in_s: While it is PENDING, how far its start lies ahead, by this machine's clock: the
+            time before which it may not start, or what Slurm expects; None if it has neither.
     """
 
     task: str
@@ -82,6 +91,18 @@ class TaskState:
     node: str = ""
     restarts: int | None = None
     time_left_s: float | None = None
+    preempted: bool = False
+    starts_in_s: float | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it may not start yet, however idle the cluster is: a requeue's two minutes.
+
+        Right after a requeue no reason is given; later it is BeginTime. A start less than
+        `SOON_S` ahead is no hold.
+        """
+        waits_for_time = self.state == "PENDING" and self.reason in ("", "BeginTime")
+        return waits_for_time and (self.starts_in_s or 0.0) > SOON_S
 
     @property
     def phase(self) -> Phase:
@@ -112,12 +133,28 @@ def parse_time_left(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def parse_squeue(output: str) -> dict[str, TaskState]:
+def parse_date(text: str) -> float | None:
+    """Return a date of squeue's, which is local time, in seconds since the epoch.
+
+    Returns:
+        None for N/A, NONE, Unknown, and whatever else is no date.
+    """
+    try:
+        return time.mktime(time.strptime(text.strip(), _DATE))
+    except (ValueError, OverflowError):
+        return None
+
+
+def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
 
     Without ``-r``: the pending elements of an array are one line then, and are taken apart here.
     squeue itself loses the last of a set such as ``3-9:2`` (22.05). An array whose last pending
     elements were cancelled leaves a line without an index, which is no task.
+
+    Args:
+        output: What squeue printed.
+        now: Seconds since the epoch, to tell how far a start lies ahead; None leaves that open.
 
     Raises:
         ValueError: a line is not of that format.
@@ -128,7 +165,7 @@ def parse_squeue(output: str) -> dict[str, TaskState]:
         task
         for line in lines
         if line[1] != NO_ARRAY or line[0] not in arrays
-        for task in _tasks(*line)
+        for task in _tasks(now, *line)
     ]
     return {task.task: task for task in tasks}
 
@@ -140,13 +177,23 @@ def _fields(line: str) -> list[str]:
     return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
 
 
-def _tasks(array_job: str, indices: str, job: str, *rest: str) -> Iterator[TaskState]:
+def _tasks(
+    now: float | None, array_job: str, indices: str, job: str, *rest: str
+) -> Iterator[TaskState]:
     """Yield what one line stands for."""
-    state, restarts, node, left, reason = rest
+    state, restarts, node, left, preempted, start, reason = rest
     names = [job]
     if indices != NO_ARRAY:
         names = [f"{array_job}_{index}" for index in expand_indices(indices)[0]]
-    why = "" if reason == "None" else reason
-    num_restarts = int(restarts) if restarts.isdecimal() else None
+    starts_at = parse_date(start) if state == "PENDING" and now is not None else None
+    known = TaskState(
+        "", state,
+        reason="" if reason == "None" else reason,
+        node=node,
+        restarts=int(restarts) if restarts.isdecimal() else None,
+        time_left_s=parse_time_left(left),
+        preempted=parse_date(preempted) is not None,
+        starts_in_s=None if starts_at is None or now is None else starts_at - now,
+    )  # fmt: skip
     for name in names:
-        yield TaskState(name, state, why, node, num_restarts, parse_time_left(left))
+        yield replace(known, task=name)

@@ -17,7 +17,12 @@ Why the flags are what they are:
 - a gang has several nodes, one agent each, and must outlive the loss of any of them:
   ``--no-kill`` (the job and the step), ``--kill-on-bad-exit=0 --wait=0`` (srun would end the
   other agents when one fails, or some time after the first has ended). Each of its tasks writes
-  its log itself: what goes through srun is lost with the node that srun runs on.
+  its log itself: what goes through srun is lost with the node that srun runs on;
+- no ``--signal``: Slurm may send it a minute early, which is half of a short time limit. The agent
+  reads the end of its time from Slurm. One in ``launcher.sbatch`` reaches the agent, of the steps
+  as of the batch script (``B:USR2@300``);
+- the shell stays, and hands on what is sent to it alone (``scancel --batch``). ``scancel --full
+  --signal=TERM`` alone is no notice: it reaches srun, which kills the task at once.
 
 Nothing secret is in it: the variables of ``launcher.env`` travel in run.json.
 """
@@ -133,6 +138,7 @@ def _variables(script: Script) -> dict[str, object]:
         "sweep": str(script.submission),
         "array_file": str(script.array_file),
         "task_argv": task_argv(script),
+        "notice": script.settings.notice_signal,
     }
 
 

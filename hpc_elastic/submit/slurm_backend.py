@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.rundir import SUBMISSION, Submission
+from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.prepare import Prepared
@@ -34,13 +36,20 @@ class SlurmHandle:
     client: SlurmClient
 
     def tasks(self) -> Mapping[str, TaskState]:
-        """Ask squeue once for all tasks of all runs."""
-        return self.client.tasks(self.job_ids) if self.job_ids else {}
+        """Ask squeue once for all tasks of all runs; a replacement stands for the task before."""
+        if not self.job_ids:
+            return {}
+        return replacement.list_followed(self.client, self._submission, self.job_ids)
 
     def cancel(self) -> None:
-        """Cancel the arrays, running tasks included."""
+        """Cancel the arrays, running tasks and replacements included."""
         if self.job_ids:
-            self.client.cancel(self.job_ids)
+            replacements = replacement.followed(self._submission).values()
+            self.client.cancel([*self.job_ids, *replacements])
+
+    @property
+    def _submission(self) -> Submission:
+        return Submission(self.sweep / SUBMISSION)
 
     def leave(self) -> str:
         """Return how to come back to the runs, which go on."""

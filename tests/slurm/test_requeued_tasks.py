@@ -27,6 +27,7 @@ taken = []
 signal.signal(signal.SIGTERM, lambda *_: taken.append(1))
 
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.decision import Reason
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.requeue import depart, give_back
 
@@ -39,6 +40,8 @@ while task.restart_count or (sys.argv[1] == "depart" and not taken):
         sys.exit(1)
 if sys.argv[1] == "depart":
     depart(task.task_name, SlurmClient(), attempt=task.restart_count)
+elif sys.argv[1] == "time limit":
+    depart(task.task_name, SlurmClient(), attempt=task.restart_count, reason=Reason.TIME_LIMIT)
 else:
     give_back(task.task_name, SlurmClient(), float(sys.argv[1]), attempt=task.restart_count)
 """
@@ -63,7 +66,7 @@ def task(slurm, tmp_path):
 
     def submit(how, *options):
         argv = ["sbatch", "--parsable", "--requeue", f"--output={tmp_path}/%j.out", *options]
-        line = f"--wrap=srun {sys.executable} {script} {how} {tmp_path}"
+        line = f"--wrap=srun {sys.executable} {script} '{how}' {tmp_path}"
         done = subprocess.run([*argv, line], env=env, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
@@ -86,14 +89,34 @@ def started(tmp_path):
 
 
 def test_a_task_that_was_preempted_comes_back_once_the_node_is_free(slurm, client, task, started):
-    """Slurm's two minutes do not apply: the attempt that ends says when the next one starts."""
-    job = task("depart", "--array=3-3", "--exclusive", "--nodelist=node2")
-    started(f"{job}_3.0")
-    thief = slurm.preempt(["node2"], for_s=1)
-    started(f"{job}_3.1")
-    tasks = client.tasks([job, thief])
+    """Slurm's two minutes do not apply: the attempt that ends says when the next one starts.
+
+    Nor does it matter that Slurm would cancel it (PreemptMode=CANCEL, --no-requeue): it goes back
+    to the queue before.
+    """
+    nodes = {"node2": (), "node3": ("--partition=cancel",), "node4": ("--no-requeue",)}
+    jobs = [
+        task("depart", "--array=3-3", "--exclusive", f"--nodelist={node}", *options)
+        for node, options in nodes.items()
+    ]
+    for job in jobs:
+        started(f"{job}_3.0")
+    thief = slurm.preempt(list(nodes), for_s=1)
+    for job in jobs:
+        started(f"{job}_3.1")
+    tasks = client.tasks([*jobs, thief])
     assert tasks[thief].phase is Phase.ENDED
-    assert (tasks[f"{job}_3"].phase, tasks[f"{job}_3"].restarts) == (Phase.RUNNING, 1)
+    for job in jobs:
+        assert (tasks[f"{job}_3"].phase, tasks[f"{job}_3"].restarts) == (Phase.RUNNING, 1)
+
+
+def test_a_task_whose_time_is_almost_up_has_all_of_it_again(client, task, started):
+    """It leaves before the limit, and the next attempt goes on: a chain."""
+    job = task("time limit", "--array=0-0", "--time=2")
+    started(f"{job}_0.1")
+    state = client.tasks([job])[f"{job}_0"]
+    assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
+    assert state.time_left_s is not None and state.time_left_s > 90
 
 
 def test_a_task_that_gives_its_node_back_starts_again_after_its_delay(client, task, started):

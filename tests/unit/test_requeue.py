@@ -1,59 +1,38 @@
 """How a task goes that was told to, and how it gives its node back."""
 
 import signal
+import threading
+from pathlib import Path
 
 import pytest
+from arrays import run_of
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import requeue
-from hpc_elastic.slurm.requeue import RETURN_DELAY_S, Departure, depart, departure, give_back
+from hpc_elastic.slurm.decision import Departure, Reason
+from hpc_elastic.slurm.requeue import (
+    PARENT_REQUEUES,
+    RETURN_DELAY_S,
+    depart,
+    foresee,
+    give_back,
+)
 from hpc_elastic.slurm.states import TaskState
 
 DOWN = SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
 
 
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ("RUNNING", Departure.REQUEUE),
-        ("COMPLETING", Departure.EXIT),
-        ("CANCELLED", Departure.EXIT),
-        ("TIMEOUT", Departure.EXIT),
-        ("REQUEUED", Departure.EXIT),
-        (None, Departure.EXIT),
-    ],
-)
-def test_only_a_task_that_slurm_still_calls_running_requeues_itself(state, expected):
-    """Preemption's grace leaves the task RUNNING; a cancelled or expired one must not come back."""
-    assert departure(state and TaskState("7_0", state)) is expected
-
-
-@pytest.mark.parametrize(
-    ("restarts", "attempt", "expected"),
-    [
-        (1, 0, Departure.REQUEUED),
-        (3, 2, Departure.REQUEUED),
-        (0, 0, Departure.EXIT),
-        (2, 2, Departure.EXIT),
-        (None, 0, Departure.EXIT),
-        (1, None, Departure.EXIT),
-    ],
-)
-def test_a_task_that_leaves_was_requeued_if_its_next_attempt_is_counted(
-    restarts, attempt, expected
-):
-    """Slurm counts it at once; one that was cancelled leaves with the old count."""
-    state = TaskState("7_0", "COMPLETING", restarts=restarts)
-    assert departure(state, attempt) is expected
+DISABLED = SlurmCommandError(["scontrol"], 1, "7_0: Requested operation is presently disabled")
 
 
 class Client:
     """Stands for Slurm: says one state of the task, and keeps what it was told."""
 
-    def __init__(self, state, *fails):
+    def __init__(self, state, *fails, error=DOWN):
         self.told = []
         self._state = state
         self._fails = fails
+        self._error = error
 
     def tasks(self, job_ids):
         """Return the one task."""
@@ -67,10 +46,24 @@ class Client:
         """Keep it."""
         self._tell("postpone", *tasks, delay_s)
 
+    def exclude(self, tasks, hosts):
+        """Keep it."""
+        self._tell("exclude", *tasks, *sorted(hosts))
+
+    def resubmit(self, script, index, *, exclude):
+        """Keep it."""
+        self._tell("resubmit", Path(script).name, index, *exclude)
+        return "99"
+
+    def release(self, task):
+        """Keep it."""
+        self._tell("release", task)
+
     def _tell(self, what, *about):
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        if threading.current_thread() is threading.main_thread():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or what == "tasks"
         if what in self._fails:
-            raise DOWN
+            raise self._error
         self.told.append((what, *about))
         return True
 
@@ -146,3 +139,59 @@ def test_a_node_that_can_not_be_given_back_is_kept(fails, handler):
     with pytest.raises(SlurmCommandError):
         give_back("7_0", Client(TaskState("7_0", "RUNNING"), fails), 60)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_notice_can_be_understood_before_anything_is_done():
+    """A cancelled task need not save; where Slurm is silent, nobody knows."""
+    taken = Client(TaskState("7_0", "RUNNING", preempted=True))
+    cancelled = Client(TaskState("7_0", "COMPLETING", restarts=0))
+    assert foresee("7_0", taken, attempt=0) is Departure.REQUEUE
+    assert foresee("7_0", cancelled, attempt=0) is Departure.EXIT
+    assert foresee("7_0", Client(TaskState("7_0", "RUNNING"), "tasks")) is None
+    assert taken.told == [("tasks", "7")]
+
+
+def test_a_task_leaves_a_bad_node_behind_it(tmp_path):
+    """And those that its run avoids; the node stands in Slurm's own answer."""
+    client = Client(TaskState("7_0", "RUNNING", node="n3"))
+    run = run_of(tmp_path, "7", [(0, 0)])
+    (run.path / "excluded.json").write_text('{"n5": "CUDA error"}')
+    assert depart("7_0", client, reason=Reason.BAD_NODE, run=run) is Departure.REQUEUE
+    assert client.told[-1] == ("exclude", "7_0", "n3", "n5")
+
+
+def test_a_task_that_slurm_will_not_requeue_is_replaced(tmp_path):
+    """Another one is submitted for its slot; without a run to record it in, it just ends."""
+    run = run_of(tmp_path, "7", [(0, 0)])
+    client = Client(TaskState("7_0", "RUNNING"), "requeue", error=DISABLED)
+    assert depart("7_0", client, run=run) is Departure.REPLACE
+    assert client.told == [("tasks", "7"), ("resubmit", "array-0.sbatch", 0), ("release", "99_0")]
+    assert depart("7_0", client) is Departure.EXIT
+
+
+def test_nothing_comes_back_to_a_run_that_has_ended(tmp_path):
+    """Neither by requeue nor by replacement."""
+    run = run_of(tmp_path, "7", [(0, 0)])
+    run.result.write_text("{}")
+    client = Client(TaskState("7_0", "RUNNING"))
+    assert depart("7_0", client, run=run) is Departure.EXIT
+    assert give_back("7_0", client, 60, run=run) is Departure.EXIT
+    assert {what for what, *_ in client.told} == {"tasks"}
+
+
+def test_a_task_can_be_given_back_from_any_thread(handler):
+    """Signal handlers belong to the main thread, and are left alone."""
+    client = Client(TaskState("7_0", "RUNNING"))
+    thread = threading.Thread(target=give_back, args=("7_0", client, 60))
+    thread.start()
+    thread.join()
+    assert client.told[-1] == ("postpone", "7_0", 60)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_task_whose_parent_requeues_it_leaves_that_to_it(monkeypatch):
+    """As in a job of submitit's, which would fail at a second requeue."""
+    monkeypatch.setenv(PARENT_REQUEUES, "1")
+    client = Client(TaskState("7_0", "RUNNING"))
+    assert depart("7_0", client) is Departure.REQUEUE
+    assert client.told == [("tasks", "7")]

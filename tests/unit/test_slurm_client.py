@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.client import SlurmClient, is_refused
+from hpc_elastic.slurm.scontrol import Preemption
+
+REST = "|9:00|N/A|N/A|"
+"""The fields of squeue's lines between the node and the reason."""
 
 
 @pytest.fixture
@@ -98,7 +102,10 @@ def test_nothing_is_asked_about_nothing(command):
 
 def test_all_jobs_are_asked_for_in_one_call(command):
     """One call a poll, however many arrays a sweep has."""
-    command("squeue", "echo '7|0|7|RUNNING|0|n1|9:00|None|'; echo '8|1|9|RUNNING|0|n2|9:00|None|'")
+    command(
+        "squeue",
+        f"echo '7|0|7|RUNNING|0|n1{REST}None|'; echo '8|1|9|RUNNING|0|n2{REST}None|'",
+    )
     assert set(command.client.tasks(["7", "8", "7"])) == {"7_0", "8_1"}
     (call,) = command.calls()
     assert call.endswith("-j 7,8")
@@ -115,7 +122,7 @@ def test_one_forgotten_job_does_not_hide_the_others(command):
     """Should a squeue refuse them all, each is asked for alone."""
     command(
         "squeue",
-        'case "$*" in *"-j 7") echo "7|0|7|RUNNING|0|n1|9:00|None|";; '
+        'case "$*" in *"-j 7") echo "7|0|7|RUNNING|0|n1|9:00|N/A|N/A|None|";; '
         "*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; esac",
     )
     assert set(command.client.tasks(["7", "8"])) == {"7_0"}
@@ -139,7 +146,8 @@ def test_many_jobs_are_cancelled_in_several_calls(command):
 def test_only_the_pending_are_cancelled_if_so_asked(command):
     """By name: scancel's own filter would take all pending elements of the array."""
     command(
-        "squeue", "echo '7|2-5|7|PENDING|0||9:00|Resources|'; echo '7|1|8|RUNNING|0|n1|9:00|None|'"
+        "squeue",
+        f"echo '7|2-5|7|PENDING|0|{REST}Resources|'; echo '7|1|8|RUNNING|0|n1{REST}None|'",
     )
     command("scancel", "")
     command.client.cancel(["7_1", "7_2", "7_4"], pending_only=True)
@@ -210,11 +218,89 @@ def test_a_task_that_another_agent_has_requeued_is_no_error(command):
     assert command.calls() == ["requeue 8"]
 
 
-def test_a_requeue_that_slurm_refuses_is_an_error(command):
-    """A job that was submitted with --no-requeue."""
+def test_a_job_that_may_not_be_requeued_is_permitted_it_first(command, tmp_path):
+    """Its owner can allow what --no-requeue has forbidden."""
+    allowed = tmp_path / "allowed"
+    command(
+        "scontrol",
+        f'case "$1" in update) touch {allowed};; requeue) [ -e {allowed} ] || '
+        "{ echo 'Requested operation is presently disabled' >&2; exit 1; };; esac",
+    )
+    command.client.requeue("8.1")
+    assert command.calls() == ["requeue 8", "update jobid=8 requeue=1", "requeue 8"]
+
+
+def test_a_requeue_that_slurm_refuses_is_told_from_other_errors(command):
+    """A site can forbid it for good."""
     command("scontrol", "echo 'Requested operation is presently disabled for job 8' >&2; exit 1")
-    with pytest.raises(SlurmCommandError, match="presently disabled"):
+    with pytest.raises(SlurmCommandError, match="presently disabled") as refused:
         command.client.requeue("8")
+    command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmCommandError, match="Unable to contact") as down:
+        command.client.requeue("8")
+    assert is_refused(refused.value) and not is_refused(down.value)
+
+
+RECORDS = """
+JobId=7 ArrayJobId=7 ArrayTaskId=2-4%3 JobName=a b JobState=PENDING Restarts=0 ExcNodeList=(null)
+JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState=PENDING Restarts=2 ExcNodeList=n[1-2]
+JobId=8 ArrayJobId=7 ArrayTaskId=0 JobState=RUNNING Restarts=0 ExcNodeList=n1
+"""
+
+
+def test_waiting_tasks_are_kept_away_from_further_nodes(command, tmp_path):
+    """Beside those that each avoids already; what runs, and other runs' tasks, are left alone."""
+    (tmp_path / "records").write_text(RECORDS)
+    command("scontrol", f'[ "$1" = update ] || cat {tmp_path}/records')
+    command.client.exclude(["7_0", "7_1", "7_2", "7_4"], ["n9", "n1"])
+    assert command.calls() == [
+        "-o show job 7",
+        "update jobid=7_[2,4] ExcNodeList=n[1,9]",
+        "update jobid=7_[1] ExcNodeList=n[1-2,9]",
+    ]
+
+
+def test_nodes_that_are_avoided_already_need_no_call(command, tmp_path):
+    """Nor does an empty list, nor a job that Slurm has forgotten."""
+    (tmp_path / "records").write_text(RECORDS)
+    command("scontrol", f'[ "$1" = update ] || cat {tmp_path}/records')
+    command.client.exclude(["7_1"], ["n2"])
+    command.client.exclude(["7_1"], [])
+    command("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    command.client.exclude(["7_1"], ["n9"])
+    assert command.calls() == ["-o show job 7"] * 2
+
+
+def test_a_script_is_submitted_again_for_one_element(command, tmp_path):
+    """Without the variables of the job around it, and not to start before it is released."""
+    command("sbatch", f'env > {tmp_path}/env; echo "Z;cluster" | tr Z 9')
+    inside = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MINE": "1", "SLURM_CONF": "/c"}
+    node = {"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3", "SLURM_MEM_PER_NODE": "1"}
+    client = SlurmClient(5, env={**inside, **node})
+    assert client.resubmit("/s/array-0.sbatch", 4, exclude=["n2", "n1"]) == "9"
+    assert client.resubmit("/s/array-1.sbatch", None) == "9"
+    assert command.calls() == [
+        "--parsable --begin=now+600 --array=4 --exclude=n[1-2] /s/array-0.sbatch",
+        "--parsable --begin=now+600 /s/array-1.sbatch",
+    ]
+    seen = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
+    assert inside.items() <= seen.items()
+    assert not (node.keys() | {"LC_ALL", "SLURM_TIME_FORMAT"}) & seen.keys()
+
+
+def test_what_a_preemption_is_like_is_asked_at_submission(command, caplog):
+    """Where Slurm does not answer, its defaults are assumed, and the log says so."""
+    command(
+        "scontrol",
+        'case "$*" in *config) echo "KillWait = 7 sec"; '
+        'echo "PreemptType = preempt/partition_prio";; '
+        "*) echo PartitionName=low Default=YES GraceTime=45 PreemptMode=CANCEL;; esac",
+    )
+    assert command.client.preemption(None) == Preemption(45, 7, "cancel")
+    assert not caplog.records
+    command("scontrol", "exit 1")
+    assert command.client.preemption("low") == Preemption()
+    assert len(caplog.records) == 1
 
 
 def test_the_address_of_a_node_is_slurms(command):

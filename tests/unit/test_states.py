@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hpc_elastic.slurm.states import (
@@ -45,9 +47,9 @@ def test_every_state_has_a_phase(state, phase):
     assert TaskState("1_0", state).phase is phase
 
 
-def line(*fields):
+def line(*fields, preempted="N/A", start="N/A"):
     """Return a line as squeue prints it in our format."""
-    return "|".join(fields) + "|\n"
+    return "|".join([*fields[:-1], preempted, start, fields[-1]]) + "|\n"
 
 
 def test_the_format_cuts_nothing():
@@ -81,6 +83,43 @@ def test_what_is_left_of_cancelled_elements_is_no_task():
         + line("7", "1", "9", "RUNNING", "0", "n1", "2:03", "None")
     )
     assert list(tasks) == ["7_1"]
+
+
+def test_a_preempted_task_is_told_from_others():
+    """Slurm sets the time of the preemption with its first signal, and clears it at the requeue."""
+    text = line(
+        *("7", "1", "9", "RUNNING", "0", "n1", "2:03", "None"),
+        preempted="2026-11-21T15:01:22", start="2026-11-21T15:01:20",
+    )  # fmt: skip
+    task = parse_squeue(text, now=0.0)["7_1"]
+    assert (task.preempted, task.starts_in_s) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "ahead_s", "held"),
+    [
+        ("BeginTime", 120, True),
+        ("None", 120, True),  # for a second after the requeue
+        ("BeginTime", 2, False),
+        ("Resources", 120, False),  # Slurm's own estimate
+        ("JobHeldUser", 120, False),
+    ],
+)
+def test_the_two_minutes_are_told_from_other_waits(reason, ahead_s, held):
+    """A task is held if a time keeps it waiting that lies ahead."""
+    now = time.mktime((2026, 11, 21, 15, 1, 20, 0, 0, -1))
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + ahead_s))
+    text = line("7", "1", "9", "PENDING", "1", "", "1:00", reason, start=start)
+    task = parse_squeue(text, now)["7_1"]
+    assert (task.starts_in_s, task.is_held) == (ahead_s, held)
+    assert not parse_squeue(text)["7_1"].is_held
+
+
+def test_a_task_without_a_time_to_start_is_not_held():
+    """Slurm says N/A while it has none."""
+    text = line("7", "1", "9", "PENDING", "1", "", "1:00", "BeginTime")
+    assert parse_squeue(text, 0.0)["7_1"].starts_in_s is None
+    assert not parse_squeue(text, 0.0)["7_1"].is_held
 
 
 def test_no_lines_are_no_tasks():

@@ -272,6 +272,8 @@ def _partition_lines(config: SandboxConfig) -> list[str]:
     return [
         f"PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE PriorityTier=1 "
         f"PreemptMode=REQUEUE GraceTime={config.grace_s}",
+        f"PartitionName=cancel Nodes={nodes} MaxTime=INFINITE PriorityTier=1 "
+        f"PreemptMode=CANCEL GraceTime={config.grace_s}",
         f"PartitionName=high Nodes={nodes} MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF",
     ]
 

@@ -1,0 +1,161 @@
+"""How long a node stays idle, or waits, between the end of a preemption and the preempted task.
+
+Three jobs of one node each, on three nodes of the sandbox, each preempted by one and the same job
+of higher priority for a while (grace of 5 s), and timed from that job's last command on:
+
+- hpc_elastic: ``python script.py launcher=slurm nodes=1``, the real launcher. The whole run is
+  taken, so nobody helps from outside;
+- submitit's checkpoint(): its own requeue, with SUBMITIT_PREEMPT_SIGNAL=TERM, so that it takes
+  notice of a preemption at all;
+- plain ``sbatch --requeue``: Slurm's.
+
+"runs" is when Slurm calls the task RUNNING again, "begins" when the user's function does, torch
+imported. Needs the sandbox:
+
+    eval "$(scripts/slurm_sandbox.py up | tail -n 1)"
+    python benchmarks/requeue.py --repeats 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from requeue.candidates import (
+    Candidate,
+    Thief,
+    hpc_elastic,
+    plain_requeue,
+    submitits_checkpoint,
+)
+from rich.console import Console
+from rich.table import Table
+
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.states import Phase, job_of
+
+CANDIDATES: dict[str, Callable[[Path, str], Candidate]] = {
+    "hpc_elastic": hpc_elastic,
+    "submitit checkpoint()": submitits_checkpoint,
+    "sbatch --requeue": plain_requeue,
+}
+TARGET_S = 5.0
+PATIENCE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Back:
+    """When a task was back, in seconds after the preempting job's end."""
+
+    runs_s: float
+    begins_s: float
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something to happen on the sandbox."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"never: {what}")
+        time.sleep(0.1)
+
+
+def preempt(
+    jobs: Mapping[str, Candidate], folder: Path, nodes: list[str], for_s: float
+) -> dict[str, Back]:
+    """Take all nodes from their jobs, and return when each was back."""
+    before = {name: len(job.moments()) for name, job in jobs.items()}
+    thief = Thief.on(folder, nodes, for_s, os.environ)
+    ended = thief.end(for_s)
+    runs = _running_since(jobs)
+    wait_until(
+        lambda: all(len(job.moments()) > before[name] for name, job in jobs.items()),
+        "all jobs begin again",
+    )
+    begun = {name: job.moments()[before[name]] for name, job in jobs.items()}
+    return {name: Back(runs[name] - ended, begun[name] - ended) for name in jobs}
+
+
+def _running_since(jobs: Mapping[str, Candidate]) -> dict[str, float]:
+    """Wait until all jobs run; return since when each does, to a tenth of a second."""
+    client = SlurmClient()
+    since: dict[str, float] = {}
+
+    def all_run() -> bool:
+        states = client.tasks(job_of(job.task) for job in jobs.values())
+        now = time.time()
+        for name, job in jobs.items():
+            if states[job.task].phase is Phase.RUNNING:
+                since.setdefault(name, now)
+        return len(since) == len(jobs)
+
+    wait_until(all_run, "all jobs run again")
+    return since
+
+
+def measure(repeats: int, for_s: float) -> dict[str, list[Back]]:
+    """Start the jobs once, and preempt them again and again."""
+    nodes = [f"node{n}" for n in range(1, len(CANDIDATES) + 1)]
+    backs: dict[str, list[Back]] = {name: [] for name in CANDIDATES}
+    with tempfile.TemporaryDirectory(prefix="requeue-") as name:
+        folder = Path(name)
+        jobs = {
+            name: start(folder, node)
+            for (name, start), node in zip(CANDIDATES.items(), nodes, strict=True)
+        }
+        try:
+            wait_until(lambda: all(job.moments() for job in jobs.values()), "all jobs begin")
+            for _ in range(repeats):
+                for name, back in preempt(jobs, folder, nodes, for_s).items():
+                    backs[name].append(back)
+                    print(
+                        f"{name}: runs {back.runs_s:.1f} s, begins {back.begins_s:.1f} s",
+                        flush=True,
+                    )
+        finally:
+            subprocess.run(["scancel", *(job.task for job in jobs.values())], check=False)
+    return backs
+
+
+def table(backs: Mapping[str, list[Back]], for_s: float) -> Table:
+    """Return the result."""
+    shown = Table(
+        "", "runs: median, s", "lowest to highest", "begins: median, s", "lowest to highest",
+        title=f"after a preemption of {for_s:g} s",
+    )  # fmt: skip
+    for name, measured in backs.items():
+        runs, begins = [b.runs_s for b in measured], [b.begins_s for b in measured]
+        shown.add_row(name, *_row(runs), *_row(begins))
+    return shown
+
+
+def _row(seconds: list[float]) -> tuple[str, str]:
+    spread = f"{min(seconds):.1f} to {max(seconds):.1f}"
+    return f"{statistics.median(seconds):.1f}", spread
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--for-s", type=float, default=20.0, help="how long the nodes are taken")
+    parser.add_argument("--json", type=Path, help="write the single figures there")
+    arguments = parser.parse_args()
+    backs = measure(arguments.repeats, arguments.for_s)
+    if arguments.json:
+        figures = {name: [vars(back) for back in each] for name, each in backs.items()}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    Console().print(table(backs, arguments.for_s))
+    Console().print(f"target: hpc_elastic runs again within {TARGET_S:g} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The ways to come back from a preemption that `benchmarks/requeue.py` compares, one node each.
+
+Each runs the same loop, which writes down when it begins: Python, torch imported, one line.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from submitit import SlurmExecutor
+from submitit.helpers import Checkpointable
+
+LOOP = """
+import signal, sys, time
+import torch
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "a") as f:
+    f.write(f"{time.time()}\\n")
+time.sleep(86400)
+"""
+
+OURS = """
+import os, time
+import hydra
+from hpc_elastic import checkpoint_boundary, should_checkpoint
+
+@hydra.main(version_base=None)
+def main(cfg):
+    with open(cfg.begun, "a") as f:
+        f.write(f"{time.time()}\\n")
+    for step in range(1, 1 << 30):
+        time.sleep(0.02)
+        if should_checkpoint(step):
+            checkpoint_boundary(step=step)
+
+if __name__ == "__main__":
+    main()
+"""
+
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job that was submitted.
+
+    Attributes:
+        task: What squeue calls it.
+        begun: A line each time its loop begins: Unix seconds.
+    """
+
+    task: str
+    begun: Path
+
+    def moments(self) -> list[float]:
+        """Return when its loop began, each attempt of it."""
+        lines = self.begun.read_text().split("\n")[:-1] if self.begun.exists() else []
+        return [float(line) for line in lines]
+
+
+class Loop(Checkpointable):
+    """The loop as a job of submitit's that can be resumed."""
+
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def __call__(self) -> None:
+        """Say that it begins, and go on for ever."""
+        import torch  # noqa: F401
+
+        with self.begun.open("a") as f:
+            f.write(f"{time.time()}\n")
+        time.sleep(86400)
+
+
+def hpc_elastic(folder: Path, node: str) -> Candidate:
+    """Start a run of one node by the launcher."""
+    script, begun = folder / "ours.py", folder / "ours.begun"
+    script.write_text(OURS)
+    options = ["+launcher=slurm", "nodes=1", "launcher.wait=false", f"+begun={begun}"]
+    nodes = subprocess.check_output(["sinfo", "-h", "-N", "-o", "%N"], text=True).split()
+    others = ",".join(sorted(set(nodes) - {node}))
+    options += [f"launcher.exclude='{others}'", f"hydra.sweep.dir={folder}/sweep"]
+    subprocess.run(
+        [sys.executable, str(script), *options], cwd=folder, check=True, stdout=subprocess.DEVNULL
+    )
+    job = (folder / "sweep" / ".hpc_elastic" / "array-0.jobid").read_text().strip()
+    return Candidate(f"{job}_0", begun)
+
+
+def submitits_checkpoint(folder: Path, node: str) -> Candidate:
+    """Start a job of submitit's, which calls checkpoint() and requeues itself.
+
+    By default it would not at a preemption: that sends SIGTERM, and submitit waits for USR2. It is
+    told so by its own variable, which is its best setting.
+    """
+    begun = folder / "submitit.begun"
+    executor = SlurmExecutor(folder / "submitit")
+    importable = f"export PYTHONPATH={Path(__file__).parents[1]}"
+    executor.update_parameters(
+        time=24 * 60, exclusive=True, setup=["export SUBMITIT_PREEMPT_SIGNAL=TERM", importable],
+        additional_parameters={"nodelist": node}, stderr_to_stdout=True,
+    )  # fmt: skip
+    return Candidate(str(executor.submit(Loop(begun)).job_id), begun)
+
+
+def plain_requeue(folder: Path, node: str) -> Candidate:
+    """Start a job with ``sbatch --requeue`` that waits out its grace.
+
+    One that ends by SIGTERM within the grace is FAILED for Slurm, and never comes back.
+    """
+    script, begun = folder / "plain.py", folder / "plain.begun"
+    script.write_text(LOOP)
+    argv = ["sbatch", "--parsable", "--requeue", "--exclusive", f"--nodelist={node}"]
+    argv += [f"--output={folder}/plain.out", f"--wrap=srun {sys.executable} {script} {begun}"]
+    return Candidate(_submitted(argv), begun)
+
+
+@dataclass(frozen=True)
+class Thief:
+    """The job that takes the nodes: when it began, and when it was done, by its own clock."""
+
+    took: Path
+    done: Path
+
+    @classmethod
+    def on(cls, folder: Path, nodes: list[str], for_s: float, environ: Mapping[str, str]) -> Thief:
+        """Take nodes for a while."""
+        thief = cls(folder / f"took-{time.time_ns()}", folder / f"done-{time.time_ns()}")
+        work = f"date +%s.%N > {thief.took}; sleep {for_s}; date +%s.%N > {thief.done}"
+        argv = ["sbatch", "--parsable", "--partition=high", "--exclusive", "--no-requeue"]
+        argv += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--output=/dev/null"]
+        subprocess.run([*argv, f"--wrap={work}"], env=dict(environ), check=True, text=True,
+                       capture_output=True)  # fmt: skip
+        return thief
+
+    def end(self, for_s: float) -> float:
+        """Wait until it is done; return when that was."""
+        deadline = time.monotonic() + for_s + _PATIENCE_S
+        while not (self.done.exists() and self.done.read_text()):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the preempting job did not end")
+            time.sleep(0.05)
+        return float(self.done.read_text())
+
+
+def _submitted(argv: list[str]) -> str:
+    return subprocess.run(
+        argv, env=os.environ, check=True, text=True, capture_output=True
+    ).stdout.strip()

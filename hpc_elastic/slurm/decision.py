@@ -1,0 +1,171 @@
+"""How a task goes when it has to: one table, a row for each thing that can be the matter. Pure.
+
+SIGTERM says neither why nor what comes next, so Slurm is asked. What it says tells the cases apart
+(each measured on Slurm 22.05):
+
+- While a preemption's grace lasts, the task is RUNNING, with PreemptMode=REQUEUE as with CANCEL. It
+  can requeue itself then; one that just *ends* within the grace is FAILED, and never comes back.
+- Once its processes are being ended, it is COMPLETING. If Slurm requeues it, one restart more is
+  counted than the attempt knows of. If not, a preempted one has a PreemptTime, one whose time was
+  up has the reason TimeLimit, and one that was cancelled has neither: it must not be requeued, for
+  it would come back against its user's will.
+- Tasks that have ended as PREEMPTED, TIMEOUT or NODE_FAIL can be requeued by a peer for as long as
+  Slurm knows them, unless they were submitted with ``--no-requeue``. While a task runs, its owner
+  can permit the requeue after all; once it has ended, only another task can take its place.
+- A suspended task (PreemptMode=SUSPEND) gets no signal that a process could see: it stands still
+  and goes on. There is nothing to do.
+
+What stays open: a task that is cancelled while it is preempted with PreemptMode=CANCEL looks
+preempted for good.
+
+`requeue` carries out what is decided here for the task itself, `replacement` for one that can not
+be requeued, and a peer (the leader) for a task that was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.slurm.states import Phase, TaskState
+
+
+class Reason(Enum):
+    """Why a task is to go, as its agent knows it; LOST is what a peer says of it."""
+
+    SIGNAL = "signal"  # SIGTERM: Slurm has to say what it means
+    TIME_LIMIT = "time limit"
+    ASKED = "asked"  # a file, the user's code or his signal: leave, and come back
+    BAD_NODE = "bad node"  # come back, on another one
+    FAILED = "failed"  # a worker's own failure, which no other node would cure
+    LOST = "lost"
+
+
+class Departure(Enum):
+    """How a task goes."""
+
+    REQUEUE = "requeue"
+    REQUEUED = "requeued"  # by somebody else: Slurm, a user, or another node of the same job
+    REPLACE = "replace"  # another task is submitted in its place
+    EXIT = "exit"
+    STAY = "stay"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when a task has to go.
+
+    Attributes:
+        reason: Why it has to.
+        state: What Slurm says of it now; None if it does not know it any more.
+        attempt: How often it had been requeued when this attempt began; None if unknown.
+        run_ended: Whether the run has its result.
+        requeues_left: How often it may come back; None: as often as it has to.
+        refused: Whether Slurm has refused to requeue it.
+    """
+
+    reason: Reason
+    state: TaskState | None
+    attempt: int | None = None
+    run_ended: bool = False
+    requeues_left: int | None = None
+    refused: bool = False
+
+    @property
+    def phase(self) -> Phase | None:
+        """What the task's state means; None if Slurm does not know it."""
+        return None if self.state is None else self.state.phase
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether its processes are being ended, or have been."""
+        return self.phase in (Phase.LEAVING, Phase.ENDED)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: what is the matter, and how the task goes then."""
+
+    name: str
+    applies: Callable[[Facts], bool]
+    departure: Departure
+
+
+def _is_suspended(facts: Facts) -> bool:
+    return facts.state is not None and facts.state.state in ("SUSPENDED", "STOPPED")
+
+
+def _was_requeued(facts: Facts) -> bool:
+    if facts.state is None or facts.attempt is None:
+        return False
+    return facts.phase is not Phase.RUNNING and (facts.state.restarts or 0) > facts.attempt
+
+
+def _was_preempted(facts: Facts) -> bool:
+    if facts.state is None or not facts.has_gone:
+        return False
+    return facts.state.preempted and facts.state.state not in ("COMPLETED", "CANCELLED")
+
+
+def _had_no_time_left(facts: Facts) -> bool:
+    if facts.state is None or not facts.has_gone:
+        return False
+    return facts.state.state == "TIMEOUT" or facts.state.reason == "TimeLimit"
+
+
+def _lost_its_node(facts: Facts) -> bool:
+    return facts.state is not None and facts.state.state == "NODE_FAIL"
+
+
+def _may_not_come_back(facts: Facts) -> bool:
+    return facts.requeues_left is not None and facts.requeues_left <= 0
+
+
+def _runs(facts: Facts) -> bool:
+    return facts.phase is Phase.RUNNING
+
+
+def _is_being_preempted(facts: Facts) -> bool:
+    if facts.reason is Reason.LOST:
+        return False  # Slurm will requeue it, or end it
+    return _runs(facts) and facts.state is not None and facts.state.preempted
+
+
+TABLE: tuple[Row, ...] = (
+    Row("run finished", lambda f: f.run_ended, Departure.EXIT),
+    Row("suspended", _is_suspended, Departure.STAY),
+    Row("requeued already", _was_requeued, Departure.REQUEUED),
+    Row("out of budget", _may_not_come_back, Departure.EXIT),
+    Row("worker's own failure", lambda f: f.reason is Reason.FAILED, Departure.EXIT),
+    Row("unknown to Slurm", lambda f: f.state is None, Departure.EXIT),
+    Row("waits already", lambda f: f.phase is Phase.PENDING, Departure.REQUEUED),
+    Row("preempted, in its grace", _is_being_preempted, Departure.REQUEUE),
+    Row(
+        "lost, not seen by Slurm yet",
+        lambda f: f.reason is Reason.LOST and _runs(f),
+        Departure.STAY,
+    ),
+    Row(
+        "time limit ahead", lambda f: f.reason is Reason.TIME_LIMIT and _runs(f), Departure.REQUEUE
+    ),
+    Row("leaves of its own accord", _runs, Departure.REQUEUE),
+    Row("preempted for good", _was_preempted, Departure.REQUEUE),
+    Row("time limit reached", _had_no_time_left, Departure.REQUEUE),
+    Row("node failure", _lost_its_node, Departure.REQUEUE),
+    Row("cancelled or ended", lambda _: True, Departure.EXIT),
+)
+"""The first row that applies decides. REQUEUE becomes REPLACE where Slurm refuses to requeue."""
+
+
+def row_of(facts: Facts) -> Row:
+    """Return the row that applies, for the log."""
+    return next(row for row in TABLE if row.applies(facts))
+
+
+def decide(facts: Facts) -> Departure:
+    """Return how a task goes (its own agent; the leader for one that was lost)."""
+    departure = row_of(facts).departure
+    if facts.refused and departure is Departure.REQUEUE:
+        return Departure.REPLACE
+    return departure

@@ -1,0 +1,113 @@
+"""A run's task as a job of submitit's own, on its local executor: the checkpoint() protocol."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import submitit
+
+from hpc_elastic.errors import SubmissionError
+from hpc_elastic.submit import checkpointable
+from hpc_elastic.submit.checkpointable import ElasticTask
+
+STEPS = 100
+SCRIPT = f"""
+import time
+from pathlib import Path
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hpc_elastic import checkpoint_boundary, should_checkpoint
+
+@hydra.main(version_base=None)
+def main(cfg):
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    saved = folder / "saved"
+    first = int(saved.read_text()) + 1 if saved.exists() else 1
+    with (folder / "starts").open("a") as f:
+        f.write(f"{{first}}\\n")
+    for step in range(first, {STEPS} + 1):
+        time.sleep(0.05)
+        (folder / "step").write_text(str(step))
+        if should_checkpoint(step):
+            saved.write_text(str(step))
+            checkpoint_boundary(step=step)
+    return [int(line) for line in (folder / "starts").read_text().split()]
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path) -> Path:
+    """Prepare a run of one node, submit nothing, and return its sweep directory."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    folder = tmp_path / "sweep"
+    options = ["+launcher=local", "nodes=1", "launcher.dry_run=true", f"hydra.sweep.dir={folder}"]
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def interrupt(job) -> None:
+    """Send submitit's signal to the job's task, as its controller does before a time-out."""
+    controller = job._process.pid
+    (task,) = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
+    os.kill(int(task), signal.SIGUSR2)
+
+
+def test_a_job_that_submitit_interrupts_goes_on_where_it_was(sweep, tmp_path):
+    """Its checkpoint() lets the run save; the next attempt has logs of its own, and the result."""
+    (task,) = ElasticTask.of(sweep / ".hpc_elastic")
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(timeout_min=30)
+    job = executor.submit(task)
+    run = sweep / "0"
+    deadline = time.monotonic() + 120
+    while not (run / "step").exists() or int((run / "step").read_text() or 0) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    interrupt(job)
+    starts = job.result()
+    assert len(starts) == 2 and starts[0] == 1
+    assert 5 < starts[1] <= STEPS
+    assert len(list((run / "tasks").glob("*/attempt-*/agent.log"))) == 2
+
+
+def test_what_is_pickled_is_a_path_and_numbers(sweep):
+    """Nothing of the process goes with it."""
+    (task,) = ElasticTask.of(sweep / ".hpc_elastic")
+    assert pickle.loads(pickle.dumps(task)) == task
+    assert len(pickle.dumps(task)) < 1000
+
+
+def test_a_folder_without_a_prepared_run_is_refused(tmp_path):
+    """The message says how to prepare one."""
+    with pytest.raises(SubmissionError, match="dry_run"):
+        ElasticTask.of(tmp_path)
+
+
+def test_tasks_that_are_no_job_array_are_refused(monkeypatch):
+    """Each would take itself for another node of the run; the message says how to submit them."""
+    monkeypatch.setattr(checkpointable, "_in_slurm", lambda: True)
+    task = ElasticTask("/sweep/.hpc_elastic/array-0.json", 1)
+    assert task._environment({"SLURM_ARRAY_TASK_ID": "1", "HOME": "/"})["HOME"] == "/"
+    for env in ({}, {"SLURM_ARRAY_TASK_ID": "0"}):
+        with pytest.raises(SubmissionError, match=r"with executor\.batch"):
+            task._environment(env)
+
+
+def test_a_gang_is_refused(tmp_path):
+    """It is one job of several nodes, which submitit lays out in another way."""
+    (tmp_path / "array-0.json").write_text('{"gang": true, "runs": []}')
+    with pytest.raises(SubmissionError, match="gang=false"):
+        ElasticTask.of(tmp_path)

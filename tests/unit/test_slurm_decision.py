@@ -1,0 +1,75 @@
+"""How a task goes, for everything that can be the matter. States are as Slurm 22.05 gave them."""
+
+import pytest
+
+from hpc_elastic.slurm.decision import TABLE, Departure, Facts, Reason, decide, row_of
+from hpc_elastic.slurm.states import TaskState
+
+
+def facts(reason, state=None, attempt=0, **more):
+    """What is known; a state is its word and what differs from a task that just runs."""
+    known = {} if state is None or isinstance(state, str) else state[1]
+    word = state if state is None or isinstance(state, str) else state[0]
+    task = None if word is None else TaskState("7_0", word, **{"restarts": 0, **known})
+    of_state = {"run_ended", "requeues_left", "refused"}
+    assert set(more) <= of_state
+    return Facts(reason, task, attempt, **more)
+
+
+PREEMPTED = {"preempted": True}
+AT_LIMIT = {"reason": "TimeLimit"}
+OWN_ACCORD = "leaves of its own accord"
+AGAIN = {"restarts": 1}
+REQUEUED = {**PREEMPTED, **AGAIN}
+
+CASES = [
+    (facts(Reason.SIGNAL, ("RUNNING", PREEMPTED)), "preempted, in its grace", Departure.REQUEUE),
+    (facts(Reason.SIGNAL, ("COMPLETING", REQUEUED)), "requeued already", Departure.REQUEUED),
+    (facts(Reason.SIGNAL, ("COMPLETING", PREEMPTED)), "preempted for good", Departure.REQUEUE),
+    (facts(Reason.SIGNAL, "SUSPENDED"), "suspended", Departure.STAY),
+    (facts(Reason.TIME_LIMIT, "RUNNING"), "time limit ahead", Departure.REQUEUE),
+    (facts(Reason.SIGNAL, ("COMPLETING", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
+    (facts(Reason.SIGNAL, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
+    (facts(Reason.ASKED, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
+    (facts(Reason.BAD_NODE, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
+    (facts(Reason.FAILED, "RUNNING"), "worker's own failure", Departure.EXIT),
+    (facts(Reason.SIGNAL, "COMPLETING"), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.SIGNAL, "CANCELLED"), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.SIGNAL, None), "unknown to Slurm", Departure.EXIT),
+    (facts(Reason.SIGNAL, "RUNNING", run_ended=True), "run finished", Departure.EXIT),
+    (facts(Reason.SIGNAL, "RUNNING", requeues_left=0), "out of budget", Departure.EXIT),
+    (facts(Reason.ASKED, "RUNNING", requeues_left=1), OWN_ACCORD, Departure.REQUEUE),
+    (facts(Reason.LOST, "RUNNING"), "lost, not seen by Slurm yet", Departure.STAY),
+    (facts(Reason.LOST, ("RUNNING", PREEMPTED)), "lost, not seen by Slurm yet", Departure.STAY),
+    (facts(Reason.LOST, ("PENDING", AGAIN)), "requeued already", Departure.REQUEUED),
+    (facts(Reason.LOST, "PENDING", attempt=None), "waits already", Departure.REQUEUED),
+    (facts(Reason.LOST, ("NODE_FAIL", {"reason": "NodeDown"})), "node failure", Departure.REQUEUE),
+    (facts(Reason.LOST, ("PREEMPTED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
+    (facts(Reason.LOST, ("FAILED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
+    (facts(Reason.LOST, ("TIMEOUT", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
+    (facts(Reason.LOST, "FAILED"), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.LOST, "COMPLETED"), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.LOST, ("CANCELLED", PREEMPTED)), "cancelled or ended", Departure.EXIT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "row", "expected"), CASES)
+def test_what_is_the_matter_decides(known, row, expected):
+    """Each row of the table is met, and says what is to be done."""
+    assert (row_of(known).name, decide(known)) == (row, expected)
+
+
+def test_every_row_is_met():
+    """A row that nothing meets would be an error, or no longer needed."""
+    assert {row_of(known).name for known, _, _ in CASES} == {row.name for row in TABLE}
+
+
+@pytest.mark.parametrize(("known", "expected"), [(known, how) for known, _, how in CASES])
+def test_where_slurm_refuses_another_task_takes_the_place(known, expected):
+    """Only of one that was to come back by requeue; nothing else changes."""
+    refused = Facts(
+        known.reason, known.state, known.attempt,
+        known.run_ended, known.requeues_left, refused=True,
+    )  # fmt: skip
+    replaced = Departure.REPLACE if expected is Departure.REQUEUE else expected
+    assert decide(refused) is replaced

@@ -1,0 +1,58 @@
+"""What scontrol prints, as Slurm 22.05 printed it."""
+
+import pytest
+
+from hpc_elastic.slurm.scontrol import Preemption, parse_preemption, parse_records
+
+CONFIG = """
+Configuration data as of 2026-11-21T15:00:00
+KillWait                = 30 sec
+PreemptMode             = GANG,SUSPEND
+PreemptType             = preempt/partition_prio
+"""
+PARTITIONS = """
+PartitionName=low AllowQos=ALL Default=YES GraceTime=60 PreemptMode=REQUEUE State=UP
+PartitionName=cheap AllowQos=ALL Default=NO GraceTime=0 PreemptMode=CANCEL State=UP
+PartitionName=high AllowQos=ALL Default=NO GraceTime=120 PreemptMode=OFF State=UP
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, Preemption(60, 30, "requeue")),
+        ("low", Preemption(60, 30, "requeue")),
+        ("cheap", Preemption(0, 30, "cancel")),
+        ("high", Preemption(120, 30, "off")),
+        ("low,cheap", Preemption(0, 30, "cancel")),  # whichever gives the least
+        ("gone", Preemption(0, 30, "off")),
+    ],
+)
+def test_the_partition_says_what_a_preemption_is_like(wanted, expected):
+    """The grace is the partition's, and so is the mode where partitions preempt each other."""
+    assert parse_preemption(CONFIG, PARTITIONS, wanted) == expected
+
+
+def test_where_partitions_do_not_preempt_the_cluster_has_one_mode():
+    """preempt/qos, and no preemption at all."""
+    by_qos = CONFIG.replace("partition_prio", "qos")
+    assert parse_preemption(by_qos, PARTITIONS, "low").mode == "suspend"
+    off = by_qos.replace("GANG,SUSPEND", "OFF")
+    assert parse_preemption(off, PARTITIONS, "low") == Preemption(60, 30, "off")
+
+
+def test_nothing_that_can_be_read_means_the_defaults():
+    """A Slurm of tomorrow costs no submission."""
+    assert parse_preemption("", "", None) == Preemption()
+
+
+def test_records_are_read_for_arrays_and_jobs():
+    """Elements that wait together are one record; a job that is no array has its id."""
+    text = (
+        "JobId=13 ArrayJobId=13 ArrayTaskId=0-1,3 JobName=x JobState=PENDING Restarts=0 "
+        "ExcNodeList=node[1-2]\nJobId=9 JobName=y JobState=RUNNING Restarts=2 ExcNodeList=(null)\n"
+    )
+    array, job = parse_records(text)
+    assert (array.tasks, array.excluded) == (("13_0", "13_1", "13_3"), ("node1", "node2"))
+    assert (job.tasks, job.excluded, job.may_wait) == (("9",), (), False)
+    assert parse_records("") == []

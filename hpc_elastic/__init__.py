@@ -2,6 +2,8 @@
 
     from hpc_elastic import launch               start a function as an elastic run
     from hpc_elastic import report               a worker tells of its step and loss
+    from hpc_elastic import should_checkpoint    is now the moment to save, on all ranks?
+    from hpc_elastic import Checkpointer         atomic, verified, asynchronous checkpoints
     from hpc_elastic import checkpoint_boundary  a worker has a complete checkpoint
     from hpc_elastic import fence                may this worker still commit a checkpoint?
 
@@ -16,15 +18,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_elastic import fence
     from hpc_elastic.api import LaunchResult, launch
+    from hpc_elastic.checkpoint import Checkpointer
     from hpc_elastic.control import checkpoint_boundary, report
+    from hpc_elastic.preemption import leave_node, notice_left_s, should_checkpoint
 
-__all__ = ["LaunchResult", "checkpoint_boundary", "fence", "launch", "report"]
+__all__ = [
+    "Checkpointer",
+    "LaunchResult",
+    "checkpoint_boundary",
+    "fence",
+    "launch",
+    "leave_node",
+    "notice_left_s",
+    "report",
+    "should_checkpoint",
+]
 
 _LAZY = {
+    "Checkpointer": "hpc_elastic.checkpoint",
     "LaunchResult": "hpc_elastic.api",
     "checkpoint_boundary": "hpc_elastic.control",
     "launch": "hpc_elastic.api",
+    "leave_node": "hpc_elastic.preemption",
+    "notice_left_s": "hpc_elastic.preemption",
     "report": "hpc_elastic.control",
+    "should_checkpoint": "hpc_elastic.preemption",
 }
 
 

@@ -8,6 +8,8 @@
     |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
     |  `- SlurmCommandError              a Slurm command failed, timed out or is not installed
     |- CheckpointError
+    |  |- CheckpointNotFoundError (FileNotFoundError)    there is none, or not the one asked for
+    |  |- CheckpointCorruptError         what is stored is damaged
     |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
     `- WorkerGroupError                  the training itself failed: first failure, and victims
 
@@ -74,6 +76,14 @@ class SlurmCommandError(SlurmError):
 
 class CheckpointError(HpcElasticError):
     """Base of what goes wrong with checkpoints."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or not the one that was asked for."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """What is stored is damaged: truncated, changed, or never completed."""
 
 
 class CheckpointFencedError(CheckpointError):

@@ -1,0 +1,360 @@
+"""The Checkpointer: what a training script saves and restores with.
+
+    with Checkpointer("checkpoints", state={"model": model, "optimizer": optimizer}) as ckpt:
+        step = ckpt.restore() or 0
+        while step < steps:
+            train_one_step()
+            step += 1
+            if should_checkpoint(step):
+                ckpt.save(step)
+
+Every rank makes one, and calls it at the same steps. A save copies the state into host memory and
+returns; a thread writes, checks and commits it (`saving` has the theory). What is committed is
+complete, on every rank, and verified when it is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, SupportsIndex
+
+import torch
+
+from hpc_elastic import control
+from hpc_elastic.checkpoint import rng
+from hpc_elastic.checkpoint.group import Group
+from hpc_elastic.checkpoint.restoring import Restorer
+from hpc_elastic.checkpoint.retention import Retention
+from hpc_elastic.checkpoint.saving import Context, Save
+from hpc_elastic.checkpoint.sharding import Planner
+from hpc_elastic.checkpoint.snapshot import Snapshots
+from hpc_elastic.checkpoint.state import Flat, flatten
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.checkpoint.tiers import MemoryTier, Tiers
+from hpc_elastic.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+_numbers: dict[Path, itertools.count[int]] = {}
+"""Counts the saves of each directory, so that no two share a staging folder."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a Checkpointer works.
+
+    Attributes:
+        asynchronous: Write behind the training's back. Otherwise `Checkpointer.save` returns when
+            all is committed.
+        when_busy: What a save does while an earlier one is still being written: ``wait`` for it,
+            or ``skip`` the new one.
+        rng: Save and restore the random number generators of each rank (`rng`).
+        strict: Refuse to restore a checkpoint that has other keys than the state.
+        replicated: Who writes what all ranks have: ``spread`` over all, or the ``first``.
+        timeout_s: How long one rank waits for another to finish writing, more than 0.
+    """
+
+    asynchronous: bool = True
+    when_busy: Literal["wait", "skip"] = "wait"
+    rng: bool = True
+    strict: bool = True
+    replicated: Literal["spread", "first"] = "spread"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
+            if getattr(self, key) not in allowed:
+                raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
+        if not self.timeout_s > 0:
+            raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")
+
+
+class Checkpointer:
+    """Saves a state, and restores the newest one that verifies.
+
+    The state is a mapping from names to
+
+    - objects with state_dict() and load_state_dict(): modules, optimizers, schedulers, samplers;
+    - tensors, which are restored in place;
+    - dicts of your own values, restored in place: tensors, NumPy arrays, int, float, str, bool,
+      None, and lists, tuples and dicts of them. Their types come back exactly.
+
+    Values that are no tensors are saved as rank 0 has them; tensors that are not sharded are taken
+    to be the same on all ranks. The step, and each rank's random number generators, are saved too.
+
+    Attributes:
+        failures: Saves that could not be committed, so far.
+        blocked_s: Seconds for which the last save held up the training.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        tiers: Tiers | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Prepare, and begin to make the buffers that saves will use (every rank; collective).
+
+        Args:
+            directory: On a file system that all ranks share; made if need be.
+            state: What to save and restore.
+            keep_last: How many of the newest checkpoints are kept, at least 1.
+            keep_every: Checkpoints of steps that are a multiple of this are kept for ever.
+            tiers: Keep saves in the nodes' memory, too, and write only some of them to the
+                directory; see `Tiers`.
+            options: See `Options`.
+
+        Raises:
+            ConfigError: an argument is wrong, the directory can not be written, or the state holds
+                what can not be stored. The message names it, and says what to do.
+            CheckpointError: there are several ranks, but no process group yet.
+        """
+        self.failures = 0
+        self.blocked_s = 0.0
+        self._options = options or Options()
+        self._state = _checked(state)
+        rule = Retention(keep_last, keep_every)
+        flat = flatten(self._state)
+        store = Store(Path(directory).absolute())
+        store.prepare()
+        self._group = Group.current()
+        self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
+        self._tier: MemoryTier | None = None
+        if tiers is not None:
+            num_bytes = self._expected_bytes(flat)
+            self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
+        near = None if self._tier is None else self._tier.store
+        self._context = Context(store, self._group, rule, self._options.timeout_s, near=near)
+        self._snapshots = Snapshots()
+        self._save: Save | None = None
+        self._committed: int | None = None
+        self._stored: int | None = None
+        """Of what was committed, the last in the shared directory."""
+        self._numbers = _numbers.setdefault(store.directory, itertools.count())
+        if self._options.asynchronous:
+            self._snapshots.warm_up(flat, self._expected_bytes(flat))
+
+    def save(self, step: SupportsIndex, *, urgent: bool | None = None) -> bool:
+        """Save the state as of a step (every rank, at the same steps).
+
+        Returns as soon as the state may change again; an urgent save, and any without
+        ``asynchronous``, when it is committed. What goes wrong with writing never ends the
+        training: it is logged, counted in `failures`, and raised by `wait`.
+
+        Args:
+            step: Optimizer steps done, at least 0. A step that is committed already, and good,
+                stays as it is.
+            urgent: The group is about to end: do only what is needed, and return when it is
+                committed; an earlier save that has hardly begun is given up. Then this worker
+                stays here if its agent asks for that (`control.checkpoint_boundary`). By default,
+                whether the agent asks for that.
+
+        Returns:
+            Whether the step is saved, or being saved; False if it was skipped or failed.
+
+        Raises:
+            ConfigError: the step is no number, or something in the state can not be stored.
+        """
+        step = _checked_step(step)
+        begin = time.monotonic()
+        urgent = control.is_held() if urgent is None else urgent
+        waits = urgent or not self._options.asynchronous
+        save = self._new_save(step, urgent=urgent)
+        if not self._is_saved_already(save, waits=waits):
+            if not self._finish_earlier(save):
+                return False
+            self._fill(save, waits=waits)
+            self._begin(save, waits=waits)
+        self.blocked_s = time.monotonic() - begin
+        _log.info("step %d: training was held up for %.3f s", step, self.blocked_s)
+        if waits and self._committed == step:
+            control.checkpoint_boundary(step=step)
+        return not waits or self._committed == step
+
+    def restore(self) -> int | None:
+        """Fill the state from the newest checkpoint that verifies (every rank; collective).
+
+        Which ones were passed over, and why, is in the log. Ranks that the checkpoint has no
+        random number generators for, since there were fewer, get new ones (`rng.derive`).
+
+        Returns:
+            The step; None if there is no checkpoint at all.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, but none verifies. To begin anew, move
+                them away.
+            CheckpointError: the checkpoint does not fit the state; the message names the key. The
+                state may be filled in part.
+        """
+        self._settle()
+        context = self._context
+        restorer = Restorer(context.store, self._group, context.damaged, self._tier)
+        step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
+        self._save = None
+        self._committed = step
+        self._stored = step if step in context.store.steps() else None
+        return step
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way on this rank."""
+        return self._save is None or self._save.is_done
+
+    def wait(self) -> None:
+        """Wait until everything is committed.
+
+        Raises:
+            CheckpointFencedError: the group is over; the last save was not committed.
+            CheckpointError: the last save failed; says why. The earlier checkpoints are as they
+                were.
+        """
+        self._settle()
+        save, self._save = self._save, None
+        if save is not None and save.problem is not None:
+            raise save.problem
+
+    def close(self) -> None:
+        """Wait until everything is committed; see `wait`."""
+        try:
+            self.wait()
+        finally:
+            if self._tier is not None:
+                self._tier.close()
+
+    def __enter__(self) -> Checkpointer:
+        """Close it at the end."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait until everything is committed; an error of the block goes first."""
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+
+    # ---- one save -------------------------------------------------------------------------
+
+    def _new_save(self, step: int, *, urgent: bool) -> Save:
+        number = next(self._numbers)
+        to_store = self._tier is None or self._tier.shared_due(number, urgent=urgent)
+        return Save(
+            self._context, step, number, None, urgent, to_store, committed=self._note_commit
+        )
+
+    def _is_saved_already(self, save: Save, *, waits: bool) -> bool:
+        """Whether the step is committed, or being written; if it has to be, wait for it."""
+        earlier = self._save
+        if earlier is not None and earlier.step == save.step and earlier.to_store >= save.to_store:
+            if waits:
+                earlier.wait()
+            if not earlier.error:
+                return True
+        return save.step == self._stored
+
+    def _finish_earlier(self, save: Save) -> bool:
+        """See that no earlier save is under way; False if the new one is skipped instead."""
+        earlier = self._save
+        if earlier is None or self.is_idle:
+            return True
+        if save.urgent:
+            earlier.make_way()
+        elif self._options.when_busy == "skip":
+            reason = f"step {earlier.step} is still being written"
+            _log.warning("the checkpoint of step %d is skipped: %s", save.step, reason)
+            threading.Thread(target=save.leave_mark, args=(reason,)).start()
+            return False
+        else:
+            _log.info("step %d waits for step %d to be written", save.step, earlier.step)
+        earlier.wait()
+        return True
+
+    def _fill(self, save: Save, *, waits: bool) -> None:
+        """Hold the state still."""
+        flat = flatten(self._state)
+        pieces = self._planner.plan(flat.tensors, flat.first)
+        rank_values = {"rng": rng.capture()} if self._options.rng else {}
+        take = self._snapshots.borrow if waits else self._snapshots.copy
+        save.image = take(flat, pieces, rank_values)
+
+    def _begin(self, save: Save, *, waits: bool) -> None:
+        self._save = save
+        if waits:
+            self._run(save)
+        else:
+            # Not a daemon: the program's end waits for it.
+            threading.Thread(target=self._run, args=(save,), name=f"checkpoint-{save.step}").start()
+
+    def _run(self, save: Save) -> None:
+        try:
+            save.run()
+            if save.problem is not None:
+                self.failures += 1
+                _log.error("%s; the earlier ones are as they were", save.problem)
+            elif save.error is not None:
+                _log.info("%s", save.error)
+        finally:
+            save.end()
+
+    def _note_commit(self, step: int) -> None:
+        self._committed = step
+        if self._save is None or self._save.to_store:
+            self._stored = step
+        control.announce_boundary(step=step)
+
+    def _settle(self) -> None:
+        if self._save is not None:
+            self._save.wait()
+
+    def _expected_bytes(self, flat: Flat) -> int:
+        """Estimate the size of this rank's part once the optimizers have their states."""
+        planned = sum(piece.num_bytes for piece in self._planner.plan(flat.tensors, flat.first))
+        whole = sum(tensor.nbytes for tensor in flat.tensors.values())
+        coming = sum(_coming_bytes(item) for item in self._state.values())
+        return planned + (coming * planned // whole if whole else coming)
+
+
+def _coming_bytes(item: object) -> int:
+    """Estimate the states that an optimizer will make in its first step."""
+    if not isinstance(item, torch.optim.Optimizer) or item.state:
+        return 0
+    copies = 2 if "betas" in item.defaults else int(bool(item.defaults.get("momentum")))
+    num_bytes: int = sum(p.nbytes for group in item.param_groups for p in group["params"])
+    return copies * num_bytes
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(state, Mapping) or not state:
+        raise ConfigError("state", state, 'give a mapping such as {"model": model}')
+    for key in state:
+        if not isinstance(key, str) or not key:
+            raise ConfigError("state", key, "its keys have to be texts")
+    return dict(state)
+
+
+def _checked_step(step: SupportsIndex) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise ConfigError("step", step, "give the number of optimizer steps done, at least 0")
+    return number

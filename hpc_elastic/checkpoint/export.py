@@ -1,0 +1,104 @@
+"""Write a checkpoint as one file that plain torch reads: ``torch.load(path, weights_only=True)``.
+
+Never more than a few blocks of the state are in memory: torch.save lays the file out and leaves the
+bytes of the tensors empty (``skip_data``); then the file is mapped by torch.load, and the
+checkpoint is read into these tensors, which are the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import set_default_mmap_options, skip_data
+
+from hpc_elastic.checkpoint import values
+from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.reading import read
+from hpc_elastic.checkpoint.sharding import dtype_of
+from hpc_elastic.errors import CheckpointError, ConfigError, near_miss
+
+
+def export(manifest: Manifest, folder: Path, output: Path, key: str | None = None) -> int:
+    """Write whole tensors, and the values beside them, to one file.
+
+    NumPy's arrays and numbers become tensors, because torch.load with weights_only=True knows no
+    others.
+
+    Args:
+        manifest: Of the checkpoint.
+        folder: Where its files are; they have been verified.
+        output: The file; it is replaced in one step.
+        key: One key of the state, such as ``model``; None for a dict of all of them.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        ConfigError: the state has no such key, or the output can not be written.
+        CheckpointError: the checkpoint is damaged, or the file system was full.
+    """
+    state = _decoded(manifest, key)
+    staged = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with staged.open("xb"):
+            pass  # torch says little about a folder that is missing
+        tensors = _lay_out(manifest, state, staged)
+        read(manifest, folder, tensors)
+        with staged.open("rb") as f:
+            os.fsync(f.fileno())
+        staged.replace(output)
+    except (OSError, RuntimeError) as e:  # torch.save raises a RuntimeError on a full disk
+        why = getattr(e, "strerror", None) or str(e).partition("\n")[0]
+        remedy = f"it can not be written ({why}): give another file with -o"
+        raise ConfigError("output", str(output), remedy) from e
+    finally:
+        staged.unlink(missing_ok=True)
+    return len(tensors)
+
+
+def _decoded(manifest: Manifest, key: str | None) -> Any:
+    if key is None:
+        return {k: values.decode(v) for k, v in manifest.values.items()}
+    if key not in manifest.values:
+        known = ", ".join(manifest.values)
+        remedy = f"the state has {known}{near_miss(key, manifest.values)}"
+        raise ConfigError("key", key, remedy)
+    return values.decode(manifest.values[key])
+
+
+def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.Tensor]:
+    """Write the file but for the tensors' bytes; return the tensors, mapped from it."""
+    with skip_data():
+        torch.save(values.replace_refs(state, lambda ref: _blank(manifest, ref.fqn)), path)
+    with path.open("r+b") as f:  # a full disk is an error here; in mapped memory it is a SIGBUS
+        os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
+    with set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    found: dict[str, torch.Tensor] = {}
+    _collect(state, mapped, found)
+    return found
+
+
+def _blank(manifest: Manifest, fqn: str) -> torch.Tensor:
+    """Return a tensor whose memory is never touched."""
+    entry = manifest.tensors.get(fqn)
+    if entry is None:
+        raise CheckpointError(f"{fqn} is named in the state, but not stored")
+    return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+
+
+def _collect(state: Any, mapped: Any, found: dict[str, torch.Tensor]) -> None:
+    """Find each tensor of the mapped file by the place of its `Ref` in the state."""
+    if isinstance(state, values.Ref):
+        found[state.fqn] = mapped
+    elif isinstance(state, dict):
+        for key, item in state.items():
+            _collect(item, mapped[key], found)
+    elif isinstance(state, list | tuple):
+        for item, its in zip(state, mapped, strict=True):
+            _collect(item, its, found)

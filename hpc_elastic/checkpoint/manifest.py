@@ -1,0 +1,352 @@
+"""What a checkpoint holds, as data (pure, without torch).
+
+Each rank describes what it wrote in a `Part`; rank 0 merges all parts into the `Manifest`, which
+is the checkpoint: a file that it does not name does not count. A tensor is stored as boxes
+(`Chunk`), so that every rank may write its own share, and another world size may read it.
+
+Both are sealed as ``{"checksum": "xxh3_64:<hex>", "content": {...}}``; the checksum is that of the
+content as canonical JSON, so a flipped bit in them is found too. It protects against damage, not
+against somebody who may write into the folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import xxhash
+
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+VERSION = 1
+"""Of the format; a reader refuses later ones."""
+MANIFEST = "manifest.json"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One stored box of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor, in elements; as many as the tensor has dimensions."""
+    sizes: tuple[int, ...]
+    file: str
+    """Name of the safetensors file, in the checkpoint's folder."""
+    name: str
+    """The stored tensor's name in that file. Its bytes are the box in row-major order, little
+    endian, in the type that the entry names, whatever type the file's header gives: a type that
+    safetensors lacks stands there as bytes."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the state."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, over all ranks."""
+    dtype: str
+    """As torch prints it, without ``torch.``, such as ``bfloat16``."""
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file that a checkpoint needs."""
+
+    name: str
+    num_bytes: int
+    checksum: str
+    """``xxh3_64:`` and sixteen hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank wrote."""
+
+    rank: int
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, TensorEntry]
+    """By name; only this rank's chunks."""
+    values: Mapping[str, Any]
+    """By key of the state: everything that is no tensor, and where the tensors stand in it
+    (`values`)."""
+    rank_values: Mapping[str, Any]
+    """What each rank has for itself, such as the states of its random number generators."""
+
+    def to_json(self) -> str:
+        """Return the text of the rank's part file."""
+        return seal(_plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Part:
+        """Read a part file.
+
+        Raises:
+            CheckpointCorruptError: the text is no undamaged part.
+        """
+        body = unseal(text)
+        with _Reading("part"):
+            return cls(
+                rank=_of(int, body["rank"]),
+                files=_files(body["files"]),
+                tensors=_tensors(body["tensors"]),
+                values=_of(dict, body["values"]),
+                rank_values=_of(dict, body["rank_values"]),
+            )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A whole checkpoint."""
+
+    version: int
+    step: int
+    world_size: int
+    created: float
+    """Unix seconds."""
+    files: tuple[FileEntry, ...]
+    tensors: Mapping[str, TensorEntry]
+    values: Mapping[str, Any]
+    """Rank 0's; see `Part.values`."""
+    rank_values: Mapping[int, Mapping[str, Any]]
+
+    def to_json(self) -> str:
+        """Return the text of ``manifest.json``."""
+        return seal(_plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read ``manifest.json``.
+
+        Raises:
+            CheckpointCorruptError: the text is no undamaged manifest, or one of a later version.
+        """
+        body = unseal(text)
+        with _Reading("manifest"):
+            if _of(int, body["version"]) > VERSION:
+                raise CheckpointCorruptError(
+                    f"the checkpoint has format {body['version']}, this hpc_elastic reads up to "
+                    f"{VERSION}: install a later one"
+                )
+            return cls(
+                version=body["version"],
+                step=_of(int, body["step"]),
+                world_size=_of(int, body["world_size"]),
+                created=float(body["created"]),
+                files=_files(body["files"]),
+                tensors=_tensors(body["tensors"]),
+                values=_of(dict, body["values"]),
+                rank_values={int(r): _of(dict, v) for r, v in body["rank_values"].items()},
+            )
+
+
+def merge(parts: Iterable[Part], *, step: int, world_size: int, created: float) -> Manifest:
+    """Make one checkpoint of what all ranks wrote.
+
+    A box that two ranks wrote is taken from the lower rank.
+
+    Args:
+        parts: One for each rank, in any order.
+        step: Optimizer steps that the checkpoint holds, at least 0.
+        world_size: Number of ranks, at least 1.
+        created: Unix seconds.
+
+    Raises:
+        CheckpointError: a rank's part is missing, the ranks have different shapes or types of a
+            tensor, or a tensor has a hole or an overlap. The message names it.
+    """
+    by_rank = {part.rank: part for part in parts}
+    missing = sorted(set(range(world_size)) - set(by_rank))
+    if missing:
+        raise CheckpointError(f"step {step}: no part from rank {name_ranks(missing)}")
+    ordered = [by_rank[rank] for rank in range(world_size)]
+    return Manifest(
+        version=VERSION,
+        step=step,
+        world_size=world_size,
+        created=created,
+        files=tuple(f for part in ordered for f in part.files),
+        tensors=_merge_tensors(ordered),
+        values=ordered[0].values,
+        rank_values={part.rank: part.rank_values for part in ordered},
+    )
+
+
+def checksum_of(data: bytes) -> str:
+    """Return the checksum of some bytes, as `FileEntry` has it."""
+    return f"xxh3_64:{xxhash.xxh3_64_hexdigest(data)}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a short list of ranks for a message."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+# ---- merging ------------------------------------------------------------------------------
+
+
+def _merge_tensors(parts: Sequence[Part]) -> dict[str, TensorEntry]:
+    merged: dict[str, TensorEntry] = {}
+    boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk]] = {}
+    for part in parts:
+        for name, entry in part.tensors.items():
+            first = merged.setdefault(name, entry)
+            if (first.shape, first.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"{name} is {entry.dtype}{list(entry.shape)} on rank {part.rank}, but "
+                    f"{first.dtype}{list(first.shape)} on a lower one"
+                )
+            known = boxes.setdefault(name, {})
+            for chunk in entry.chunks:
+                known.setdefault((chunk.offsets, chunk.sizes), chunk)
+    for name, entry in merged.items():
+        chunks = tuple(boxes[name].values())
+        problem = coverage_problem(entry.shape, chunks)
+        if problem:
+            raise CheckpointError(f"{name}{list(entry.shape)} {problem}")
+        merged[name] = replace(entry, chunks=chunks)
+    return merged
+
+
+def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
+    """Say what is wrong with the boxes of a tensor; None if they cover it exactly once.
+
+    The boxes' edges cut the tensor into a grid, and each box is a block of its cells: as many
+    cells as boxes where the shards are regular, so this is cheap.
+    """
+    if 0 in shape:
+        return None
+    chunks = [chunk for chunk in chunks if 0 not in chunk.sizes]
+    for chunk in chunks:
+        if not _is_inside(shape, chunk):
+            return f"has a box outside of it: {list(chunk.offsets)} + {list(chunk.sizes)}"
+    grid = [
+        {edge: i for i, edge in enumerate(sorted(_edges(d, size, chunks)))}
+        for d, size in enumerate(shape)
+    ]
+    seen: set[tuple[int, ...]] = set()
+    for chunk in chunks:
+        for cell in itertools.product(*_cells(grid, chunk)):
+            if cell in seen:
+                return f"is stored twice at {list(chunk.offsets)}"
+            seen.add(cell)
+    if len(seen) < math.prod(len(edges) - 1 for edges in grid):
+        return "has a hole: no rank wrote a part of it"
+    return None
+
+
+def _is_inside(shape: Sequence[int], chunk: Chunk) -> bool:
+    return len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+        o >= 0 and s > 0 and o + s <= whole
+        for o, s, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    )
+
+
+def _edges(d: int, size: int, chunks: Iterable[Chunk]) -> set[int]:
+    edges = {0, size}
+    for chunk in chunks:
+        edges |= {chunk.offsets[d], chunk.offsets[d] + chunk.sizes[d]}
+    return edges
+
+
+def _cells(grid: Sequence[Mapping[int, int]], chunk: Chunk) -> list[range]:
+    return [
+        range(edges[o], edges[o + s])
+        for edges, o, s in zip(grid, chunk.offsets, chunk.sizes, strict=True)
+    ]
+
+
+# ---- text ---------------------------------------------------------------------------------
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """Return JSON text with its own checksum."""
+    body = _canonical(content)
+    return f'{{"checksum":"{checksum_of(body.encode())}","content":{body}}}'
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """Return the content of sealed text.
+
+    Raises:
+        CheckpointCorruptError: the text is not as it was written.
+    """
+    try:
+        outer = json.loads(text)
+        content, checksum = outer["content"], outer["checksum"]
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise CheckpointCorruptError(f"not readable as JSON: {e}") from e
+    if not isinstance(content, dict) or checksum != checksum_of(_canonical(content).encode()):
+        raise CheckpointCorruptError("its checksum does not match its content")
+    return content
+
+
+def _canonical(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+class _Reading:
+    """Turns what a wrong form raises into a CheckpointCorruptError."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
+            raise CheckpointCorruptError(f"not the form of a {self._what}: {error!r}") from error
+
+
+def _plain(whole: Part | Manifest) -> dict[str, Any]:
+    return {
+        **vars(whole),
+        "files": [[f.name, f.num_bytes, f.checksum] for f in whole.files],
+        "tensors": {
+            name: [t.shape, t.dtype, [[c.offsets, c.sizes, c.file, c.name] for c in t.chunks]]
+            for name, t in whole.tensors.items()
+        },
+    }
+
+
+def _files(rows: Any) -> tuple[FileEntry, ...]:
+    return tuple(
+        FileEntry(_file_name(name), _of(int, num_bytes), _of(str, checksum))
+        for name, num_bytes, checksum in rows
+    )
+
+
+def _tensors(rows: Any) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(_numbers(shape), _of(str, dtype), tuple(_chunk(*row) for row in chunks))
+        for name, (shape, dtype, chunks) in rows.items()
+    }
+
+
+def _chunk(offsets: Any, sizes: Any, file: Any, name: Any) -> Chunk:
+    return Chunk(_numbers(offsets), _numbers(sizes), _file_name(file), _of(str, name))
+
+
+def _file_name(value: Any) -> str:
+    """Let no manifest lead out of its folder."""
+    name = _of(str, value)
+    if not name or "/" in name or name.startswith(".") or "\0" in name:
+        raise ValueError(f"no file name: {name!r:.80}")
+    return name
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_of(int, value) for value in values)
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, found {value!r:.80}")
+    return value

@@ -1,0 +1,141 @@
+"""Restore: the newest checkpoint that verifies, chosen by all ranks together.
+
+Rank 0 names a step, every rank checks its share of the files, and one vote decides; so a shard is
+read by one rank only before it counts. Ranks that can not see a file, or the folder, vote against
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.checkpoint import rng, state
+from hpc_elastic.checkpoint.group import Group
+from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest
+from hpc_elastic.checkpoint.tiers import MemoryTier
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+_log = logging.getLogger(__name__)
+
+_NONE = -1
+
+
+class Restorer:
+    """Restores from one directory."""
+
+    def __init__(
+        self, store: Store, group: Group, damaged: set[int], tier: MemoryTier | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            store: Where to look.
+            group: The ranks; all of them make a Restorer.
+            damaged: Gets the steps that do not verify.
+            tier: Where to look, too.
+        """
+        self._tier = tier
+        self._store = store
+        self._group = group
+        self._damaged = damaged
+
+    def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
+        """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
+        for step, is_near in self._candidates():
+            found = self._gathered(step, into, strict) if is_near else self._stored(step)
+            if found is None:
+                continue
+            folder, manifest = found
+            self._load(manifest, folder, into, strict)
+            if with_rng:
+                _restore_rng(manifest, self._group.rank)
+            self._forget_newer(step)
+            _log.info("restored the checkpoint of step %d from %s", step, folder)
+            return step
+        self._forget_newer(_NONE)
+        if self._damaged:
+            raise CheckpointCorruptError(
+                f"no checkpoint in {self._store.directory} verifies (steps "
+                f"{sorted(self._damaged)}; the log says why): move them away to begin anew"
+            )
+        return None
+
+    def _candidates(self) -> Iterator[tuple[int, bool]]:
+        """Give all steps, newest first, and whether it is in near memory that they are.
+
+        The same on every rank: the directory is as rank 0 sees it.
+        """
+        near = self._tier.steps() if self._tier is not None else []
+        stored = self._store.steps() if self._group.rank == 0 else []
+        count = self._group.told_by_first(len(stored))
+        for i in range(count):
+            step = self._group.told_by_first(stored[i] if stored else _NONE)
+            while near and near[0] > step:
+                yield near.pop(0), True
+            yield step, False
+        for step in near:
+            yield step, True
+
+    def _stored(self, step: int) -> tuple[Path, Manifest] | None:
+        """Return a checkpoint of the directory if it is good, the same answer on every rank."""
+        folder = self._store.folder(step)
+        manifest = self._verified(folder)
+        if self._group.all_say(manifest is not None):
+            assert manifest is not None
+            return folder, manifest
+        _log.warning("%s is passed over: it does not verify on every rank", folder)
+        self._damaged.add(step)
+        return None
+
+    def _gathered(
+        self, step: int, into: Mapping[str, Any], strict: bool
+    ) -> tuple[Path, Manifest] | None:
+        """Return a checkpoint of near memory if it is good, the same answer on every rank."""
+        assert self._tier is not None
+        return self._tier.gather(step, partial(state.files_needed, state=into, strict=strict))
+
+    def _forget_newer(self, step: int) -> None:
+        if self._tier is not None:
+            self._tier.forget_newer(step)
+
+    def _verified(self, folder: Path) -> Manifest | None:
+        """Check this rank's share of a checkpoint; None if it is not good."""
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as e:
+            _log.warning("%s", e)
+            return None
+        rank, world_size = self._group.rank, self._group.world_size
+        problems = [file_problem(folder, entry) for entry in manifest.files[rank::world_size]]
+        for problem in filter(None, problems):
+            _log.warning("%s", problem)
+        return None if any(problems) else manifest
+
+    def _load(
+        self, manifest: Manifest, folder: Path, into: Mapping[str, Any], strict: bool
+    ) -> None:
+        error: CheckpointError | None = None
+        try:
+            state.load(manifest, folder, into, strict=strict)
+        except CheckpointError as e:
+            error = e
+        except OSError as e:
+            error = CheckpointError(f"{folder} can not be read: {e}")
+        if not self._group.all_say(error is None):
+            raise error or CheckpointError(
+                f"another rank could not restore {folder}; its log says why"
+            )
+
+
+def _restore_rng(manifest: Manifest, rank: int) -> None:
+    mine = manifest.rank_values.get(rank, {}).get("rng")
+    first = manifest.rank_values.get(0, {}).get("rng")
+    if mine is not None:
+        rng.restore(mine)
+    elif first is not None:
+        rng.derive(manifest.step, rank, first)

@@ -1,0 +1,168 @@
+"""Holds a state still: copies it into host memory that is used again for every save.
+
+Fresh memory costs many times the copy itself, since each page is a fault. So the buffer is made and
+touched in the background as soon as its size is known, and kept; it is pinned where the state is on
+a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpc_elastic.checkpoint.sharding import Piece
+from hpc_elastic.checkpoint.state import Flat
+from hpc_elastic.checkpoint.writer import Image, Layout, lay_out
+
+_TOUCH_BYTES = 16 << 20
+_PLAIN_COPY_BYTES = 64 << 10
+"""Larger pieces are copied by memmove, which is faster than torch's loop over elements."""
+
+
+class HostBuffer:
+    """A piece of host memory that only grows."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._map: mmap.mmap | None = None
+        self._lock = threading.Lock()
+
+    def warm_up(self, num_bytes: int) -> None:
+        """Make the memory in the background; ends early if the program does."""
+        threading.Thread(target=self.reserve, args=(num_bytes,), name="checkpoint-warm-up").start()
+
+    def reserve(self, num_bytes: int) -> mmap.mmap:
+        """Return memory of at least a size, every page of it touched."""
+        with self._lock:
+            if self._map is None or len(self._map) < num_bytes:
+                self._release()
+                self._map = self._make(max(num_bytes, mmap.PAGESIZE))
+            return self._map
+
+    def _make(self, num_bytes: int) -> mmap.mmap:
+        made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A DataLoader's workers are forked: they would make each page a fault again.
+        made.madvise(mmap.MADV_DONTFORK)
+        address = _address(made)
+        for begin in range(0, num_bytes, _TOUCH_BYTES):
+            if not threading.main_thread().is_alive():
+                break
+            ctypes.memset(address + begin, 0, min(_TOUCH_BYTES, num_bytes - begin))
+        if self._pinned:
+            error = _cudart().cudaHostRegister(address, num_bytes, 0)
+            self._pinned = int(error) == 0
+        return made
+
+    def _release(self) -> None:
+        if self._map is not None and self._pinned:
+            _cudart().cudaHostUnregister(_address(self._map))
+        self._map = None
+
+
+class Snapshots:
+    """Makes images of one state's tensors, in one buffer."""
+
+    def __init__(self) -> None:
+        self._buffer: HostBuffer | None = None
+        self._pieces: Sequence[Piece] | None = None
+        self._layout = Layout((), (), 0)
+        self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
+
+    def warm_up(self, flat: Flat, num_bytes: int) -> None:
+        """Begin to make the buffer.
+
+        Args:
+            flat: The state; it says whether memory is to be pinned.
+            num_bytes: What the image will probably take.
+        """
+        self._buffer_for(flat).warm_up(num_bytes)
+
+    def copy(self, flat: Flat, pieces: Sequence[Piece], rank_values: Mapping[str, Any]) -> Image:
+        """Copy the pieces; when it returns, the state may change.
+
+        The image is valid until the next call.
+        """
+        layout = self._layout_of(pieces)
+        memory = self._buffer_for(flat).reserve(layout.num_bytes)
+        devices = set()
+        for piece, to in zip(layout.pieces, self._views_of(memory), strict=True):
+            devices.add(_copy(to, piece.view(flat.tensors[piece.fqn])))
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        data = [memoryview(memory)[: layout.num_bytes]]
+        return Image(layout, data, flat.values, rank_values, keep=memory)
+
+    def borrow(self, flat: Flat, pieces: Sequence[Piece], rank_values: Mapping[str, Any]) -> Image:
+        """Return an image in the state's own memory, as far as it is on the CPU.
+
+        The state may not change until it is written.
+        """
+        if any(tensor.device.type != "cpu" for tensor in flat.tensors.values()):
+            return self.copy(flat, pieces, rank_values)
+        layout = self._layout_of(pieces)
+        tensors = [_plain(piece.view(flat.tensors[piece.fqn])) for piece in layout.pieces]
+        data = [_bytes_of(tensor) for tensor in tensors]
+        return Image(layout, data, flat.values, rank_values, keep=tensors)
+
+    def _buffer_for(self, flat: Flat) -> HostBuffer:
+        if self._buffer is None:
+            pinned = any(tensor.is_cuda for tensor in flat.tensors.values())
+            self._buffer = HostBuffer(pinned=pinned)
+        return self._buffer
+
+    def _layout_of(self, pieces: Sequence[Piece]) -> Layout:
+        if pieces is not self._pieces:  # the planner keeps its list while the structure is the same
+            self._pieces, self._layout, self._views = pieces, lay_out(pieces), None
+        return self._layout
+
+    def _views_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
+        if self._views is None or self._views[0] is not memory:
+            self._views = memory, _views(memory, self._layout)
+        return self._views[1]
+
+
+def _views(memory: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return [
+        whole[begin : begin + piece.num_bytes].view(getattr(torch, piece.dtype)).view(piece.sizes)
+        for piece, begin in zip(layout.pieces, layout.begins, strict=True)
+    ]
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> torch.device:
+    if source.device.type == "cpu" and to.nbytes >= _PLAIN_COPY_BYTES and _is_plain(source):
+        ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
+    else:
+        to.copy_(source, non_blocking=source.is_cuda)
+    return source.device
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's memory is its bytes in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_plain(tensor):
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,0 +1,219 @@
+"""The user's objects, seen as named tensors and JSON values, and filled from a checkpoint.
+
+A state is a mapping from keys to objects with state_dict() and load_state_dict(), tensors, or
+dicts of the user's own values. Its tensors are named by their path: ``model/0.weight``,
+``optimizer/state/0/exp_avg``. DistributedDataParallel is looked through, so that a checkpoint
+fits the bare module too.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_elastic.checkpoint import reading, values
+from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.values import Ref
+from hpc_elastic.errors import CheckpointError, ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A state, taken apart."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """JSON by the state's keys; see `values`."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By name; they share their memory with the state."""
+    first: set[str] = field(default_factory=set)
+    """Names of buffers of modules: they count as rank 0 has them."""
+    leaves: dict[Ref, object] = field(default_factory=dict)
+    """The tensors and arrays themselves, where filling `tensors` fills them."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What is to be filled from a checkpoint, and with what."""
+
+    items: dict[str, Any]
+    """The objects, by key."""
+    trees: dict[str, Any]
+    """What was saved of them, with a `Ref` for each tensor."""
+    present: Flat
+    """What they are now."""
+    tensors: dict[str, torch.Tensor]
+    """To be read: present ones, or new ones for a fresh optimizer."""
+
+    def tree(self, key: str) -> Any:
+        """Return what was saved of an object, once the tensors have been read."""
+        return values.replace_refs(self.trees[key], self._leaf)
+
+    def _leaf(self, ref: Ref) -> Any:
+        if ref in self.present.leaves:
+            return self.present.leaves[ref]
+        tensor = self.tensors[ref.fqn]
+        if ref.kind == "tensor":
+            return tensor
+        return tensor.numpy() if ref.kind == "array" else tensor.numpy()[()]
+
+
+def flatten(state: Mapping[str, object]) -> Flat:
+    """Take a state apart; nothing is copied but the values.
+
+    Raises:
+        ConfigError: an object is none of what a state may hold, or has in it what can not be
+            stored; the message names its path.
+    """
+    flat = Flat()
+    for key, item in state.items():
+        _add(flat, key, _bare(item))
+    return flat
+
+
+def load(manifest: Manifest, folder: Path, state: Mapping[str, object], *, strict: bool) -> None:
+    """Fill a state from a checkpoint, in place (every rank; no communication).
+
+    Args:
+        manifest: Of the checkpoint.
+        folder: Where its files are.
+        state: What to fill.
+        strict: Whether the state and the checkpoint must have the same keys; if not, what only one
+            of them has is left alone, with a warning.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the state; the message names the key. Part of
+            the state may have been filled.
+    """
+    filling = _prepare(manifest, state, strict=strict)
+    reading.read(manifest, folder, filling.tensors)
+    for key, item in filling.items.items():
+        _fill(key, item, filling.tree(key))
+
+
+def files_needed(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> set[str]:
+    """Return the files that `load` would read on this rank; raises what it does."""
+    return reading.files_needed(manifest, _prepare(manifest, state, strict=strict).tensors)
+
+
+def _prepare(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> Filling:
+    items = {key: _bare(state[key]) for key in _common_keys(manifest, state, strict=strict)}
+    trees = {key: values.decode(manifest.values[key]) for key in items}
+    present = flatten(items)
+    wanted: dict[str, torch.Tensor] = {}
+    for key, item in items.items():
+        like: Mapping[str, torch.Tensor] = {}
+        if isinstance(item, torch.optim.Optimizer):
+            like = reading.like_parameters(item, trees[key], values.escape(key))
+        names = [ref.fqn for ref in values.refs_of(trees[key])]
+        wanted |= reading.targets(manifest, names, present.tensors, like)
+    return Filling(items, trees, present, wanted)
+
+
+def _add(flat: Flat, key: str, item: Any) -> None:
+    path = values.escape(key)
+
+    def ref_of(at: str, leaf: object) -> Ref | None:
+        found = _as_tensor(leaf)
+        if found is None:
+            return None
+        kind, tensor, is_same = found
+        if at in flat.tensors:
+            raise ConfigError(f"state: {at}", type(leaf), "two keys have this path: rename one")
+        flat.tensors[at] = tensor
+        ref = Ref(at, kind)
+        if is_same:
+            flat.leaves[ref] = leaf
+        return ref
+
+    flat.values[key] = values.encode(_tree_of(path, item), path, ref_of)
+    if isinstance(item, torch.nn.Module):
+        flat.first.update(values.join(path, name) for name, _ in item.named_buffers())
+
+
+def _tree_of(path: str, item: Any) -> object:
+    if isinstance(item, torch.Tensor):
+        return item
+    if _is_stateful(item):
+        tree = item.state_dict()
+        return dict(tree) if isinstance(item, torch.nn.Module) else tree
+    if type(item) is dict:
+        return item
+    raise ConfigError(
+        f"state: {path}",
+        type(item),
+        "give a tensor, a dict of values, or an object with state_dict() and load_state_dict()",
+    )
+
+
+def _is_stateful(item: object) -> bool:
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def _bare(item: object) -> object:
+    return item.module if isinstance(item, DistributedDataParallel) else item
+
+
+def _as_tensor(leaf: object) -> tuple[Any, torch.Tensor, bool] | None:
+    """Return what a leaf is, it as a tensor, and whether they share memory; None if no numbers."""
+    if isinstance(leaf, torch.Tensor):
+        return "tensor", leaf.detach(), True
+    np = sys.modules.get("numpy")
+    if np is None or not isinstance(leaf, np.ndarray | np.generic):
+        return None
+    array = np.require(leaf, requirements=["W", "C"]).reshape(np.shape(leaf))
+    try:
+        tensor = torch.from_numpy(array)
+    except (TypeError, ValueError):  # texts, objects, foreign byte order
+        return None
+    if isinstance(leaf, np.generic):
+        return "scalar", tensor, False
+    return "array", tensor, np.shares_memory(array, leaf)
+
+
+def _common_keys(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> Iterable[str]:
+    missing = sorted(set(state) - set(manifest.values))
+    unknown = sorted(set(manifest.values) - set(state))
+    if missing or unknown:
+        message = (
+            f"the checkpoint of step {manifest.step} has no {missing or 'missing keys'}; "
+            f"the state has no {unknown or 'missing keys'}"
+        )
+        if strict:
+            raise CheckpointError(f"{message}: give the same keys, or Options(strict=False)")
+        _log.warning("%s: left alone", message)
+    return [key for key in state if key in manifest.values]
+
+
+def _fill(key: str, item: Any, tree: Any) -> None:
+    if isinstance(item, torch.Tensor):
+        return
+    if not _is_stateful(item):
+        item.clear()
+        item.update(tree)
+        return
+    if isinstance(item, torch.nn.Module):
+        tree = _with_versions(item, tree)
+    try:
+        item.load_state_dict(tree)
+    except Exception as e:
+        raise CheckpointError(f"{key}: {type(item).__name__}.load_state_dict: {e}") from e
+
+
+def _with_versions(module: torch.nn.Module, tree: Any) -> Any:
+    """Return a module's state as its own state_dict() has it, with the versions of its format."""
+    like = module.state_dict()
+    versions = getattr(like, "_metadata", None)
+    like.clear()
+    like.update(tree)
+    if versions is not None:
+        like._metadata = versions  # type: ignore[attr-defined]
+    return like

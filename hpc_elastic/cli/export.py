@@ -1,0 +1,58 @@
+"""``hpc-elastic export``: a checkpoint as one file that plain torch reads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hpc_elastic.checkpoint.manifest import Manifest
+from hpc_elastic.checkpoint.store import read_manifest
+from hpc_elastic.checkpoint.store import verify as verify_folder
+from hpc_elastic.cli.verify import find_checkpoints
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+
+def export(run: Path, output: Path, *, step: int | None, key: str | None) -> int:
+    """Write a checkpoint to a file, and say which.
+
+    Args:
+        run: A run directory, a directory of checkpoints, or one checkpoint.
+        output: The file.
+        step: Which checkpoint; None takes the newest that is good.
+        key: One key of the state; None for all.
+
+    Returns:
+        0.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the state has no such key, or the output can not be written.
+    """
+    folder, manifest = choose(run, step)
+    # torch is imported here: a login node checks the arguments and the files without it.
+    from hpc_elastic.checkpoint.export import export as write
+
+    num_tensors = write(manifest, folder, output, key)
+    what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
+    print(f"wrote {what} to {output}: {num_tensors} tensors", file=sys.stderr)
+    return 0
+
+
+def choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    """Return the checkpoint that was asked for, verified.
+
+    Raises:
+        CheckpointNotFoundError: there is none of that step.
+        CheckpointCorruptError: it is damaged, or all are.
+    """
+    folders = find_checkpoints(run)
+    wanted = folders if step is None else [f for f in folders if f.name == f"step-{step:08d}"]
+    if not wanted:
+        known = ", ".join(folder.name for folder in folders)
+        raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")
+    for folder in wanted:
+        problems = verify_folder(folder)
+        if not problems:
+            return folder, read_manifest(folder)
+        print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
+    raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")

@@ -1,0 +1,113 @@
+"""``hpc-elastic verify``: check every checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_elastic.checkpoint.manifest import MANIFEST
+from hpc_elastic.checkpoint.store import Store, read_manifest
+from hpc_elastic.checkpoint.store import verify as verify_folder
+from hpc_elastic.errors import CheckpointError, CheckpointNotFoundError
+
+CHECKPOINTS = "checkpoints"
+"""Where a run directory has its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checkpoint, as it was found.
+
+    Attributes:
+        folder: Its folder.
+        step: The step that it holds; None if that can not be read.
+        num_bytes: What its files should have together.
+        world_size: Ranks that wrote it.
+        created: Unix seconds.
+        problems: What is wrong with it; nothing if it is good.
+    """
+
+    folder: str
+    step: int | None = None
+    num_bytes: int | None = None
+    world_size: int | None = None
+    created: float | None = None
+    problems: tuple[str, ...] = ()
+
+
+def verify(run: Path, *, as_json: bool) -> int:
+    """Print what was found.
+
+    Returns:
+        0 if every checkpoint is good, else 1.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+    """
+    findings = [examine(folder) for folder in find_checkpoints(run)]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_table(findings)
+    return 1 if any(finding.problems for finding in findings) else 0
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return the folders of the checkpoints, the newest first.
+
+    Args:
+        path: A run directory, a directory of checkpoints, or one checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    if (path / MANIFEST).exists():
+        return [path]
+    for directory in (path, path / CHECKPOINTS):
+        store = Store(directory)
+        if steps := store.steps():
+            return [store.folder(step) for step in steps]
+    remedy = f"give a run directory, which has {CHECKPOINTS}/step-<number>/ in it once one is saved"
+    raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
+
+
+def examine(folder: Path) -> Finding:
+    """Check one checkpoint, all of its bytes."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as e:
+        return Finding(str(folder), problems=(str(e),))
+    return Finding(
+        str(folder),
+        manifest.step,
+        sum(file.num_bytes for file in manifest.files),
+        manifest.world_size,
+        manifest.created,
+        tuple(verify_folder(folder)),
+    )
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("checkpoint", "saved", "size", "ranks", "state")
+    for finding in findings:
+        table.add_row(*(escape(cell) for cell in _cells(finding)))
+    console = Console()
+    console.print(table)
+    for problem in (problem for finding in findings for problem in finding.problems):
+        console.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _cells(finding: Finding) -> Iterator[str]:
+    yield Path(finding.folder).name
+    created = finding.created
+    yield "?" if created is None else time.strftime("%F %T", time.localtime(created))
+    yield "?" if finding.num_bytes is None else f"{finding.num_bytes / 1e6:,.1f} MB"
+    yield "?" if finding.world_size is None else str(finding.world_size)
+    yield "damaged" if finding.problems else "good"

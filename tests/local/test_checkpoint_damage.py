@@ -1,0 +1,253 @@
+"""What is damaged is passed over; a disk that can not be written loses nothing that is there."""
+
+import contextlib
+import logging
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from savers import Counter, checkpointer, exit_code, fork, in_nursery, names_in, restored, save_at
+
+from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify
+from hpc_elastic.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFencedError,
+    ConfigError,
+)  # fmt: skip
+
+
+def save_all(folder: Path, *steps: int, keep_last: int = 5) -> None:
+    """Save steps, all good."""
+    counter = Counter()
+    with checkpointer(folder, counter, keep_last) as c:
+        for step in steps:
+            assert save_at(c, counter, step)
+
+
+def flip(path: Path, bit: int | None = None) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    bit = random.randrange(8 * len(data)) if bit is None else bit
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    """Cut a file short."""
+    os.truncate(path, path.stat().st_size - 1)
+
+
+# ---- damage -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shard-0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path, caplog, name, damage):
+    """The log names the file; the next save of that step replaces it."""
+    save_all(tmp_path, 1, 2, 3)
+    damage(tmp_path / "step-00000003" / name)
+    assert restored(tmp_path) == 2
+    assert name in caplog.text and "step-00000003 is passed over" in caplog.text
+    save_all(tmp_path, 3)
+    assert restored(tmp_path) == 3
+    assert Store(tmp_path).steps() == [3, 2, 1]
+    assert not any(name.startswith(".") for name in names_in(tmp_path))
+
+
+def test_any_flipped_bit_of_a_shard_is_found(tmp_path):
+    """At 300 random places, the header's among them."""
+    random.seed(3)
+    save_all(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    (entry,) = read_manifest(folder).files
+    bits = [random.randrange(8 * 300) for _ in range(100)]
+    bits += [random.randrange(8 * entry.num_bytes) for _ in range(200)]
+    for bit in bits:
+        flip(folder / entry.name, bit)
+        assert "was changed" in file_problem(folder, entry)
+        flip(folder / entry.name, bit)
+    assert file_problem(folder, entry) is None
+
+
+def test_all_damaged_is_an_error_and_not_a_new_beginning(tmp_path):
+    """Nobody wants a week of training to begin anew without a word."""
+    save_all(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"step-{step:08d}" / "shard-0.safetensors")
+    with pytest.raises(CheckpointCorruptError, match=r"\[1, 2\].*move them away"):
+        restored(tmp_path)
+
+
+def test_the_last_good_one_is_never_removed(tmp_path):
+    """A newer one that turned out to be damaged does not count among those that are kept."""
+    save_all(tmp_path, 10, 20, 30)
+    flip(tmp_path / "step-00000030" / "shard-0.safetensors")
+    counter = Counter()
+    with checkpointer(tmp_path, counter, keep_last=2) as c:
+        assert c.restore() == 20
+        save_at(c, counter, 25)
+        c.wait()
+        assert Store(tmp_path).steps() == [30, 25, 20]
+        save_at(c, counter, 35)
+    assert Store(tmp_path).steps() == [35, 25]
+
+
+def test_other_files_and_folders_do_not_disturb(tmp_path):
+    """Whatever lies about in the directory."""
+    save_all(tmp_path, 1)
+    for name in ("step-2", "step-00000002x", "notes", ".staging-step-9-r1-0", ".memory-id"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000009").touch()
+    (tmp_path / "step-00000008").mkdir()
+    assert restored(tmp_path) == 1
+
+
+# ---- disks --------------------------------------------------------------------------------
+
+
+def mount(*arguments: str | Path) -> bool:
+    """Mount a file system; tell whether it worked."""
+    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20).returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A tmpfs of eight megabytes; a checkpoint has about two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", folder):
+        pytest.skip("only root may mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
+
+
+@contextlib.contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Leave room for half a checkpoint."""
+    ballast = disk / "ballast"
+    free = os.statvfs(disk)
+    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - 800_000)))
+    yield
+    ballast.unlink()
+
+
+@contextlib.contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """Remount a disk."""
+    assert mount("-o", "remount,ro", disk)
+    yield
+    assert mount("-o", "remount,rw", disk)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("state", [full, read_only])
+def test_a_disk_that_can_not_be_written_costs_only_the_attempt(
+    small_disk, state, asynchronous, caplog
+):
+    """Training goes on, `wait` says why, nothing is left behind, and the next save works."""
+    counter = Counter()
+    c = checkpointer(small_disk / "c", counter, asynchronous=asynchronous)
+    save_at(c, counter, 1)
+    c.wait()
+    with state(small_disk):
+        assert save_at(c, counter, 2) is asynchronous
+        with pytest.raises(CheckpointError, match=r"step 2 .*disk/c: .*(No space|Read-only)"):
+            c.wait()
+        assert names_in(small_disk / "c") == ["step-00000001"]
+        assert c.restore() == 1
+    assert c.failures == 1 and "the earlier ones are as they were" in caplog.text
+    assert save_at(c, counter, 3)
+    c.close()
+    assert restored(small_disk / "c") == 3
+
+
+def test_a_directory_that_can_not_be_written_is_refused_at_once(small_disk):
+    """Not at the first save, hours later."""
+    with read_only(small_disk), pytest.raises(ConfigError, match=r"directory='.*give another"):
+        checkpointer(small_disk / "c", Counter())
+
+
+def test_a_directory_below_a_file_is_refused(tmp_path):
+    """As any other that can not be made."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        checkpointer(tmp_path / "file" / "c", Counter())
+
+
+# ---- two writers, and one that may not ----------------------------------------------------
+
+
+def save_range(folder: Path, writer: int, told: int) -> None:
+    """Save twenty steps, as soon as the other writer is there too."""
+    counter = Counter(writer)
+    with checkpointer(folder, counter) as c:
+        os.read(told, 1)
+        for step in range(1, 21):
+            save_at(c, counter, step)
+
+
+def two_writers(folder: Path) -> None:
+    """Two processes that know nothing of each other save the same steps."""
+    told, tell = os.pipe()
+    writers = [fork(save_range, folder, writer, told) for writer in (1, 2)]
+    os.write(tell, b"go")
+    assert [exit_code(pid) for pid in writers] == [0, 0]
+    assert restored(folder) == 20
+    assert all(verify(Store(folder).folder(step)) == [] for step in Store(folder).steps())
+
+
+def test_of_two_writers_the_first_wins_each_step(tmp_path):
+    """Every checkpoint is one writer's, whole."""
+    in_nursery(two_writers, tmp_path)
+
+
+def test_a_good_checkpoint_of_the_same_step_is_kept(tmp_path, caplog):
+    """A writer that comes second changes nothing."""
+    caplog.set_level(logging.WARNING)
+    save_all(tmp_path, 1)
+    before = (tmp_path / "step-00000001" / "manifest.json").stat().st_ino
+    save_all(tmp_path, 1)
+    assert (tmp_path / "step-00000001" / "manifest.json").stat().st_ino == before
+    assert "there already, and good" in caplog.text
+
+
+def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
+    """Another group was formed while this one wrote."""
+    folder, records = tmp_path / "c", tmp_path / "rdzv"
+    records.mkdir()
+    (records / "record.3.json").touch()
+    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "record.3.json"))
+    counter = Counter()
+    c = checkpointer(folder, counter)
+    save_at(c, counter, 1)
+    c.wait()
+    (records / "record.4.json").touch()
+    save_at(c, counter, 2)
+    with pytest.raises(CheckpointFencedError, match="record 4 exists"):
+        c.wait()
+    assert names_in(folder) == ["step-00000001"]
+
+
+def test_leftovers_go_once_their_group_is_surely_over(tmp_path, monkeypatch):
+    """By its record, or by age; those of a group that may live stay."""
+    folder, records = tmp_path / "c", tmp_path / "rdzv"
+    records.mkdir()
+    folder.mkdir()
+    (records / "record.3.json").touch()
+    monkeypatch.setenv("HPC_ELASTIC_FENCE", str(records / "record.3.json"))
+    names = {"r2": False, "r3": False, "r4": True, "pabc": True, "pdef": False}
+    for token in names:
+        (folder / f".staging-step-7-{token}-0").mkdir()
+    os.utime(folder / ".staging-step-7-pdef-0", (0, 0))
+    (folder / ".trash-step-1").mkdir()
+    counter = Counter()
+    with checkpointer(folder, counter) as c:
+        save_at(c, counter, 1)
+        c.wait()
+        save_at(c, counter, 2)
+    left = sorted(path.name for path in folder.glob(".*"))
+    assert left == sorted(f".staging-step-7-{token}-0" for token, stays in names.items() if stays)

@@ -1,0 +1,198 @@
+"""hpc-elastic export and verify: what they write, find and refuse."""
+
+import json
+import math
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_elastic.checkpoint import sharding
+from hpc_elastic.checkpoint.manifest import MANIFEST, merge
+from hpc_elastic.checkpoint.snapshot import Snapshots
+from hpc_elastic.checkpoint.state import flatten
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.checkpoint.writer import write_part
+from hpc_elastic.cli.main import main
+
+
+def make(directory: Path, step: int, state: dict, world_size: int = 1) -> Path:
+    """Write a checkpoint as several ranks would, all from this process."""
+    folder = Store(directory).folder(step)
+    folder.mkdir(parents=True)
+    flat = flatten(state)
+    parts = []
+    for rank in range(world_size):
+        pieces = sharding.Planner(rank, world_size).plan(flat.tensors, flat.first)
+        parts.append(write_part(folder, rank, Snapshots().copy(flat, pieces, {})))
+    manifest = merge(parts, step=step, world_size=world_size, created=1e9)
+    (folder / MANIFEST).write_text(manifest.to_json())
+    return folder
+
+
+@pytest.fixture
+def state():
+    """Return a state with all kinds of leaves; one tensor is spread over the ranks."""
+    net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+    half = torch.arange(5, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    net(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    user = {"best": math.inf, "sizes": (1, 2), 3: {"half": half, "empty": torch.empty(0, 2)}}
+    return {"model": net, "optimizer": optimizer, "user": user}
+
+
+@pytest.fixture
+def run(tmp_path, state):
+    """Return a run directory with two checkpoints."""
+    make(tmp_path / "run" / "checkpoints", 10, state)
+    make(tmp_path / "run" / "checkpoints", 20, state, world_size=3)
+    return tmp_path / "run"
+
+
+def names(folder: Path) -> list[str]:
+    """Return the names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_bit(file: Path) -> None:
+    """Damage a file in its middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_an_export_is_what_torch_save_would_have_written(run, state, tmp_path, capsys):
+    """Plain torch loads it with weights_only=True: whole tensors, and the values beside them."""
+    assert main(["export", str(run), "-o", str(tmp_path / "all.pt")]) == 0
+    assert "step 20" in capsys.readouterr().err
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert list(found) == ["model", "optimizer", "user"]
+    assert found["user"]["best"] == math.inf and found["user"]["sizes"] == (1, 2)
+    assert torch.equal(found["user"][3]["half"], state["user"][3]["half"])
+    assert found["user"][3]["empty"].shape == (0, 2)
+    torch.testing.assert_close(found["optimizer"], state["optimizer"].state_dict(), rtol=0, atol=0)
+    assert names(tmp_path) == ["all.pt", "run"]
+
+
+def test_one_key_of_an_older_step(run, state, tmp_path):
+    """The file holds just that object's state dict, which a fresh model takes."""
+    file = tmp_path / "model.pt"
+    assert main(["export", str(run), "--step", "10", "--key", "model", "-o", str(file)]) == 0
+    found = torch.load(file, weights_only=True)
+    net = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
+    net.load_state_dict(found)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(net.parameters(), state["model"].parameters(), strict=True)
+    )
+
+
+def test_an_export_passes_over_a_damaged_checkpoint(run, tmp_path, capsys):
+    """The newest good one is taken, and what was passed over is said."""
+    flip_a_bit(run / "checkpoints/step-00000020/shard-1.safetensors")
+    assert main(["export", str(run), "-o", str(tmp_path / "x.pt")]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000020 is damaged" in said and "wrote step 10" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--step", "15"], "no checkpoint of step 15, only step-00000020, step-00000010"),
+        (["--key", "modle"], "did you mean 'model'"),
+    ],
+)
+def test_an_export_of_what_is_not_there_is_refused(run, tmp_path, capsys, arguments, what):
+    """The error says what there is; no file is left."""
+    assert main(["export", str(run), "-o", str(tmp_path / "x.pt"), *arguments]) == 1
+    assert what in capsys.readouterr().err
+    assert names(tmp_path) == ["run"]
+
+
+def test_an_export_to_nowhere_is_refused(run, tmp_path, capsys):
+    """An output that can not be written is named."""
+    assert main(["export", str(run), "-o", str(tmp_path / "no/such/x.pt")]) == 1
+    assert "no/such/x.pt" in capsys.readouterr().err
+
+
+def test_an_export_does_not_replace_the_file_with_half_of_it(run, tmp_path, capsys):
+    """Where the disk is full, the old file stays, and nothing is left beside it."""
+    output = tmp_path / "x.pt"
+    output.write_text("old")
+    code = "import sys; from hpc_elastic.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "export", str(run), "-o", str(output)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "can not be written" in done.stderr
+    assert output.read_text() == "old"
+    assert names(tmp_path) == ["run", "x.pt"]
+
+
+def test_an_export_needs_no_memory_for_the_state(tmp_path):
+    """The state may be larger than what the process may have in memory of its own."""
+    size = 256 << 20
+    make(tmp_path / "big", 1, {"w": torch.arange(size // 4, dtype=torch.int32)})
+    code = (
+        "import sys, resource, torch; from hpc_elastic.cli.export import export\n"
+        "from pathlib import Path; import hpc_elastic.checkpoint.export\n"
+        "def private(): return sum(int(line.split()[1]) for line in open('/proc/self/status')"
+        " if line.startswith('RssAnon'))\n"
+        "before = private()\n"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), step=None, key=None)\n"
+        "print(private() - before)\n"
+    )
+    arguments = [sys.executable, "-c", code, str(tmp_path / "big"), str(tmp_path / "big.pt")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < size / 4
+    whole = torch.load(tmp_path / "big.pt", weights_only=True, mmap=True)["w"]
+    assert torch.equal(whole, torch.arange(size // 4, dtype=torch.int32))
+
+
+def test_verify_shows_all_checkpoints(run, capsys):
+    """A table of all, and exit code 0 where all are good."""
+    assert main(["verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "step-00000010" in said and "step-00000020" in said and "good" in said
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints"])
+def test_verify_names_what_is_damaged(run, capsys, where):
+    """Exit code 1, the file and what is wrong with it; the other checkpoint is good."""
+    flip_a_bit(run / "checkpoints/step-00000020/shard-2.safetensors")
+    assert main(["verify", str(run / where), "--json"]) == 1
+    newest, oldest = json.loads(capsys.readouterr().out)
+    assert newest["step"] == 20 and newest["world_size"] == 3
+    assert "shard-2.safetensors" in newest["problems"][0]
+    assert oldest["problems"] == []
+    assert main(["verify", str(run / where)]) == 1
+    assert "shard-2.safetensors" in capsys.readouterr().out
+
+
+def test_verify_of_one_checkpoint(run, capsys):
+    """The folder of one checkpoint will do; a damaged manifest is found."""
+    folder = run / "checkpoints/step-00000010"
+    assert main(["verify", str(folder)]) == 0
+    flip_a_bit(folder / MANIFEST)
+    assert main(["verify", str(folder)]) == 1
+
+
+def test_verify_without_checkpoints(tmp_path, capsys):
+    """The error says where they would be."""
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "has no checkpoints" in capsys.readouterr().err
+
+
+def test_verifying_needs_no_torch(run):
+    """A login node checks checkpoints without importing torch."""
+    code = (
+        "import sys; from hpc_elastic.cli.main import main\n"
+        "code = main(['verify', sys.argv[1], '--json']); assert 'torch' not in sys.modules\n"
+        "sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True)

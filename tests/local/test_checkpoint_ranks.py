@@ -1,0 +1,234 @@
+"""Several ranks save and restore together: all or nothing, and nobody waits for ever."""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from savers import names_in
+from torch import nn
+
+from hpc_elastic.checkpoint import Checkpointer, Options, saving
+from hpc_elastic.checkpoint.store import Store, read_manifest, verify
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
+
+PATIENCE_S = 60.0
+
+
+def state() -> dict[str, Any]:
+    """Return a model with enough to spread, an optimizer, and values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 400), nn.BatchNorm1d(400), nn.Linear(400, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": nn.parallel.DistributedDataParallel(model), "optimizer": optimizer, "v": {}}
+
+
+def train(parts: dict[str, Any], step: int) -> None:
+    """Make a step, on other data on each rank; random numbers are drawn on each."""
+    parts["model"](torch.randn(8, 300)).square().mean().backward()
+    parts["optimizer"].step()
+    parts["optimizer"].zero_grad()
+    parts["v"]["step"] = step
+
+
+def digest(parts: dict[str, Any]) -> str:
+    """Describe a state, but for what differs between ranks on purpose (statistics)."""
+    tensors = [p.detach().double().sum().item() for p in parts["model"].parameters()]
+    moments = [s["exp_avg"].double().sum().item() for s in parts["optimizer"].state.values()]
+    return repr((tensors, moments, parts["v"]))
+
+
+def save_some(rank: int, folder: Path, steps: int) -> tuple[str, float]:
+    """Train and save on every step; return the state and the next random number."""
+    torch.manual_seed(rank)
+    random.seed(rank)
+    parts = state()
+    torch.manual_seed(rank)
+    with Checkpointer(folder, parts) as c:
+        for step in range(1, steps + 1):
+            train(parts, step)
+            assert c.save(step)
+    assert c.failures == 0
+    return digest(parts), torch.rand(1).item() + random.random()
+
+
+def restore(rank: int, folder: Path) -> tuple[int | None, str, float]:
+    """Restore into a fresh state."""
+    parts = state()
+    step = Checkpointer(folder, parts).restore()
+    return step, digest(parts), torch.rand(1).item() + random.random()
+
+
+def test_all_ranks_go_on_where_they_were_under_any_world_size(tmp_path):
+    """2 ranks, then 2, 4 and 1: weights, moments, values, and the random numbers that are known."""
+    saved = run_ranks(save_some, 2, tmp_path, 3)
+    assert Store(tmp_path).steps() == [3, 2]
+    assert names_in(tmp_path) == ["step-00000002", "step-00000003"]
+    manifest = read_manifest(tmp_path / "step-00000003")
+    sizes = [entry.num_bytes for entry in manifest.files]
+    assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes), "the ranks share the writing"
+    again = run_ranks(restore, 2, tmp_path)
+    assert again == [(3, *on_rank) for on_rank in saved]
+    more, as_before = run_ranks(restore, 4, tmp_path), run_ranks(restore, 4, tmp_path)
+    assert more == as_before
+    assert {(step, found) for step, found, _ in more} == {(3, saved[0][0])}
+    drawn = [number for _, _, number in more]
+    assert drawn[:2] == [number for _, number in saved] and len(set(drawn)) == 4
+    assert run_ranks(restore, 1, tmp_path) == again[:1]
+
+
+# ---- one rank fails -----------------------------------------------------------------------
+
+
+def outcome(c: Checkpointer) -> str:
+    """Return what `wait` says."""
+    try:
+        c.wait()
+    except CheckpointError as e:
+        return f"{type(e).__name__}: {e}"
+    return "committed"
+
+
+def fail(*_: Any, **__: Any) -> None:
+    """Write nothing."""
+    raise OSError(28, "No space left on device")
+
+
+def one_fails(rank: int, folder: Path, culprit: int, asynchronous: bool) -> list[str]:
+    """Save with one rank's disk full; then with all well."""
+    parts = state()
+    options = Options(asynchronous=asynchronous, timeout_s=PATIENCE_S)
+    c = Checkpointer(folder, parts, options=options)
+    said = []
+    write = saving.write_part
+    for step in range(1, 4):
+        if rank == culprit:
+            saving.write_part = fail if step == 2 else write
+        c.save(step)
+        said.append(outcome(c))
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_one_rank_that_fails_ends_the_attempt_on_all(tmp_path, culprit, asynchronous):
+    """At once, with its reason; the next save works, and cleans up."""
+    said = run_ranks(one_fails, 2, tmp_path, culprit, asynchronous)
+    for rank, (first, second, third) in enumerate(said):
+        assert (first, third) == ("committed", "committed")
+        assert "No space left" in second
+        assert (f"rank {culprit} gave up" in second) == (rank != culprit)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def one_skips(rank: int, folder: Path) -> list[str]:
+    """Rank 1 is busy still when step 2 comes."""
+    c = Checkpointer(folder, state(), options=Options(when_busy="skip", timeout_s=PATIENCE_S))
+    c.save(1)
+    said = [outcome(c)]
+    busy = rank == 1
+    if busy:
+        c._save = saving.Save(c._context, 1, 99, None, urgent=False)
+    said.append(str(c.save(2)))
+    if busy:
+        c._save.end()
+        c._save = None
+    said.append(outcome(c))
+    c.save(3)
+    return [*said, outcome(c)]
+
+
+def test_a_step_that_one_rank_skips_is_nobodys(tmp_path):
+    """The others learn it at once, with the reason."""
+    said = run_ranks(one_skips, 2, tmp_path)
+    assert said[1] == ["committed", "False", "committed", "committed"]
+    assert said[0][:2] == ["committed", "True"] and said[0][3] == "committed"
+    assert "rank 1 gave up: step 1 is still being written" in said[0][2]
+    assert Store(tmp_path).steps() == [3, 1]
+
+
+def one_is_absent(rank: int, folder: Path) -> str:
+    """Rank 1 does not call save."""
+    c = Checkpointer(folder, state(), options=Options(timeout_s=0.5))
+    if rank == 0:
+        c.save(1)
+    said = outcome(c)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_does_not_save_is_named(tmp_path):
+    """After a time, and with what may be the reason."""
+    said = run_ranks(one_is_absent, 2, tmp_path)
+    assert "no parts from rank 1 within 0.5 s. Every rank has to call save()" in said[0]
+    assert Store(tmp_path).steps() == []
+
+
+def all_fenced(rank: int, folder: Path, records: Path) -> str:
+    """Another group is formed before the commit."""
+    c = Checkpointer(folder, state())
+    dist.barrier()
+    (records / "record.4.json").touch()
+    c.save(1)
+    return outcome(c)
+
+
+def test_a_fenced_group_commits_nothing_and_every_rank_knows(tmp_path):
+    """Rank 0 finds out; the others do not wait for it."""
+    folder, records = tmp_path / "c", tmp_path / "rdzv"
+    records.mkdir()
+    (records / "record.3.json").touch()
+    env = {"HPC_ELASTIC_FENCE": str(records / "record.3.json")}
+    said = run_ranks(all_fenced, 2, folder, records, env={0: env, 1: env})
+    assert CheckpointFencedError.__name__ in said[0]
+    assert "record 4 exists" in said[1]
+    assert Store(folder).steps() == []
+
+
+# ---- restoring ----------------------------------------------------------------------------
+
+
+def restore_or_say(rank: int, folder: Path) -> str:
+    """Restore; return the step, or the error."""
+    logging.disable()
+    try:
+        return str(restore(rank, folder)[0])
+    except CheckpointError as e:
+        return type(e).__name__
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds_damaged(tmp_path):
+    """Each checks its share of the files."""
+    run_ranks(save_some, 2, tmp_path, 2)
+    shard = tmp_path / "step-00000002" / "shard-1.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-9] ^= 1
+    shard.write_bytes(data)
+    assert len(verify(tmp_path / "step-00000002")) == 1
+    assert run_ranks(restore_or_say, 2, tmp_path) == ["1", "1"]
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    said = run_ranks(restore_or_say, 2, tmp_path)
+    assert said == [CheckpointCorruptError.__name__] * 2
+
+
+def one_does_not_fit(rank: int, folder: Path) -> str:
+    """Rank 1 has another model."""
+    made = {"x": torch.zeros(3 + rank)}
+    try:
+        Checkpointer(folder, made).restore()
+    except CheckpointError as e:
+        return str(e)
+    return "restored"
+
+
+def test_no_rank_goes_on_if_another_could_not_restore(tmp_path):
+    """Each of them raises."""
+    with Checkpointer(tmp_path, {"x": torch.ones(3)}) as c:
+        c.save(1)
+    said = run_ranks(one_does_not_fit, 2, tmp_path)
+    assert "another rank could not restore" in said[0] and "x has shape [3]" in said[1]

@@ -1,0 +1,312 @@
+"""What a save does to the training: blocks little, waits or skips, hurries, never ends it."""
+
+import errno
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from savers import Counter, checkpointer, names_in, restored, save_at
+
+from hpc_elastic import control
+from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.errors import CheckpointError
+
+PATIENCE_S = 30.0
+
+
+class Disk:
+    """A disk that writes the first block of a shard, and then stands still until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Event()
+        self.goes_on = threading.Event()
+        write_all = writer._write_all
+        monkeypatch.setattr(writer, "BLOCK_BYTES", 1 << 20)
+
+        def write(fd: int, block: bytes) -> None:
+            write_all(fd, block)
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.goes_on.wait(PATIENCE_S)
+
+        monkeypatch.setattr(writer, "_write_all", write)
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Iterator[Disk]:
+    """Stands still in the middle of asynchronous saves."""
+    made = Disk(monkeypatch)
+    yield made
+    made.goes_on.set()
+
+
+# ---- asynchronous -------------------------------------------------------------------------
+
+
+def test_the_state_may_change_as_soon_as_a_save_has_returned(tmp_path, disk):
+    """What is committed is the state as it was."""
+    counter = Counter()
+    c = checkpointer(tmp_path, counter)
+    assert save_at(c, counter, 1)
+    assert disk.reached.wait(PATIENCE_S)
+    counter.set(2)
+    assert Store(tmp_path).steps() == []
+    disk.goes_on.set()
+    c.wait()
+    assert restored(tmp_path) == 1
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, disk, caplog):
+    """And says so; both are committed."""
+    caplog.set_level(logging.INFO)
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as c, ThreadPoolExecutor(1) as pool:
+        save_at(c, counter, 1)
+        assert disk.reached.wait(PATIENCE_S)
+        second = pool.submit(save_at, c, counter, 2)
+        while "step 2 waits for step 1" not in caplog.text:
+            assert not second.done()
+        disk.goes_on.set()
+        assert second.result(PATIENCE_S) is True
+    assert Store(tmp_path).steps() == [2, 1]
+
+
+def test_a_second_save_is_skipped_if_so_wished(tmp_path, disk, caplog):
+    """With a line in the log, and without an error."""
+    counter = Counter()
+    with checkpointer(tmp_path, counter, when_busy="skip") as c:
+        save_at(c, counter, 1)
+        assert disk.reached.wait(PATIENCE_S)
+        assert save_at(c, counter, 2) is False
+        disk.goes_on.set()
+        c.wait()
+        assert save_at(c, counter, 3) is True
+    assert "step 2 is skipped: step 1 is still being written" in caplog.text
+    assert Store(tmp_path).steps() == [3, 1]
+    assert c.failures == 0
+
+
+def test_a_step_is_saved_once(tmp_path, disk):
+    """The same step again, under way or committed, costs nothing."""
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as c:
+        save_at(c, counter, 1)
+        assert disk.reached.wait(PATIENCE_S)
+        assert c.save(1) is True
+        disk.goes_on.set()
+        assert c.save(1, urgent=True) is True
+        inode = (tmp_path / "step-00000001").stat().st_ino
+        assert c.save(1) is True
+    assert (tmp_path / "step-00000001").stat().st_ino == inode
+
+
+def test_a_save_in_the_background_that_fails_does_not_end_the_training(
+    tmp_path, monkeypatch, caplog
+):
+    """It is logged and counted; `wait` says why, once; nothing is left; the next one works."""
+    counter = Counter()
+    c = checkpointer(tmp_path, counter)
+    save_at(c, counter, 1)
+    c.wait()
+    with monkeypatch.context() as m:
+        m.setattr(os, "fsync", fail)
+        assert save_at(c, counter, 2) is True
+        with pytest.raises(CheckpointError, match=r"step 2 was not written to .*Input/output") as e:
+            c.wait()
+    assert isinstance(e.value.__cause__, OSError)
+    assert "step 2 was not written" in caplog.text and c.failures == 1
+    assert names_in(tmp_path) == ["step-00000001"]
+    c.wait()
+    assert save_at(c, counter, 2) is True
+    c.close()
+    assert restored(tmp_path) == 2
+
+
+def fail(_: int) -> None:
+    """Stand for a disk that breaks."""
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_the_error_of_the_training_goes_before_that_of_a_save(tmp_path, monkeypatch):
+    """A `with` block that fails fails with its own error."""
+    counter = Counter()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ZeroDivisionError), checkpointer(tmp_path, counter) as c:
+        save_at(c, counter, 1)
+        raise ZeroDivisionError
+
+
+def test_buffers_are_used_again(tmp_path):
+    """So only the first save meets fresh memory, and that is made in the background."""
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as c:
+        memories = set()
+        for step in range(1, 5):
+            save_at(c, counter, step)
+            c.wait()
+            memories.add(id(c._snapshots._buffer._map))
+    assert len(memories) == 1
+
+
+# ---- urgent -------------------------------------------------------------------------------
+
+
+def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
+    """It leaves the older ones for later."""
+    counter = Counter()
+    with checkpointer(tmp_path, counter, keep_last=1) as c:
+        save_at(c, counter, 1)
+        counter.set(2)
+        assert c.save(2, urgent=True) is True
+        assert Store(tmp_path).steps() == [2, 1]
+    assert restored(tmp_path) == 2
+
+
+@pytest.mark.parametrize(("num_elements", "expected"), [(3_000_000, [2]), (300_000, [2, 1])])
+def test_an_urgent_save_gives_up_an_earlier_one_that_has_hardly_begun(
+    tmp_path, disk, monkeypatch, num_elements, expected, caplog
+):
+    """One that is mostly written is finished first."""
+    caplog.set_level(logging.INFO)
+    make_way = saving.Save.make_way
+
+    def make_way_and_go_on(save: saving.Save) -> None:
+        make_way(save)
+        disk.goes_on.set()
+
+    monkeypatch.setattr(saving.Save, "make_way", make_way_and_go_on)
+    counter = Counter(size=num_elements)
+    with checkpointer(tmp_path, counter) as c:
+        counter.set(1)
+        save = ThreadPoolExecutor(1).submit(c.save, 1)
+        assert save.result(PATIENCE_S) and disk.reached.wait(PATIENCE_S)
+        if expected == [2, 1]:  # its only block is written by now, but not counted
+            c._save._written = c._save.image.layout.num_bytes
+        counter.set(2)
+        assert c.save(2, urgent=True) is True
+    assert Store(tmp_path).steps() == expected
+    assert c.failures == 0
+    assert ("an urgent one took its place" in caplog.text) == (expected == [2])
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in sorted(expected)]
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch) -> control.ControlPage:
+    """Make this process a worker, with a page that its agent has made."""
+    folder = tmp_path / "control"
+    folder.mkdir()
+    made = control.ControlPage.create(folder, 0)
+    monkeypatch.setenv(control.DIRECTORY_VARIABLE, str(folder))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    return made
+
+
+def test_a_worker_that_is_asked_to_stay_commits_and_stays(tmp_path, page):
+    """The step is announced once it is committed, and not before."""
+    counter = Counter()
+    c = checkpointer(tmp_path / "c", counter)
+    page.hold(5)
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(save_at, c, counter, 3)
+        while page.read().held != 5:
+            assert not saved.done()
+        assert page.read().boundary == 3 and Store(tmp_path / "c").steps() == [3]
+        page.hold(0)
+        assert saved.result(PATIENCE_S) is True
+
+
+def test_a_commit_in_the_background_is_announced(tmp_path, page, disk):
+    """Without holding up anything; not before it is there."""
+    counter = Counter()
+    with checkpointer(tmp_path / "c", counter) as c:
+        save_at(c, counter, 3)
+        assert disk.reached.wait(PATIENCE_S)
+        assert page.read().boundary is None
+        disk.goes_on.set()
+    assert page.read().boundary == 3
+
+
+def test_a_save_that_failed_is_not_announced(tmp_path, page, monkeypatch):
+    """Neither an urgent one nor another; nobody stays for it."""
+    counter = Counter()
+    c = checkpointer(tmp_path / "c", counter)
+    monkeypatch.setattr(os, "fsync", fail)
+    page.hold(5)
+    assert c.save(3) is False
+    assert (page.read().boundary, page.read().held) == (None, 0)
+
+
+# ---- the program's end --------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from savers import Counter, checkpointer, save_at
+from hpc_elastic.checkpoint import group, saving
+
+if sys.argv[2] == "of two":  # the other rank is gone
+    saving.EXIT_PATIENCE_S = 0.2
+    group.Group.current = lambda: group.Group(0, 2, "p1")
+counter = Counter()
+save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(("which", "steps"), [("alone", [1]), ("of two", [])], ids=["a", "b"])
+def test_the_end_of_the_program_waits_for_a_save_but_not_for_ever(tmp_path, which, steps):
+    """A save under way is finished; one that can not be finished is given up."""
+    (tmp_path / "c").mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), which],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+    )
+    assert run.returncode == 7, run.stderr
+    assert Store(tmp_path / "c").steps() == steps
+
+
+# ---- random numbers -----------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    """Draw from every generator."""
+    normal = random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
+    return [random.random(), np.random.rand(), torch.rand(1).item(), *normal]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    """Those of Python, NumPy and torch, halves of pairs included."""
+    draw()
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as c:
+        save_at(c, counter, 1)
+    expected = [draw() for _ in range(3)]
+    assert expected[0] != expected[1]
+    assert restored(tmp_path) == 1
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_random_numbers_are_left_alone_if_so_wished(tmp_path):
+    """Whether they were saved or not."""
+    with Checkpointer(tmp_path, {"x": torch.zeros(3)}) as c:
+        c.save(1)
+    state = rng.capture()
+    c = Checkpointer(tmp_path, {"x": torch.zeros(3)}, options=Options(rng=False))
+    draw()
+    after = rng.capture()
+    assert c.restore() == 1
+    assert rng.capture() == after != state

@@ -1,0 +1,295 @@
+"""Whatever a training has comes back exactly, in place; what can not is refused at once."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.errors import CheckpointError, ConfigError, HpcElasticError
+
+
+def save(folder: Path, state: dict[str, Any], step: int = 1) -> None:
+    """Save a state."""
+    with Checkpointer(folder, state) as c:
+        assert c.save(step)
+
+
+def there_and_back(folder: Path, made: Any, fresh: Any) -> Any:
+    """Save one object, and restore it into another one."""
+    save(folder, {"it": made})
+    assert Checkpointer(folder, {"it": fresh}).restore() == 1
+    return fresh
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, *schedulers: Any) -> None:
+    """Make a step."""
+    net(torch.randn(4, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for scheduler in schedulers:
+        scheduler.step()
+
+
+def net() -> nn.Module:
+    """Return a model with buffers, and with weights under two names."""
+    made = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.LayerNorm(6))
+    made[2].weight = made[0].weight
+    return made
+
+
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    lambda p: torch.optim.Adam(p, amsgrad=True),
+    lambda p: torch.optim.Adagrad(p),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_training_goes_on_bit_for_bit(tmp_path, make):
+    """With a fresh model, optimizer and schedulers; random numbers included."""
+
+    def begin() -> tuple[Any, ...]:
+        model = net()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() == 1]},
+        ]
+        optimizer = make(groups)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 4])
+        return model, optimizer, steps
+
+    def state(parts: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer", "scheduler"), parts, strict=True))
+
+    parts = begin()
+    for _ in range(3):
+        train(*parts)
+    save(tmp_path, state(parts))
+    for _ in range(3):
+        train(*parts)
+    others = begin()
+    assert Checkpointer(tmp_path, state(others)).restore() == 1
+    for _ in range(3):
+        train(*others)
+    for a, b in zip(parts, others, strict=True):
+        assert repr(a.state_dict()) == repr(b.state_dict())
+
+
+def test_tensors_are_filled_in_place(tmp_path):
+    """Who holds one sees the restored numbers: parameters, bare tensors, those in a dict."""
+    values = {"deep": [{"t": torch.arange(3.0)}]}
+    model, bare = net(), torch.arange(5)
+    expected = copy.deepcopy((model.state_dict(), bare, values))
+    state = {"model": model, "bare": bare, "values": values}
+    save(tmp_path, state)
+    weight, inner = model[0].weight, values["deep"][0]["t"]
+    with torch.no_grad():
+        weight.zero_()
+        bare.zero_()
+        inner.zero_()
+    values["new"] = 1
+    Checkpointer(tmp_path, state).restore()
+    assert repr((model.state_dict(), bare, values)) == repr(expected)
+    assert model[0].weight is weight and weight.any() and values["deep"][0]["t"] is inner
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return tensors of every type, and of awkward forms."""
+    random_bytes = torch.randint(0, 2, (3 * 16 * 5,), dtype=torch.uint8)
+    made = {
+        str(dtype): (random_bytes.bool() if dtype is torch.bool else random_bytes.view(dtype))
+        for dtype in DTYPES
+    }
+    base = torch.randn(40, 30)
+    return {
+        **made,
+        "scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "transposed": base.t(),
+        "strided": base[::3, 1::2], "expanded": base[:1].expand(7, 30),
+        "conj": torch.randn(3, dtype=torch.complex64).conj(), "neg": torch._neg_view(base[0]),
+        "large": torch.randn(300, 1000), "large.t": torch.randn(300, 1000).t(),
+        "parameter": nn.Parameter(base.clone()), "a/b": base[1], "größe": base[2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_tensors_of_every_type_and_form_come_back(tmp_path, urgent):
+    """From a copy, and from the memory that they stand in."""
+    made = {"all": tensors()}
+    expected = {
+        name: t.detach().clone(memory_format=torch.contiguous_format)
+        for name, t in made["all"].items()
+    }
+    with Checkpointer(tmp_path, made) as c:
+        assert c.save(1, urgent=urgent)
+    fresh: dict[str, Any] = {}
+    Checkpointer(tmp_path, {"all": fresh}).restore()
+    assert list(fresh) == list(expected)
+    for name, tensor in expected.items():
+        found = fresh[name]
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+        assert bytes_of(found) == bytes_of(tensor), name
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the elements as bytes, not-a-number included."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def test_numpy_arrays_and_numbers_come_back(tmp_path):
+    """With their types; also what is read-only, or lies across the memory."""
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    made = {
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3), "across": np.eye(3)[:, 1:],
+        "fixed": fixed, "zero": np.array(3.0), "number": np.float32(0.1), "flag": np.bool_(True),
+    }  # fmt: skip
+    fresh = there_and_back(tmp_path, made, {})
+    for key, value in made.items():
+        assert type(fresh[key]) is type(value) and fresh[key].dtype == value.dtype
+        np.testing.assert_array_equal(fresh[key], value)
+
+
+def test_a_shard_is_a_safetensors_file(tmp_path):
+    """Any reader of that format can open it; the data begins at a page."""
+    model = net()
+    save(tmp_path, {"model": model})
+    path = tmp_path / "step-00000001" / "shard-0.safetensors"
+    found = load_file(path)
+    assert set(found) == {f"model/{name}" for name in model.state_dict()}
+    assert torch.equal(found["model/0.weight"], model[0].weight)
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 4096 == 0
+
+
+def test_a_modules_own_ways_to_load_are_kept(tmp_path):
+    """Hooks and the version of its format see what they would from torch.load."""
+
+    class Old(nn.Linear):
+        _version = 3
+        seen = None
+
+        def _load_from_state_dict(self, state_dict, prefix, metadata, *args):
+            Old.seen = metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+    there_and_back(tmp_path, Old(3, 3), Old(3, 3))
+    assert Old.seen == 3
+
+
+# ---- what does not fit --------------------------------------------------------------------
+
+
+def test_other_keys_are_refused_by_name(tmp_path, caplog):
+    """Unless the user says that he means it."""
+    save(tmp_path, {"model": net(), "ema": torch.ones(2)})
+    state = {"model": net(), "sampler": {"at": 1}}
+    with pytest.raises(CheckpointError, match=r"no \['sampler'\].*no \['ema'\].*strict=False"):
+        Checkpointer(tmp_path, state).restore()
+    assert Checkpointer(tmp_path, state, options=Options(strict=False)).restore() == 1
+    assert state["sampler"] == {"at": 1} and "left alone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Linear(6, 7), nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 6, bias=False),
+        nn.Sequential(nn.Linear(6, 6)),
+    ],
+)  # fmt: skip
+def test_another_model_is_refused_by_name(tmp_path, other):
+    """Another shape, another type, less or other parameters."""
+    save(tmp_path, {"model": nn.Linear(6, 6)})
+    with pytest.raises(CheckpointError, match=r"(?s)model.*(weight|bias)"):
+        Checkpointer(tmp_path, {"model": other}).restore()
+
+
+def test_an_object_that_can_not_load_is_named(tmp_path):
+    """With its own error as the cause."""
+
+    class Fragile:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("b")
+
+    save(tmp_path, {"it": Fragile()})
+    with pytest.raises(CheckpointError, match=r"it: Fragile\.load_state_dict: 'b'") as e:
+        Checkpointer(tmp_path, {"it": Fragile()}).restore()
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+class Holds:
+    """An object whose state holds something."""
+
+    def __init__(self, what: object) -> None:
+        self._what = what
+
+    def state_dict(self) -> dict[str, object]:
+        """Return it, deep inside."""
+        return {"a": [self._what]}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "state={}: give a mapping"),
+        (net(), "(?s)state=Sequential.*give a mapping"),
+        ({1: net()}, "state=1: its keys have to be texts"),
+        ({"f": len}, "state: f=.*state_dict"),
+        ({"net": Holds({1, 2})}, r"state: net/a/0=<class 'set'>: .*Convert it"),
+        ({"v": {"x": {"y": b"1"}}}, r"state: v/x/y=<class 'bytes'>"),
+        ({"v": {"x": np.array(["a"])}}, r"state: v/x=<class 'numpy.ndarray'>"),
+        ({"v": {"1": torch.ones(1), 1: torch.ones(1)}}, "v/1=.*two keys"),
+        ({"v": {"s": torch.ones(3).to_sparse()}}, "v/s is sparse"),
+        ({"v": {"m": torch.ones(3, device="meta")}}, "v/m is on the meta device"),
+    ],
+)
+def test_what_can_not_be_stored_is_refused_at_construction(tmp_path, state, message):
+    """With its path and a remedy; not hours later."""
+    with pytest.raises(HpcElasticError, match=message):
+        Checkpointer(tmp_path, state)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
+def test_a_step_is_a_count(tmp_path, step):
+    """Whatever counts as an integer; nothing else."""
+    c = Checkpointer(tmp_path, {"x": torch.zeros(1)})
+    with pytest.raises(ConfigError, match=rf"step={step!r}"):
+        c.save(step)
+    assert c.save(np.int64(3), urgent=True)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"when_busy": "drop"}, {"replicated": "all"}, {"timeout_s": 0}], ids=str
+)
+def test_wrong_options_are_refused(wrong):
+    """By name."""
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*give"):
+        Options(**wrong)
+
+
+def test_several_ranks_need_a_process_group(tmp_path, monkeypatch):
+    """Else each would take itself for the only one."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(CheckpointError, match=r"WORLD_SIZE=4.*init_process_group"):
+        Checkpointer(tmp_path, {"x": torch.zeros(1)})

@@ -1,0 +1,221 @@
+"""The parts of near memory: copies over TCP, who keeps them, and the agents' folders."""
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.checkpoint import Tiers
+from hpc_elastic.checkpoint.gathering import Nodes
+from hpc_elastic.checkpoint.manifest import FileEntry, Part, checksum_of
+from hpc_elastic.checkpoint.memory import (
+    Memory,
+    Save,
+    agent_folder,
+    base_folder,
+    free_bytes,
+    remove_leftovers,
+)
+from hpc_elastic.checkpoint.neighbour import Receiver, _Channel, push
+from hpc_elastic.checkpoint.peers import Peer, choose_neighbour
+from hpc_elastic.checkpoint.tiers import complete, lacking_room
+from hpc_elastic.errors import CheckpointError, ConfigError
+
+KEY = b"k" * 32
+GIB = 1 << 30
+
+
+# ---- copies over TCP ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """Return a memory."""
+    folder = tmp_path / "there"
+    folder.mkdir()
+    return Memory(folder)
+
+
+@pytest.fixture
+def receiver(memory):
+    """Return a receiver of copies."""
+    made = Receiver(memory, KEY, ["127.0.0.1"])
+    yield made
+    made.close()
+
+
+def part(folder: Path, rank: int = 1, data: bytes = b"x" * 5_000_000, name: str = "") -> Part:
+    """Write a rank's files."""
+    folder.mkdir(exist_ok=True)
+    name = name or f"shard-{rank}.safetensors"
+    (folder / name).write_bytes(data)
+    made = Part(rank, (FileEntry(name, len(data), checksum_of(data)),), {}, {}, {})
+    (folder / f"part-{rank}.json").write_text(made.to_json())
+    return made
+
+
+SAVE = Save(7, 3, 2)
+
+
+def test_a_copy_is_complete_and_verified(tmp_path, memory, receiver):
+    """The neighbour has the files, and they are good."""
+    part(tmp_path / "here")
+    push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    assert memory.saves() == {SAVE: [1]}
+    assert list(memory.good_parts(SAVE, [1])) == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"save": [7, 3]}, "no save"),
+        ({"save": [7, 3, 1]}, "rank 1 of 1"),
+        ({"save": ["/etc", 3, 2]}, "no save"),
+        ({"save": [-7, 3, 2]}, "no save"),
+        ({"part": "{}"}, "Corrupt"),
+        ({"part": 5}, "Corrupt|Error"),
+        ({"checksum": "xxh3_64:0000000000000000"}, "was changed on its way"),
+        ({"name": "owner"}, "no name of a shard"),
+        ({"name": "../shard-1"}, "name"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_copy_that_is_not_as_it_should_be_is_refused(tmp_path, memory, receiver, change, why):
+    """Even of one who has the key: nothing is left behind, and the sender hears why."""
+    made = part(tmp_path / "here", data=b"x")
+    file = dataclasses.replace(
+        made.files[0],
+        **{key: value for key, value in change.items() if key in ("name", "checksum")},
+    )
+    text = dataclasses.replace(made, files=(file,)).to_json()
+    message = {"save": [7, 3, 2], "part": text} | change
+    with socket.create_connection(receiver.address) as sock:
+        channel = _Channel.as_client(sock, KEY)
+        channel.send(message)
+        sock.sendall(b"x")
+        assert re.search(why, channel.receive()["problem"])
+    assert memory.saves().get(SAVE, []) == []
+    assert not [path for path in tmp_path.glob("there/**/*") if path.is_file()]
+
+
+def test_a_stranger_gets_nowhere(tmp_path, memory, receiver):
+    """Without the key there is no copy, in either direction; the receiver serves on."""
+    part(tmp_path / "here")
+    with pytest.raises((CheckpointError, OSError)):
+        push(receiver.address, b"another key", SAVE, tmp_path / "here", 1)
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
+        with socket.create_connection(receiver.address) as sock:
+            sock.sendall(said)
+    assert memory.saves() == {}
+    push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    assert memory.saves() == {SAVE: [1]}
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(tmp_path, memory, receiver):
+    """The sender dies in the middle of a file: the rank's part is not there."""
+    made = part(tmp_path / "here", data=b"x" * 50_000_000)
+    (tmp_path / "here" / made.files[0].name).write_bytes(b"x" * 1000)
+    with pytest.raises((CheckpointError, OSError)):
+        push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    receiver.close()
+    assert memory.saves().get(SAVE, []) == []
+
+
+# ---- decisions ----------------------------------------------------------------------------
+
+
+def peers(*nodes_: int) -> list[Peer]:
+    """Return workers on these nodes."""
+    return [
+        Peer(rank, node, nodes_[:rank].count(node), f"10.0.0.{node}", 1)
+        for rank, node in enumerate(nodes_)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ((0, 0), [None, None]),
+        ((0, 1), [1, 0]),
+        ((0, 0, 1, 1, 5, 5), [2, 3, 4, 5, 0, 1]),
+        ((0, 0, 0, 1), [3, 3, 3, 0]),
+    ],
+)
+def test_the_neighbour_is_on_the_next_node(where, expected):
+    """In a ring of nodes, with the same place there if there is one."""
+    chosen = [choose_neighbour(peers(*where), rank) for rank in range(len(where))]
+    assert [c and c.rank for c in chosen] == expected
+
+
+def test_a_save_counts_if_every_rank_is_somewhere():
+    """Parts may be on several nodes; those of other groups do not count."""
+    rows = [(5, 1, 2, 0), (5, 1, 2, 0), (5, 2, 2, 1), (4, 1, 2, 1), (4, 1, 2, 0), (3, 1, 1, 0)]
+    assert complete(rows) == [Save(3, 1, 1), Save(4, 1, 2)]
+
+
+def test_room_is_needed_for_three_steps_and_the_neighbours():
+    """Each node keeps its own and those of the node before it."""
+    where = Nodes((0, 0, 1))
+    rows = [(1 * GIB, 30 * GIB), (1 * GIB, 30 * GIB), (4 * GIB, 17 * GIB)]
+    assert lacking_room(where, rows, copies=False) is None
+    assert lacking_room(where, rows, copies=True) == (1, 18 * GIB, 17 * GIB)
+
+
+# ---- memory of agents ---------------------------------------------------------------------
+
+AGENT = """
+import sys, time
+from pathlib import Path
+from hpc_elastic.checkpoint.memory import agent_folder
+with agent_folder(Path(sys.argv[1])) as folder:
+    (folder / "page").write_text("")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_agent_left_is_removed_by_the_next(tmp_path):
+    """Folders of living agents, and of others, stay."""
+
+    def start() -> tuple[subprocess.Popen, Path]:
+        agent = subprocess.Popen(
+            [sys.executable, "-c", AGENT, str(tmp_path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        return agent, Path(agent.stdout.readline().strip())
+
+    living, kept = start()
+    killed, left = start()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    (tmp_path / "hpc_elastic-1000").mkdir()
+    assert left.is_dir()
+    with agent_folder(tmp_path) as mine:
+        assert not left.exists() and (kept / "page").exists() and mine.is_dir()
+        remove_leftovers(tmp_path)
+        assert kept.is_dir() and mine.is_dir()
+    living.communicate("")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hpc_elastic-1000"]
+
+
+def test_the_memory_of_a_run_is_its_agents(tmp_path, monkeypatch):
+    """In a run it is below the agent's folder, for this user only."""
+    monkeypatch.setenv("HPC_ELASTIC_CONTROL_DIR", str(tmp_path))
+    folder = base_folder()
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
+
+
+def test_memory_that_can_not_be_used_is_named(tmp_path):
+    """The error names the folder, and what to do."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="give another folder"):
+        base_folder(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match="shared_every"):
+        Tiers(shared_every=0)
+    assert 0 < free_bytes(tmp_path) < 1 << 60

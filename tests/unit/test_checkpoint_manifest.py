@@ -1,0 +1,170 @@
+"""The manifest: all parts make one checkpoint, or the reason is named; damage is found."""
+
+import contextlib
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.checkpoint.manifest import (
+    Chunk,
+    FileEntry,
+    Manifest,
+    Part,
+    TensorEntry,
+    coverage_problem,
+    merge,
+    seal,
+)  # fmt: skip
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+
+def chunk(offsets, sizes, file="shard-0.safetensors") -> Chunk:
+    """A box."""
+    return Chunk(tuple(offsets), tuple(sizes), file, "w")
+
+
+def part(rank: int, *boxes, shape=(4, 3), dtype="float32") -> Part:
+    """A rank's part with one tensor."""
+    file = f"shard-{rank}.safetensors"
+    chunks = tuple(chunk(o, s, file) for o, s in boxes)
+    tensors = {"net/w": TensorEntry(shape, dtype, chunks)} if boxes else {}
+    values = {"user": {"rank": rank}}
+    return Part(rank, (FileEntry(file, 10, "xxh3_64:0f"),), tensors, values, {"rng": [rank]})
+
+
+UPPER, LOWER = ((0, 0), (2, 3)), ((2, 0), (2, 3))
+
+
+def merged(*parts: Part, world_size: int = 2) -> Manifest:
+    """Merge parts of step 7."""
+    return merge(parts, step=7, world_size=world_size, created=1.5)
+
+
+def test_the_parts_of_all_ranks_make_one_checkpoint():
+    """In whatever order they come; values are rank 0's, other things each rank's own."""
+    manifest = merged(part(1, LOWER), part(0, UPPER))
+    assert [c.offsets for c in manifest.tensors["net/w"].chunks] == [(0, 0), (2, 0)]
+    assert [f.name for f in manifest.files] == ["shard-0.safetensors", "shard-1.safetensors"]
+    assert manifest.values == {"user": {"rank": 0}}
+    assert manifest.rank_values == {0: {"rng": [0]}, 1: {"rng": [1]}}
+
+
+def test_text_gives_back_the_same():
+    """Parts and manifests."""
+    manifest = merged(part(0, UPPER), part(1, LOWER))
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert Part.from_json(part(1, LOWER).to_json()) == part(1, LOWER)
+
+
+def test_missing_ranks_are_named():
+    """Those that never wrote their part."""
+    with pytest.raises(CheckpointError, match="step 7: no part from rank 0, 2"):
+        merged(part(1, LOWER), world_size=3)
+
+
+def test_a_hole_is_named():
+    """No rank wrote the lower half."""
+    with pytest.raises(CheckpointError, match=r"net/w\[4, 3\] has a hole"):
+        merged(part(0, UPPER), part(1))
+
+
+def test_ranks_may_write_the_same_box():
+    """The lower rank's counts."""
+    manifest = merged(part(0, UPPER), part(1, UPPER, LOWER))
+    files = [c.file for c in manifest.tensors["net/w"].chunks]
+    assert files == ["shard-0.safetensors", "shard-1.safetensors"]
+
+
+def test_boxes_may_not_overlap():
+    """It would be unclear what holds."""
+    with pytest.raises(CheckpointError, match="stored twice"):
+        merged(part(0, UPPER), part(1, ((1, 0), (3, 3))))
+
+
+@pytest.mark.parametrize("other", [{"shape": (5, 3)}, {"dtype": "float64"}])
+def test_ranks_have_to_agree_on_a_tensor(other):
+    """Shape and type."""
+    with pytest.raises(CheckpointError, match="on rank 1"):
+        merged(part(0, UPPER), part(1, LOWER, **other))
+
+
+def grid(shape, cuts):
+    """All boxes of a regular grid."""
+    edges = [[0, *c, size] for c, size in zip(cuts, shape, strict=True)]
+    for starts in itertools.product(*[list(itertools.pairwise(e)) for e in edges]):
+        yield chunk([a for a, _ in starts], [b - a for a, b in starts])
+
+
+def test_a_grid_covers_a_tensor_and_no_box_can_be_left_out():
+    """Over random cuts in up to three dimensions."""
+    random.seed(0)
+    for _ in range(50):
+        shape = [random.randint(1, 6) for _ in range(random.randint(0, 3))]
+        cuts = [sorted(random.sample(range(1, n), random.randint(0, n - 1))) for n in shape]
+        boxes = list(grid(shape, cuts))
+        assert coverage_problem(shape, boxes) is None
+        left_out = random.choice(boxes)
+        assert "hole" in coverage_problem(shape, [b for b in boxes if b is not left_out])
+
+
+def test_boxes_need_not_be_a_grid():
+    """One half whole, the other one cut."""
+    boxes = [chunk((0, 0), (2, 4)), chunk((2, 0), (2, 1)), chunk((2, 1), (2, 3))]
+    assert coverage_problem((4, 4), boxes) is None
+
+
+def test_empty_tensors_and_shards_need_no_bytes():
+    """As uneven sharding leaves them."""
+    assert coverage_problem((0, 5), []) is None
+    assert coverage_problem((2,), [chunk((0,), (2,)), chunk((2,), (0,))]) is None
+
+
+@pytest.mark.parametrize("box", [((3, 0), (2, 3)), ((-1, 0), (4, 3)), ((0,), (4,))])
+def test_a_box_outside_of_its_tensor_is_refused(box):
+    """Whatever wrote it."""
+    assert "outside" in coverage_problem((4, 3), [chunk(*box)])
+
+
+def test_any_changed_character_is_found():
+    """Whatever is read from a changed text is the same, or nothing."""
+    text = merged(part(0, UPPER), part(1, LOWER)).to_json()
+    original = Manifest.from_json(text)
+    for i in range(len(text)):
+        changed = text[:i] + chr(ord(text[i]) ^ 1) + text[i + 1 :]
+        with contextlib.suppress(CheckpointCorruptError):
+            assert Manifest.from_json(changed) == original
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, -1])
+def test_a_truncated_text_is_found(length):
+    """At any length."""
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(merged(part(0, UPPER), part(1, LOWER)).to_json()[:length])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "[" * 100_000, '{"checksum": 1}', seal({}), seal({"version": "1"}),
+     seal({"version": 1, "step": 1, "world_size": 1, "created": 0, "files": [[]]})],
+)  # fmt: skip
+def test_what_is_no_manifest_is_refused(text):
+    """As damaged, never as another error."""
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(text)
+
+
+def test_a_later_format_is_not_guessed_at():
+    """The message says what to do."""
+    text = replace(merged(part(0, UPPER), part(1, LOWER)), version=2).to_json()
+    with pytest.raises(CheckpointCorruptError, match="install a later one"):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", ".hidden", "", "a\0b"])
+def test_no_file_outside_of_the_folder_is_named(name):
+    """A manifest may come from somebody else."""
+    bad = replace(part(0, UPPER), files=(FileEntry(name, 1, "xxh3_64:0"),))
+    with pytest.raises(CheckpointCorruptError, match="no file name"):
+        Part.from_json(bad.to_json())

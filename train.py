@@ -4,9 +4,9 @@
     python train.py launcher=slurm nodes=1:4          one to four nodes of a Slurm cluster
     python train.py -m launcher=slurm nodes=1:4 lr=0.1,0.01          a sweep
 
-Ordinary DistributedDataParallel code. When a node comes or goes, every worker is started again in
-a group of the new size, so two habits make a script elastic: resume from the newest checkpoint,
-and divide one fixed global batch among however many workers there are.
+Ordinary DistributedDataParallel code. When nodes come or go, every worker starts again in a group
+of the new size, at the step that was saved: no step is made twice for a node whose leaving was
+announced, no sample is seen twice or never, and the batch stays the same for any number of nodes.
 """
 
 import os
@@ -23,9 +23,10 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import checkpoint_boundary, fence, report  # optional: see the README
+from hpc_elastic import Checkpointer, report, should_checkpoint
+from hpc_elastic.data import ElasticSampler
 
 
 @hydra.main(version_base=None, config_path=".", config_name="train")
@@ -58,54 +59,41 @@ def digits(device: torch.device) -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Module:
-    """Train to the last epoch, starting after the newest one that has a checkpoint."""
+    """Train to the last epoch, from where the newest checkpoint left off."""
     torch.manual_seed(cfg.seed)
     net = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 10)).to(
         device
     )
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True)
+    sampler = ElasticSampler(len(data), cfg.seed, batch=cfg.batch_size)
+    batches = DataLoader(data, batch_sampler=sampler)
+    state = {"net": net, "optimizer": optimizer, "sampler": sampler}
+    checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
+    checkpoints.restore()
 
-    checkpoint = Path(HydraConfig.get().runtime.output_dir, "checkpoint.pt")
-    first_epoch = 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, map_location=device, weights_only=True)
-        net.load_state_dict(state["net"])
-        optimizer.load_state_dict(state["optimizer"])
-        first_epoch = state["epoch"] + 1
-
-    world_size = dist.get_world_size()
-    sampler = DistributedSampler(data, seed=cfg.seed)
-    batches = DataLoader(data, max(1, cfg.batch_size // world_size), sampler=sampler)
     model = DistributedDataParallel(net)
-    total_steps = cfg.epochs * len(batches)
-    for epoch in range(first_epoch, cfg.epochs):
-        sampler.set_epoch(epoch)
+    total_steps = cfg.epochs * sampler.num_batches
+    for epoch in sampler.epochs(cfg.epochs):
         loss_sum = torch.zeros((), device=device)
-        for i, (images, labels) in enumerate(batches):
-            loss = cross_entropy(model(images), labels)
+        for batch in sampler.batches(batches):
             optimizer.zero_grad()
-            loss.backward()
+            for (images, labels), weight in batch.parts(model):
+                loss = weight * cross_entropy(model(images), labels)
+                loss.backward()
+                loss_sum += loss.detach()
             optimizer.step()
-            loss_sum += loss.detach()
-            step = epoch * len(batches) + i + 1
-            report(step=step, loss=loss.item(), total_steps=total_steps)
+            report(step=batch.step, loss=loss.item(), total_steps=total_steps)
             time.sleep(cfg.pause_s)
+            if should_checkpoint(batch.step, every_s=cfg.save_every_s):
+                checkpoints.save(batch.step)
 
         dist.all_reduce(loss_sum)
         if dist.get_rank() == 0:
-            save(checkpoint, net=net.state_dict(), optimizer=optimizer.state_dict(), epoch=epoch)
-            mean_loss = loss_sum.item() / (len(batches) * world_size)
+            world_size = dist.get_world_size()
+            mean_loss = loss_sum.item() / world_size / sampler.num_batches
             print(f"epoch {epoch}: loss {mean_loss:.4f} (world size {world_size})", flush=True)
-        checkpoint_boundary(step=(epoch + 1) * len(batches))  # a good moment for nodes to join
+    checkpoints.save(total_steps)
     return net
-
-
-def save(path: Path, **state: object) -> None:
-    """Replace a checkpoint in one step: whoever is killed here leaves the old one or the new."""
-    staged = path.with_suffix(".tmp")
-    torch.save(state, staged)
-    fence.check()
-    staged.replace(path)
 
 
 @torch.no_grad()

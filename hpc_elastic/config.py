@@ -80,6 +80,22 @@ class LauncherSettings:
     min_wait_s: float | None = 300.0
     """Below min nodes, a node waits this long for others and then goes back to the queue; null
     waits for as long as the job may run."""
+    max_attempts_without_progress: int = 3
+    """So many rounds in a row that end by workers' own failures, with no new checkpoint, end the
+    run with the first of these errors, whatever ``max_restarts`` would still allow."""
+    max_requeues: int | None = None
+    """How often the task of each node may go back to the queue; null: as often as it has to."""
+    notice_s: float = 120.0
+    """A node is left so many seconds before its wall time ends, or after the user signal; never
+    more than a tenth of the time limit."""
+    grace_s: float | None = None
+    """Seconds between SIGTERM and SIGKILL when a node is taken, to save in; null asks Slurm at the
+    submission (GraceTime of the partition, and KillWait)."""
+    notice_signal: Literal["USR1", "USR2"] = "USR2"
+    """The user signal: ``scancel --signal=USR2 JOB`` lets the run save and leave the node."""
+    global_batch: int | None = None
+    """The global batch that the script keeps constant (`hpc_elastic.data.ElasticBatch`): more
+    workers than it has samples are refused at the submission. A script finds it in its config."""
     interface: str | None = None
     """Network interface the agents reach each other by, such as ``ib0``; null finds it."""
     wait: bool = True

@@ -129,7 +129,7 @@ class ControlPage:
 
     def _is_agreed(self, step: int, proposal: int) -> bool:
         until = time.monotonic() + LONGEST_WAIT_S
-        while proposal != _NO_PROPOSAL and proposal & (1 << _STEP_BITS) - 1 == step:
+        while proposal != _NO_PROPOSAL and _step_of(proposal) == step:
             number = proposal >> _STEP_BITS
             self._numbers[_WAITING] = number
             if self._numbers[_CONFIRMED] == number:
@@ -158,16 +158,23 @@ class ControlPage:
     def pass_boundary(self, step: int) -> bool:
         """Announce the checkpoint of a step, and stay while the agent asks for it (worker).
 
+        While a later step is proposed it goes on: the others wait for it there.
+
         Returns:
             Whether the worker may go on; False if it was held for too long.
         """
         self.announce(step)
         until = time.monotonic() + LONGEST_HOLD_S
-        while (request := self._numbers[_HOLD]) and time.monotonic() < until:
+        while (request := self._held_at(step)) and time.monotonic() < until:
             self._numbers[_HELD] = request
             time.sleep(_LOOK_AGAIN_S)
         self._numbers[_HELD] = 0
         return time.monotonic() < until
+
+    def _held_at(self, step: int) -> int:
+        """Return the request to stay at a checkpoint; 0: go on."""
+        is_last = _step_of(self._numbers[_PROPOSAL]) <= step
+        return self._numbers[_HOLD] if is_last else 0
 
     @property
     def is_held(self) -> bool:
@@ -219,6 +226,10 @@ class ControlPage:
             wanted=numbers[_WANTED],
             leave_by=_given(self._floats[_LEAVE_BY]),
         )
+
+
+def _step_of(proposal: int) -> int:
+    return proposal & (1 << _STEP_BITS) - 1
 
 
 def _known(value: int) -> int | None:

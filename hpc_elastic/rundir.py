@@ -9,6 +9,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
     <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
+    <sweep>/.hpc_elastic/array-<k>.replaced/  which jobs stand in place of tasks that are gone
     <sweep>/.hpc_elastic/local-tasks.json launcher=local: what its tasks are at
     <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
@@ -16,6 +17,10 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
     <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
+    <run>/notice/                         a file named like a task or a node: it is to be left
+    <run>/excluded.json                   nodes that the run is not to get again, and why
+    <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
+    <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker
     <run>/events/<task>.jsonl             what happened, one JSON object a line
     <run>/results/                        return values of the workers, by rank
@@ -77,6 +82,14 @@ class RunSpec:
     grow_after_s: float = 60.0
     min_wait_s: float | None = 300.0
     interface: str | None = None
+    max_attempts_without_progress: int = 3
+    max_requeues: int | None = None
+    notice_s: float = 120.0
+    grace_s: float = 30.0
+    """Seconds between SIGTERM and SIGKILL when a task is preempted."""
+    kill_wait_s: float = 30.0
+    """The same when it is cancelled, or out of time."""
+    notice_signal: Literal["USR1", "USR2"] = "USR2"
     gang: bool = False
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     env: dict[str, str] = field(default_factory=dict)
@@ -164,6 +177,11 @@ class RunDir:
     def result(self) -> Path:
         """How the run ended; exists once it has."""
         return self.path / "result.json"
+
+    @property
+    def notices(self) -> Path:
+        """Folder of notice files: a file named like a task, a host, or ``all`` asks to leave."""
+        return self.path / "notice"
 
     def attempt(self, task: str, attempt: int) -> Path:
         """Return the log folder of one attempt of one task."""

@@ -15,16 +15,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hpc_elastic.rendezvous.following import (
-    Claim,
-    Connect,
-    Effect,
-    Following,
-    HangUp,
-    Look,
-    Say,
-    Tell,
-)
+from hpc_elastic.rendezvous.agent_effects import Claim, Connect, Effect, HangUp, Look, Say, Tell
+from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.stream import Stream, connect

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Leader, Office
-from hpc_elastic.rendezvous.leadership import Liveness
 from hpc_elastic.rendezvous.listener import Listener
-from hpc_elastic.rendezvous.machine import Rules
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
 from rendezvous_scale.process import allow_files

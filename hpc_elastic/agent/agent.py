@@ -4,13 +4,13 @@ torch's agent counts restarts for itself, on each node, and takes a collective t
 peer died for a failure of its own worker. Here an agent reports what happened and waits for the
 leader, who sees all nodes: he calls for another round, or ends the run.
 
-Workers are made from spares (`hpc_elastic.agent.spares`) where there are any. torch makes every
-worker's process in one function, which `_made_from` replaces for as long as a group is started.
+While this node is under notice (`hpc_elastic.agent.preemption`) its workers go on, until the leader
+stops the round at a checkpoint or there is no sense in waiting. Once they are stopped, nothing that
+they have started lives on (`hpc_elastic.agent.leftovers`).
 
-All use of torch's private names is in this module: `_monitor_workers`, `_start_workers`,
-`_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`, `_assign_worker_ranks`,
-`_remaining_restarts`; of a worker's process `multiprocessing.api.get_subprocess_handler` and
-`SubprocessHandler._popen`, `_stdout`, `_stderr` (tests/unit/test_agent.py fails if torch changes
+All use of torch's private names is in this module and in `processes`: `_monitor_workers`,
+`_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
+`_assign_worker_ranks`, `_remaining_restarts` (tests/unit/test_agent.py fails if torch changes
 them).
 """
 
@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,83 +32,52 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.multiprocessing import api as processes
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic import fence
+from hpc_elastic.agent import leftovers
 from hpc_elastic.agent.boundaries import Boundaries
+from hpc_elastic.agent.notices import Farewell, Notices
+from hpc_elastic.agent.processes import RoundLogs, made_from
 from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.spares import Spares
+from hpc_elastic.agent.surroundings import is_training
 from hpc_elastic.agent.worker import ROUND_VARIABLE
+from hpc_elastic.config import AgentSettings
 from hpc_elastic.control import ControlPage
 from hpc_elastic.rendezvous.handler import SlurmRendezvousHandler
 from hpc_elastic.rendezvous.session import Round, Verdict
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.decision import Reason
 
 _log = logging.getLogger(__name__)
 
 _WARM_UP_AFTER_S = 10.0
 """Spares are started after the workers' first step, or after this long where none is reported."""
-_MAKES_PROCESS = "get_subprocess_handler"
-_CPUS_PER_SPARE = 8
-"""While the workers train, one spare may import at a time for each so many CPUs."""
+_LOOK_UP_S = 0.5
+_IMPORT_S = 20.0
+"""A node that comes late joins after that, even if its spares still import."""
 
 
-class RoundLogs(LogsSpecs):
-    """Every worker's output in files of its own for each round, which nothing ever truncates."""
+@dataclass(frozen=True)
+class Workplace:
+    """What an agent works with.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self._folder = folder
+    Attributes:
+        place: Where it is, and where its workers' logs go.
+        control: Folder of the control pages, in memory.
+        run: The run's directory.
+        settings: The run's ``launcher.agent``.
+        notices: Where a notice for this node is found.
+        saves_itself: Whether under notice there is sense in waiting for a script that does not
+            say when it saves.
+    """
 
-    @property
-    def root_log_dir(self) -> str:
-        """Return the folder of this attempt."""
-        return str(self._folder)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of the workers about to start, by local rank."""
-        number = int(os.environ[ROUND_VARIABLE])
-        files = {
-            local_rank: WorkerFiles(self._folder, number, int(env["RANK"]))
-            for local_rank, env in envs.items()
-        }
-        for local_rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = str(files[local_rank].error)
-        return LogsDest(
-            stdouts={local_rank: str(f.out) for local_rank, f in files.items()},
-            stderrs={local_rank: str(f.err) for local_rank, f in files.items()},
-            error_files={local_rank: str(f.error) for local_rank, f in files.items()},
-        )
-
-
-class _WorkerProcess(SubprocessHandler):
-    """torch's handle on a worker's process, which may have been a spare."""
-
-    def __init__(self, spares: Spares, *args: Any, **options: Any) -> None:
-        self._spares = spares
-        super().__init__(*args, **options)
-        for file in (self._stdout, self._stderr):
-            if file is not None:
-                file.close()  # the worker has its own; torch leaves them open until the next round
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-        outputs = [
-            default if file is None else file.fileno()
-            for file, default in ((self._stdout, 1), (self._stderr, 2))
-        ]
-        spare = self._spares.take(self.local_rank_id, args, env, outputs)
-        return spare if spare is not None else super()._popen(args, env)
-
-
-@contextmanager
-def _made_from(spares: Spares) -> Iterator[None]:
-    theirs = getattr(processes, _MAKES_PROCESS)
-    setattr(processes, _MAKES_PROCESS, partial(_WorkerProcess, spares))
-    try:
-        yield
-    finally:
-        setattr(processes, _MAKES_PROCESS, theirs)
+    place: Place
+    control: Path
+    run: RunDir
+    settings: AgentSettings
+    notices: Notices
+    saves_itself: bool = True
 
 
 class RunAgent(LocalElasticAgent):
@@ -121,39 +87,57 @@ class RunAgent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         handler: SlurmRendezvousHandler,
-        *,
-        place: Place,
-        control: Path,
-        records: Path,
-        stop_timeout_s: int,
-        spares: bool = False,
+        workplace: Workplace,
+        spares: Spares,
     ) -> None:
-        super().__init__(spec, RoundLogs(place.logs), exit_barrier_timeout=0)
+        super().__init__(spec, RoundLogs(workplace.place.logs), exit_barrier_timeout=0)
         self._handler = handler
         self._session = handler.session
-        self._place = place
-        self._control = control
-        self._records = records
+        self._workplace = workplace
         self._boundaries: Boundaries | None = None
-        self._stop_timeout_s = stop_timeout_s
+        self._farewell: Farewell | None = None
         self._awaits_leader = False
-        self._spares = _spares_of(spec, keep=spares)
+        self._spares = spares
         self._filled = False
         self._started_at = 0.0
         self.pages: dict[int, ControlPage] = {}
         """The control pages of the current workers, by global rank."""
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers of this node until the run has ended; no spare outlives the call."""
+        """Run the workers of this node until the run has ended, or the node is left.
+
+        No spare outlives the call, nor anything that a worker has started.
+        """
+        leftovers.adopt()
         try:
             return super().run(role)  # type: ignore[no-any-return]
         finally:
             self._spares.close()
+            leftovers.end()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Wait for a round; spares are made meanwhile, since nothing trains beside them."""
-        self._spares.fill(paced=False)
+        """Wait for a round; spares are made meanwhile, since nothing trains beside them.
+
+        A group that trains would be stopped for this node at once, and stand still until it has
+        imported what it needs: so it is joined after that.
+        """
+        if self._session.leaving is None:
+            self._spares.fill(paced=False)
+            if self._handler.round is None:
+                self._import_beside_others()
         super()._rendezvous(worker_group)
+
+    def _import_beside_others(self) -> None:
+        deadline = time.monotonic() + _IMPORT_S
+        while self._is_wanted and is_training(self._workplace.run.status):
+            if time.monotonic() > deadline or self._spares.await_imports(_LOOK_UP_S):
+                break
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether this node is still to join."""
+        session, notice = self._session, self._workplace.notices.current
+        return notice is None and not (session.verdict or session.leaving or session.sent_back)
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -181,42 +165,70 @@ class RunAgent(LocalElasticAgent):
         self._remaining_restarts = max(0, worker_group.spec.max_restarts - spent)
         self._awaits_leader = False
         self.pages = {
-            w.global_rank: ControlPage.create(self._control, w.local_rank)
+            w.global_rank: ControlPage.create(self._workplace.control, w.local_rank)
             for w in worker_group.workers
         }
-        self._boundaries = Boundaries(self._session, list(self.pages.values()))
-        os.environ[ROUND_VARIABLE] = str(self._round.number)
-        os.environ[fence.VARIABLE] = str(fence.record_path(self._records, self._round.record))
         self._filled, self._started_at = False, time.monotonic()
-        with _made_from(self._spares):
+        self._listen(list(self.pages.values()))
+        os.environ[ROUND_VARIABLE] = str(self._round.number)
+        record = fence.record_path(self._workplace.run.rdzv, self._round.record)
+        os.environ[fence.VARIABLE] = str(record)
+        with made_from(self._spares):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
+    def _listen(self, pages: list[ControlPage]) -> None:
+        """Begin to pass on what the workers of a round and their leader tell each other."""
+        self._boundaries = Boundaries(self._session, pages)
+        self._farewell = Farewell(
+            self._session, self._workplace.notices, pages,
+            since=self._started_at, saves_itself=self._workplace.saves_itself,
+        )  # fmt: skip
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._stop_timeout_s)
+        self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
+        leftovers.end(self._spares.pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report what became of the workers to the leader, once; torch hears the verdict."""
         verdict = self._session.verdict
         if verdict is not None:
             return self._as_result(verdict, worker_group)
+        if self._boundaries is not None and self._farewell is not None:
+            now = time.monotonic()
+            self._boundaries.look(now)
+            self._farewell.look(now)
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
+        leftovers.reap({*self._pids, *self._spares.pids})
         return RunResult(state=WorkerState.HEALTHY)
+
+    @property
+    def _pids(self) -> list[int]:
+        return list(self._pcontext.pids().values()) if self._pcontext is not None else []
 
     def _look_at_workers(self, worker_group: WorkerGroup) -> None:
         result = super()._monitor_workers(worker_group)
         if result.state is WorkerState.HEALTHY:
             self._keep_spares()
-            if self._boundaries is not None:
-                self._boundaries.look(time.monotonic())
             return
         self._awaits_leader = True
         if result.state is WorkerState.SUCCEEDED:
             self._session.finished()
         else:
-            failed = result.failures.items()
-            found = [describe(f, self._files(rank), self._place) for rank, f in failed]
-            self._session.failed(earliest(found))
+            self._boundaries = self._farewell = None
+            leftovers.end(self._spares.pids)  # they hold GPU memory, which the next worker needs
+            self._report(result)
+
+    def _report(self, result: RunResult) -> None:
+        """Report failed workers; those that die of the signals of a notice have not failed."""
+        notice = self._workplace.notices.current
+        if notice is not None and notice.reason is Reason.SIGNAL:
+            _log.warning("workers have ended in the grace: %s", result.failures)
+            self._session.leave_now()
+            return
+        place, failed = self._workplace.place, result.failures.items()
+        found = [describe(f, self._files(rank), place) for rank, f in failed]
+        self._session.failed(earliest(found))
 
     def _keep_spares(self) -> None:
         """Make new spares once the workers train: before, they need the CPU themselves."""
@@ -229,7 +241,7 @@ class RunAgent(LocalElasticAgent):
             self._spares.fill(paced=True)
 
     def _files(self, rank: int) -> WorkerFiles:
-        return WorkerFiles(self._place.logs, self._round.number, rank)
+        return WorkerFiles(self._workplace.place.logs, self._round.number, rank)
 
     def _as_result(self, verdict: Verdict, worker_group: WorkerGroup) -> RunResult:
         ranks = [w.global_rank for w in worker_group.workers]
@@ -240,9 +252,3 @@ class RunAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """The leader's verdict is the barrier: it comes once every member is done."""
-
-
-def _spares_of(spec: WorkerSpec, *, keep: bool) -> Spares:
-    command = (str(spec.entrypoint), *(str(arg) for arg in spec.args))
-    num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_SPARE)
-    return Spares(spec.local_world_size if keep else 0, command, num_warming=num_warming)

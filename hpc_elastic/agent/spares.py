@@ -28,6 +28,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from hpc_elastic.agent.worker import SPARE_VARIABLE
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 0.02
 _END_S = 5.0
 """A killed spare is waited for at most this long; one that hangs in the kernel is left behind."""
 
@@ -124,6 +126,28 @@ class Spares:
         while self._missing and warming < self._num_warming:
             self._start(self._missing.pop(0), paced=True)
             warming += 1
+
+    def resize(self, slots: int) -> None:
+        """Keep spares for so many slots from now on."""
+        self._slots = slots
+        for slot in [slot for slot in self._spares if slot >= slots]:
+            self._spares.pop(slot).end()
+
+    def await_imports(self, timeout_s: float) -> bool:
+        """Wait for so long at most; return whether all spares have imported, or died."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.tend()
+            if all(spare.ready for spare in self._spares.values()):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the spares there are."""
+        return [spare.process.pid for spare in self._spares.values()]
 
     def take(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import sys
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,109 +19,189 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from hpc_elastic.agent.agent import RunAgent
+from hpc_elastic.agent.agent import RunAgent, Workplace
+from hpc_elastic.agent.lookup import Task
+from hpc_elastic.agent.notices import Notices, Scheduler, Watch
+from hpc_elastic.agent.preemption import Terms, spread_s
 from hpc_elastic.agent.report import Place
-from hpc_elastic.agent.task import Task
+from hpc_elastic.agent.signals import Caught
+from hpc_elastic.agent.spares import Spares
+from hpc_elastic.agent.surroundings import allow_connections, prepare_environment, worker_command
 from hpc_elastic.agent.tasks import RunTasks, tasks_of
 from hpc_elastic.agent.world import RunWorld
+from hpc_elastic.checkpoint.memory import agent_folder
 from hpc_elastic.config import Nproc
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous import address
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.leadership import Liveness
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.session import Candidacy, SentBack, Session
+from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.session import Candidacy, Leaving, SentBack, Session
+from hpc_elastic.rundir import RunSpec
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.requeue import depart, give_back
+from hpc_elastic.slurm.decision import Reason
+from hpc_elastic.slurm.requeue import depart, foresee, give_back
+from hpc_elastic.slurm.states import queue_name
 
 _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
-_OPEN_FILES = 65_536
+_ENDS_AGENT = "SIGINT,SIGHUP,SIGQUIT"
+"""What torch's agent ends by; SIGTERM is a notice."""
 
 
-def supervise(task: Task) -> int:
-    """Run the agent of one node until the run has ended or the node is taken."""
-    signal.signal(signal.SIGTERM, _raise_signal)
+def supervise(task: Task, caught: Caught, spares: Spares) -> int:
+    """Run the agent of one node until the run has ended or the node is left.
+
+    Args:
+        task: The node's task.
+        caught: The signals that came since the process was started.
+        spares: The first spares; they end with this call.
+
+    Returns:
+        0: the run has succeeded; `TAKEN`: the node was left; 1: the run, or this node, has failed.
+    """
     events = EventLog(task.run.events(task.name), task.name)
     events.write("task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid())
-    with tempfile.TemporaryDirectory(prefix="hpc_elastic-", dir=_memory_folder()) as folder:
+    notices = Notices(events)
+    watch = Watch(caught, _terms(task.spec), notices, _scheduler(task))
+    watch.start()
+    with agent_folder() as folder:
         try:
-            return _Node(task, events, Path(folder)).run()
+            return _Node(task, events, folder, notices).run(spares)
         except SignalException as e:
-            _log.warning("this node is taken: %s", e)
+            _log.warning("this agent is ended: %s", e)
             events.write("taken", signal=e.sigval.name)
-            if task.spec.launcher == "slurm":
-                depart(task.name, SlurmClient(), attempt=task.attempt)
-            return TAKEN
+            return _go(task, events, Reason.SIGNAL)
         except (RendezvousError, HpcElasticError) as e:
             events.write("gave up", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
-            return 1
+            notice = notices.current  # then it is no wonder, and the task is to come back
+            return 1 if notice is None else _go(task, events, notice.reason)
+        finally:
+            spares.close()
+            watch.close()
+
+
+def _terms(spec: RunSpec) -> Terms:
+    user_signal = signal.Signals[f"SIG{spec.notice_signal}"]
+    return Terms(spec.notice_s, spec.grace_s, spec.kill_wait_s, user_signal)
+
+
+def _scheduler(task: Task) -> Scheduler | None:
+    """Return what can be asked about this task; None where Slurm did not start it."""
+    if task.spec.launcher != "slurm":
+        return None
+    client, end_s = SlurmClient(), task.slurm.end_time_s
+
+    def time_left_s() -> float | None:
+        job = str(task.slurm.job_id)  # of this task alone, not of its array
+        state = client.tasks([job]).get(queue_name(task.name))
+        return None if state is None else state.time_left_s
+
+    return Scheduler(
+        foresee=lambda: foresee(task.name, client, attempt=task.attempt),
+        time_left_s=time_left_s,
+        told_left_s=None if end_s is None else end_s - time.time(),
+        spread_s=spread_s(task.num_in_array),
+    )
+
+
+def _go(task: Task, events: EventLog, reason: Reason) -> int:
+    """Go back to the queue, if this task is to come back; return its exit code."""
+    how = "ended"
+    if task.spec.launcher == "slurm":
+        slurm, attempt = SlurmClient(), task.attempt
+        how = depart(task.name, slurm, attempt=attempt, reason=reason, run=task.run).value
+    events.write("left", reason=reason.value, how=how)
+    return TAKEN
 
 
 class _Node:
     """The parts of one task, made in the order in which they need each other."""
 
-    def __init__(self, task: Task, events: EventLog, control: Path) -> None:
+    def __init__(self, task: Task, events: EventLog, control: Path, notices: Notices) -> None:
         self._task = task
         self._spec = task.spec
         self._events = events
         self._control = control
+        self._notices = notices
         self._tasks = tasks_of(task.spec)
         self._interface = _interface(task)
         self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
         self._agent: RunAgent | None = None
 
-    def run(self) -> int:
+    def run(self, spares: Spares) -> int:
+        """Return the task's exit code."""
+        early = self._notices.current
+        if early is not None:
+            return _go(self._task, self._events, early.reason)
         self._prepare_environment()
         session = self._open_session()
+        self._notices.connect(session)
         try:
-            exit_code = self._run_agent(session)
+            exit_code = self._run_agent(session, spares)
         except SignalException as e:
             session.leave(f"taken by {e.sigval.name}")
             raise
         finally:
+            self._notices.close()
             session.leave("its agent ended")
-        return self._go_back(session.sent_back) if session.sent_back else exit_code
+        if session.sent_back is not None:
+            return self._go_back(session.sent_back)
+        if session.leaving is not None:
+            return _go(self._task, self._events, self._why(session.leaving))
+        return exit_code
+
+    def _why(self, leaving: Leaving) -> Reason:
+        """Return why this node is left: a notice from the leader may have come outside a round."""
+        notice = self._notices.current
+        return notice.reason if notice is not None else Reason(leaving.reason)
 
     def _go_back(self, sent_back: SentBack) -> int:
         """Give this node back to the queue."""
-        self._events.write("given back", delay_s=round(sent_back.delay_s, 1))
+        task, delay_s = self._task, sent_back.delay_s
+        self._events.write("given back", delay_s=round(delay_s, 1))
         try:
-            give_back(self._task.name, SlurmClient(), sent_back.delay_s, attempt=self._task.attempt)
+            give_back(task.name, SlurmClient(), delay_s, attempt=task.attempt, run=task.run)
         except SlurmCommandError as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
         return TAKEN
 
-    def _run_agent(self, session: Session) -> int:
+    def _run_agent(self, session: Session, spares: Spares) -> int:
         handler = SlurmRendezvousHandler(
             session, self._spec.run_id, self._spec.rendezvous.join_timeout_s
         )
-        self._agent = RunAgent(
-            self._worker_spec(handler), handler,
+        workplace = Workplace(
             place=Place(self._task.name, self._task.slurm.node_name, self._task.logs),
-            control=self._control, records=self._task.run.rdzv,
-            stop_timeout_s=self._spec.agent.stop_timeout_s, spares=self._spec.agent.spares,
-        )  # fmt: skip
+            control=self._control,
+            run=self._task.run,
+            settings=self._spec.agent,
+            notices=self._notices,
+            saves_itself=self._spec.launcher == "slurm",
+        )
+        spares.resize(self._nproc if self._spec.agent.spares else 0)
+        self._agent = RunAgent(self._worker_spec(handler), handler, workplace, spares)
         self._agent.run()
         verdict = session.verdict
         return 0 if verdict is not None and verdict.status == "succeeded" else 1
 
     def _worker_spec(self, handler: SlurmRendezvousHandler) -> WorkerSpec:
+        entrypoint, *args = worker_command(self._task)
         return WorkerSpec(
             role="default",
             local_world_size=self._nproc,
             rdzv_handler=handler,
-            entrypoint=sys.executable,
-            args=("-u", "-m", "hpc_elastic.agent.worker", str(self._task.run.path)),
+            entrypoint=entrypoint,
+            args=tuple(args),
             max_restarts=self._spec.max_restarts,
             monitor_interval=self._spec.agent.monitor_interval_s,
         )
@@ -144,6 +223,7 @@ class _Node:
                 settings.start_timeout_s, settings.last_call_s,
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
                 min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
+                max_attempts_without_progress=spec.max_attempts_without_progress,
             ),
             liveness=Liveness.of(
                 settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
@@ -152,6 +232,7 @@ class _Node:
             register=Register(run.rdzv, secret),
             make_journal=lambda: Journal(run, spec.run_id, events),
             world=RunWorld(run, tasks, RoundStores(self._interface.address)),
+            notices=NoticeFiles(run.notices),
         )  # fmt: skip
 
     def _progress(self) -> dict[str, Any]:
@@ -162,21 +243,12 @@ class _Node:
         return {"step": progress.step, "total": progress.total_steps, "loss": progress.loss}
 
     def _prepare_environment(self) -> None:
-        _allow_connections()
-        cpus = min(self._task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
-        threads = self._spec.agent.omp_num_threads or max(1, cpus // self._nproc)
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        allow_connections()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
         os.environ[DIRECTORY_VARIABLE] = str(self._control)
-        os.environ.update(self._spec.env)
-
-
-def _allow_connections() -> None:
-    """Let this process have as many open files as a leader may need, within the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _ENDS_AGENT
+        prepare_environment(self._task, self._nproc)
 
 
 def num_workers(wanted: Nproc, cpus: int) -> int:
@@ -205,11 +277,3 @@ def _interface(task: Task) -> address.Interface:
         return address.LOOPBACK
     name = task.slurm.node_name
     return address.find(name, task.spec.interface, lambda: SlurmClient().node_address(name))
-
-
-def _memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _raise_signal(number: int, _: object) -> None:
-    raise SignalException(f"signal {number}", signal.Signals(number))

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.agent import steadfast
 from hpc_elastic.control import report_counted
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
@@ -42,6 +43,7 @@ _FRAMES_OF_OURS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importli
 def main(argv: list[str]) -> int:
     """Run one worker; return its exit code."""
     _die_with_agent()
+    steadfast.stand()
     run = RunDir(Path(argv[0]))
     spare = os.environ.pop(SPARE_VARIABLE, None)
     if spare is not None:
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> int:
         if spare is not None:
             _warn_of_late_variables(environment)
         if "torch" in sys.modules:
-            _count_optimizer_steps()
+            _prepare_torch()
         phase = "run"
         value = call(function, entry, run)
         _write_value(run, value)
@@ -119,9 +121,15 @@ def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:
         return function(config)
 
 
-def _count_optimizer_steps() -> None:
-    """Report every optimizer step of this process, for scripts that report none themselves."""
+def _prepare_torch() -> None:
+    """Let data loaders withstand a notice, and report every optimizer step of this process.
+
+    The latter for scripts that report none themselves.
+    """
     from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.utils.data._utils import signal_handling
+
+    steadfast.keep_loaders(signal_handling)
 
     steps = itertools.count(1)
     register_optimizer_step_post_hook(lambda *_: report_counted(next(steps)))

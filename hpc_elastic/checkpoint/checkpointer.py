@@ -44,6 +44,8 @@ from hpc_elastic.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
 
+_NICENESS = 10
+"""Of the thread that writes: it gets what the training leaves of the cores."""
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
 
@@ -299,9 +301,20 @@ class Checkpointer:
         self._save = save
         if waits:
             self._run(save)
-        else:
-            # Not a daemon: the program's end waits for it.
-            threading.Thread(target=self._run, args=(save,), name=f"checkpoint-{save.step}").start()
+            return
+        # Not a daemon: the program's end waits for it.
+        thread = threading.Thread(
+            target=self._run_behind, args=(save,), name=f"checkpoint-{save.step}"
+        )
+        try:
+            thread.start()
+        except RuntimeError as e:
+            _log.warning("%s: step %d is written at once", e, save.step)
+            self._run(save)
+
+    def _run_behind(self, save: Save) -> None:
+        os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
+        self._run(save)
 
     def _run(self, save: Save) -> None:
         try:

@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,11 +20,13 @@ from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest
 from hpc_elastic.checkpoint.tiers import MemoryTier
-from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 _log = logging.getLogger(__name__)
 
 _NONE = -1
+_LOOK_AGAIN_S = (0.0, 0.2, 1.0)
+"""Pauses before a rank believes that it can not see what rank 0 sees."""
 
 
 class Restorer:
@@ -46,6 +50,7 @@ class Restorer:
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
+        self._damaged.clear()
         for step, is_near in self._candidates():
             found = self._gathered(step, into, strict) if is_near else self._stored(step)
             if found is None:
@@ -106,7 +111,7 @@ class Restorer:
     def _verified(self, folder: Path) -> Manifest | None:
         """Check this rank's share of a checkpoint; None if it is not good."""
         try:
-            manifest = read_manifest(folder)
+            manifest = self._manifest(folder)
         except CheckpointError as e:
             _log.warning("%s", e)
             return None
@@ -116,6 +121,15 @@ class Restorer:
             _log.warning("%s", problem)
         return None if any(problems) else manifest
 
+    def _manifest(self, folder: Path) -> Manifest:
+        """Read the manifest of a checkpoint that rank 0 sees; another node may see it later."""
+        for pause_s in _LOOK_AGAIN_S:
+            with contextlib.suppress(CheckpointNotFoundError):
+                return read_manifest(folder)
+            time.sleep(pause_s)
+            self._store.steps()  # opening a directory makes a client of NFS ask the server
+        return read_manifest(folder)
+
     def _load(
         self, manifest: Manifest, folder: Path, into: Mapping[str, Any], strict: bool
     ) -> None:
@@ -124,8 +138,9 @@ class Restorer:
             state.load(manifest, folder, into, strict=strict)
         except CheckpointError as e:
             error = e
-        except OSError as e:
-            error = CheckpointError(f"{folder} can not be read: {e}")
+        except Exception as e:  # whatever it is: the other ranks wait for the vote
+            error = CheckpointError(f"{folder} can not be restored: {e!r}")
+            error.__cause__ = e
         if not self._group.all_say(error is None):
             raise error or CheckpointError(
                 f"another rank could not restore {folder}; its log says why"

@@ -3,12 +3,19 @@
 Pure, each with its theory of operation at its head; read them in this order:
 
 - `record`      the decisions that all agents agree on, and what fencing means
-- `machine`     which round closes when, and what a leader decides; `actions` what it returns
-- `leadership`  a leader in its epoch: who lives, what it may still decide
-- `following`   an agent's search for a leader, and its life under one
-- `boundary`, `growth`  when a late node is admitted, and whether it is worth it
+- `machine`     which round closes when, and what a leader decides; `actions` what it returns,
+                `rules` the settings that it goes by
+- `muster`, `roster`      who has come and who is lost; who has which rank
+- `regroup`     when a running round is broken so that the group can change: `growth` whether a
+                late node is worth it, `boundary` where members stand with their checkpoints,
+                `agreement` on which step all ranks save
+- `blame`, `failures`     what a broken round costs, which node is bad, which worker failed first
+- `patience`, `comeback`  which nodes go back to the queue, and which tasks are brought back from it
+- `leadership`  a leader in its epoch: what it may still decide; `attendance` who lives,
+                `leader_effects` what it wants done
+- `following`   an agent's search for a leader, and its life under one; `election` when a leader is
+                dead, `agent_effects` what it wants done
 - `slurms_word`, `questions`  what Slurm's word means, and when it may be asked
-- `failures`    which failed worker was the first cause
 - `diagnosis`, `status`  what people are told
 - `wire`        signed frames
 
@@ -16,7 +23,8 @@ With effects:
 
 - `register`    the records on the shared file system
 - `leader`      serves a leadership to the agents; `listener` is its port
-- `session`     one agent's side: carries out its following, or leads
+- `session`     one agent's side: carries out its following, or leads; `heard` is what it heard
+- `notice_files`  who is asked to leave, by a file
 - `stream`      one authenticated connection
 - `journal`     what the leader writes for others to read
 - `address`     the address at which the others reach this node

@@ -37,6 +37,30 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Propose:
+    """Propose to these members to save at a step; number 0 takes the last proposal back."""
+
+    agents: tuple[Agent, ...]
+    number: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """Tell these members that all ranks save at the step of a proposal."""
+
+    agents: tuple[Agent, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let these members leave the run: nobody waits for them any more, whoever leads."""
+
+    agents: tuple[Agent, ...]
+
+
+@dataclass(frozen=True)
 class GiveBack:
     """Send these nodes back to the queue for a while.
 
@@ -46,6 +70,21 @@ class GiveBack:
     agents: tuple[Agent, ...]
     delay_s: float
     all: bool
+
+
+@dataclass(frozen=True)
+class Exclude:
+    """Let no queued task of the run start on these hosts, nor on those that were named before."""
+
+    hosts: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class ClearHolds:
+    """Let these tasks, which Slurm holds after a requeue or has ended, start soon."""
+
+    tasks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,4 +104,16 @@ class Note:
     fields: dict[str, object]
 
 
-Action = StartRound | StopRound | Hold | GiveBack | EndRun | Note
+Action = (
+    StartRound
+    | StopRound
+    | Hold
+    | Propose
+    | Confirm
+    | Release
+    | GiveBack
+    | Exclude
+    | ClearHolds
+    | EndRun
+    | Note
+)

@@ -28,8 +28,8 @@ def waiting_for(machine: Machine, log_of: Callable[[str, int], str | None]) -> s
 
 
 def _describe(task: str, machine: Machine, log_of: Callable[[str, int], str | None]) -> str:
-    state = (machine.view or {}).get(task)
-    member = next((a for a in machine.unsettled if a.task == task), None)
+    state = (machine.muster.view or {}).get(task)
+    member = next((a for a in machine.muster.unsettled if a.task == task), None)
     if member is not None:
         what = f"{task} on {member.host}, which was told to stop its workers and to join again"
         attempt = member.attempt

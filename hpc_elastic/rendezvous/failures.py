@@ -58,7 +58,7 @@ class Failure:
 
 def looks_like_victim(failure: Failure) -> bool:
     """Tell whether the failure is what a worker shows when a *peer* is gone."""
-    if failure.signal in ("SIGTERM", "SIGKILL"):
+    if failure.signal in ("SIGTERM", "SIGHUP", "SIGKILL"):
         return True
     return bool(_PEER_LOST.search(failure.message))
 

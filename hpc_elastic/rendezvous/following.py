@@ -6,19 +6,15 @@ An agent looks at the run's last record, which names the leader, and connects to
 as long as it hears the leader; workers run only while their agent does. When the connection breaks,
 or nothing was heard for ``lost_after_s``, its workers are to be stopped and it looks again.
 
-A leader that can not be reached is taken for dead, and the agent *claims* the next epoch, when
+A leader that is dead (`election` says when) is replaced: the agent *claims* the next epoch. Members
+of the last round claim one after the other, in rank order, so that ten thousand of them do not fall
+upon the file system at once; whoever comes first has it, the others follow.
 
-- its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
-- Slurm says that its task does not run (the first few members ask); or
-- it was out of reach for ``lost_after_s``, and its lease on the shared file system was not renewed
-  for four heartbeats either (or for ``lost_after_s``, if this agent never followed it). A lease
-  that is renewed says that the leader lives and others follow it: then it is this agent that is cut
-  off, and it keeps trying.
-
-A record that does not verify counts as a leader out of reach without a lease.
-
-Members of the last round claim one after the other, in rank order, so that ten thousand of them do
-not fall upon the file system at once; whoever comes first has it, the others follow.
+Notice. A node that has to be left by some time is *under notice*. Outside a round its agent leaves
+the run at once. In a round it tells the leader, who lets all ranks save (`agreement`), and goes on;
+it leaves when the round is stopped, for whatever reason, instead of asking for another place, or
+when its own time is over (`leave_now`). It says so before its workers have ended: nobody is to wait
+for those.
 
 Events return the effects to carry out, in order. Times are monotonic seconds of this node. Where a
 tick comes late it was this agent that slept, and the leader's silence does not count for that long.
@@ -30,87 +26,30 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.agent_effects import (
+    Claim,
+    Connect,
+    Effect,
+    HangUp,
+    Inquire,
+    Lead,
+    Look,
+    Message,
+    Publish,
+    Say,
+    Tell,
+)
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.election import Watch
 from hpc_elastic.rendezvous.record import Agent, Record
 
-Message = dict[str, Any]
-
-CONFIRM_REFUSAL_S = 0.2
 _STAGGER_S, _LOOK_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 0.0001, 1.0
 _PUNCTUAL_S = 0.1
 _LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 2.0
 _FIRST_IN_LINE = 16
 """So many members watch the lease at every heartbeat; the others look less often."""
-_LEASE_BEATS = 4
 _ADVISED_BY_SLURM = 3
 """So many members ask Slurm about a leader out of reach; the others wait for the lease."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """Read the last record and its epoch's lease; then say `looked`, or `blind` if that fails."""
-
-
-@dataclass(frozen=True)
-class Connect:
-    """Connect to this record's leader; then say `connected`, or `not_connected`."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Say:
-    """Send a message to the leader."""
-
-    message: Message
-
-
-@dataclass(frozen=True)
-class HangUp:
-    """Abandon the connection, or the attempt to make one."""
-
-
-@dataclass(frozen=True)
-class Inquire:
-    """Ask Slurm whether the leader's task runs; then say `slurm_says`."""
-
-    task: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Try to create record ``number`` as the next leader; then say `claimed`."""
-
-    number: int
-    before: Record | None
-
-
-@dataclass(frozen=True)
-class Lead:
-    """Lead: the record was created."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Write the result of a run that has ended, unless its leader has: it may have died first."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Tell the agent's own thread what the leader said, or what became of it.
-
-    Types: ``round``, ``stop``, ``hold``, ``end``, ``give back``, ``waiting`` (as `leader` sends
-    them) and ``news``, the reason why nothing has come yet.
-    """
-
-    message: Message
-
-
-Effect = Look | Connect | Say | HangUp | Inquire | Claim | Lead | Publish | Tell
 
 
 class _Link(Enum):
@@ -119,25 +58,12 @@ class _Link(Enum):
     UP = "up"
 
 
-@dataclass
-class _Watch:
-    """What is known of one epoch's leader while it is out of reach."""
+@dataclass(frozen=True)
+class Notice:
+    """By when this node has to be left, and why; ``by`` is in its monotonic seconds."""
 
-    epoch: int = 0
-    since: float = 0.0
-    """Since when it is out of reach."""
-    refused_since: float | None = None
-    lease: int | None = None
-    lease_since: float | None = None
-    """When the lease's present value was first seen; None before the first look."""
-    followed: bool = False
-    """Whether this agent was connected to it."""
-    inquired: bool = False
-    slurm_says_dead: bool = False
-
-    def saw_lease(self, lease: int | None, now: float) -> None:
-        if self.lease_since is None or lease != self.lease:
-            self.lease, self.lease_since = lease, now
+    reason: str
+    by: float
 
 
 class Following:
@@ -151,11 +77,14 @@ class Following:
         self._record: Record | None = None
         """The record whose leader is followed, or was tried last."""
         self._heard = now
-        self._watch = _Watch(since=now)
+        self._watch = Watch(since=now)
         self._asks = 0
         """How often this agent has asked for a place; a round must answer the last time."""
         self._placed = 0
         """The record number of the last round that this agent got a place in."""
+        self._in_round = False
+        """Whether it has a place in a round that was not stopped."""
+        self._notice: Notice | None = None
         self._looking = self._claiming = False
         self._look_due = now
         self._look_pause_s = _LOOK_AGAIN_S
@@ -174,6 +103,27 @@ class Following:
     def report(self, type_: str, **fields: Any) -> list[Effect]:
         """Tell the leader of the present round; without one it is lost, and the round with it."""
         return self._say({"type": type_, "record": self._placed, **fields})
+
+    def notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
+        """Put this node under notice; the first reason stays, and the nearest deadline."""
+        by = now + left_s
+        if self._over or (self._notice is not None and self._notice.by <= by):
+            return []
+        if self._notice is not None:
+            reason = self._notice.reason
+        self._notice = Notice(reason, by)
+        noticed = Tell({"type": "noticed", "reason": reason, "left_s": left_s})
+        if not self._in_round:
+            return [noticed, *self.leave_now()]
+        return [noticed, *self._say({"type": "notice", "reason": reason, "left_s": left_s})]
+
+    def leave_now(self) -> list[Effect]:
+        """Leave the run because of the notice: its time is over, or nothing can be lost."""
+        if self._over:
+            return []
+        reason = self._notice.reason if self._notice is not None else "asked"
+        left = self._say({"type": "leave", "why": f"its node is to be left: {reason}"})
+        return [*left, *self._end({"type": "leaving", "reason": reason})]
 
     # ---- events -------------------------------------------------------------------------
 
@@ -255,12 +205,16 @@ class Following:
         self._heard = now
         match message["type"]:
             case "round" if self.joining and message["ask"] == self._asks:
-                self.joining, self._placed = False, message["record"]
+                self.joining, self._placed, self._in_round = False, message["record"], True
                 return [Tell(message)]
             case "stop" if not self.joining:
+                return [Tell(message), *self._stopped()]
+            case "hold" | "propose" | "confirm" if self._in_round:
                 return [Tell(message)]
-            case "hold" | "waiting":
+            case "waiting":
                 return [Tell(message)]
+            case "notice":
+                return self.notice("asked", float(message["left_s"]), now)
             case "end" | "give back":
                 return self._end(message)
         return []
@@ -308,16 +262,19 @@ class Following:
         self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
         stop: list[Effect] = []
         if not self.joining:
-            stop = [Tell({"type": "stop", "reason": f"lost the leader: {why}"})]
+            stop = [Tell({"type": "stop", "reason": f"lost the leader: {why}"}), *self._stopped()]
         return [HangUp(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
+
+    def _stopped(self) -> list[Effect]:
+        """The round is over: a node that is to be left takes no place in another."""
+        self._in_round = False
+        return self.leave_now() if self._notice is not None else []
 
     def _forgive_if_slept(self, now: float) -> None:
         late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
         if late_s > _PUNCTUAL_S:
             self._heard = min(now, self._heard + late_s)
-            self._watch.since += late_s
-            self._watch.lease_since = None
-            self._watch.refused_since = None
+            self._watch.slept(late_s)
 
     def _ask(self) -> list[Effect]:
         self._asks += 1
@@ -340,7 +297,7 @@ class Following:
         epoch = self._epoch_of(number, record)
         if self._watch.epoch == epoch:
             return
-        self._watch = _Watch(epoch, since=now)
+        self._watch = Watch(epoch, since=now)
         self._dead_since = None
         self._look_pause_s = _LOOK_AGAIN_S
 
@@ -374,7 +331,8 @@ class Following:
         return [Inquire(self._record.leader.task)]
 
     def _may_claim(self, number: int, record: Record | None, now: float) -> bool:
-        if not self._is_dead(record is None or record.number != number, now):
+        damaged = record is None or record.number != number
+        if not self._watch.is_dead(self.liveness, now, damaged=damaged):
             self._dead_since = None
             return False
         if self._dead_since is None:
@@ -384,20 +342,6 @@ class Following:
             return True
         self._look_due = self._dead_since + wait_s
         return False
-
-    def _is_dead(self, damaged: bool, now: float) -> bool:
-        watch = self._watch
-        if not damaged and watch.slurm_says_dead:
-            return True
-        if not damaged and watch.refused_since is not None:
-            return now - watch.refused_since >= CONFIRM_REFUSAL_S
-        lost_after_s = self.liveness.lost_after_s
-        if now - watch.since <= lost_after_s:
-            return False
-        quiet_s = max(
-            _LEASE_BEATS * self.liveness.heartbeat_s, 0.0 if watch.followed else lost_after_s
-        )
-        return damaged or (watch.lease_since is not None and now - watch.lease_since >= quiet_s)
 
     def _place(self, record: Record | None = None) -> int:
         """Return this agent's place in the line of those who may claim."""

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from hpc_elastic.rendezvous.session import Round, SentBack, Session
+from hpc_elastic.rendezvous.session import Leaving, Round, SentBack, Session
 
 BACKEND = "slurm"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -57,7 +57,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousTimeoutError: no round closed in time; names what it waited for.
-            RendezvousGracefulExitError: the run has ended, or this node goes back to the queue.
+            RendezvousGracefulExitError: the run has ended, or this node goes back to the queue, or
+                is left.
             RendezvousClosedError: somebody has closed the rendezvous.
         """
         while True:
@@ -80,6 +81,8 @@ class SlurmRendezvousHandler(RendezvousHandler):
             return outcome
         if isinstance(outcome, SentBack):
             raise RendezvousGracefulExitError("this node goes back to the queue")
+        if isinstance(outcome, Leaving):
+            raise RendezvousGracefulExitError(f"this node is left: {outcome.reason}")
         if outcome.status == "closed":
             raise RendezvousClosedError("the rendezvous has been closed")
         raise RendezvousGracefulExitError(f"the run has {outcome.status}")

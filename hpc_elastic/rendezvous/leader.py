@@ -1,9 +1,9 @@
 """Carries out what a leader decides: connections, files and Slurm around `leadership`.
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. Messages to an
-agent: ``welcome``, ``round``, ``stop``, ``hold``, ``end``, ``give back``, ``waiting`` and ``beat``;
-from an agent: ``hello``, ``join``, ``failed``, ``finished``, ``boundary``, ``leave``, ``close`` and
-``beat``.
+agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``notice``, ``end``,
+``give back``, ``waiting`` and ``beat``; from an agent: ``hello``, ``join``, ``failed``,
+``finished``, ``boundary``, ``want``, ``answer``, ``notice``, ``leave``, ``close`` and ``beat``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.rendezvous.actions import Note
+from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.diagnosis import waiting_for
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leadership import (
+from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
     Create,
     Drop,
     Effect,
-    Leadership,
-    Liveness,
     Postpone,
     Publish,
     RenewLease,
     StepDown,
     Tell,
-    placements,
 )
+from hpc_elastic.rendezvous.leadership import Leadership, placements
 from hpc_elastic.rendezvous.listener import Listener
-from hpc_elastic.rendezvous.machine import Phase, Rules
+from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.status import status_of
 from hpc_elastic.rendezvous.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.slurm.states import TaskState
@@ -79,6 +81,12 @@ class World(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""
 
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Let tasks that Slurm holds for two minutes, or has ended, start again soon."""
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Let none of the run's queued tasks start on these hosts."""
+
     def log_of(self, task: str, attempt: int) -> str | None:
         """Return where an attempt's log is."""
 
@@ -93,6 +101,8 @@ class Office:
     register: Register
     make_journal: Callable[[], Journal]
     world: World
+    notices: NoticeFiles | None = None
+    """Where it is asked for nodes to be left; None: nowhere."""
 
 
 class Leader:
@@ -132,6 +142,8 @@ class Leader:
         self._listener.serve(self._take)
         for duty in (self._tick(), self._watch_records(), self._tell_status()):
             self._start(duty, self._duties)
+        if self._office.notices is not None:
+            self._start(self._watch_notices(self._office.notices), self._duties)
 
     async def stop(self, linger_s: float = 10.0) -> None:
         """Stop leading. Agents that have not heard the last word yet are waited for.
@@ -263,13 +275,19 @@ class Leader:
                 case RenewLease():
                     self._renew_lease()
                 case Postpone(delay_s):
-                    work = self._in_thread(self._office.world.postpone_pending, delay_s)
-                    self._start(work, self._clean_up)
+                    self._let_slurm(self._office.world.postpone_pending, delay_s)
+                case Exclude(hosts, why):
+                    self._let_slurm(self._office.world.exclude, hosts, why)
+                case ClearHolds(tasks):
+                    self._let_slurm(self._office.world.clear_holds, tasks)
                 case Publish(record):
                     self._start(self._publish(record, list(remaining)), self._clean_up)
                 case StepDown():
                     _log.warning("epoch %d is over: another agent leads", self._epoch)
                     self._step_down()
+
+    def _let_slurm(self, work: Callable[..., None], *arguments: object) -> None:
+        self._start(self._in_thread(work, *arguments), self._clean_up)
 
     async def _create(self, record: Record) -> None:
         """Create the record, however long the file system takes."""
@@ -334,6 +352,17 @@ class Leader:
             with contextlib.suppress(OSError):
                 number = await self._in_thread(self._office.register.last_number)
                 self._carry_out(self._leadership.saw(number))
+            await asyncio.sleep(_WATCH_S)
+
+    async def _watch_notices(self, files: NoticeFiles) -> None:
+        """Pass on who is asked to leave."""
+        while True:
+            with contextlib.suppress(OSError):
+                for name, left_s in (await self._in_thread(files.read)).items():
+                    effects = self._leadership.asked_to_leave(name, left_s)
+                    self._carry_out(effects)
+                    passed_on = partial(files.passed_on, name, to_anybody=bool(effects))
+                    await self._in_thread(passed_on)
             await asyncio.sleep(_WATCH_S)
 
     async def _tell_status(self) -> None:

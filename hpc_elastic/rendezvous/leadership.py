@@ -4,24 +4,23 @@ Theory of operation
 -------------------
 The leader owns the `machine`, and stands between it and the world:
 
-Liveness   An agent lives as long as it is heard: a broken connection is a loss at once, silence is
-           one after ``lost_after_s``. Where a tick comes late it was the leader that slept or was
-           busy, and nobody's silence counts for that long. A member of the last round that does not
-           find a new leader within ``2 * lost_after_s`` is lost too.
+Liveness   Whom it hears, and whose silence means loss, stands in `attendance`.
 
-Decisions  Closing a round, giving all nodes back and ending the run are *decisions*: each is the
-           next `record` of the run. The leader asks for the record to be created, and carries the
-           decision out only when it was; everything that follows waits in order. If the number is
-           taken, or a later record is seen, another agent leads: the leader is fenced and steps
-           down.
+Decisions  Closing a round, releasing members, giving all nodes back and ending the run are
+           *decisions*: each is the next `record` of the run. The leader asks for the record to be
+           created, and carries the decision out only when it was; everything that follows waits in
+           order. If the number is taken, or a later record is seen, another agent leads: the
+           leader is fenced and steps down.
 
 Lease      The leader renews a lease on the shared file system while it hears at least half of the
            members of the last round, and could form a group with those it hears. Agents that can
            not reach it elect another only once the lease has run out, so that one node that is cut
-           off does not depose a leader that the others follow. A leader that hears fewer, because
-           the others have fallen silent (and not because their connections closed), is itself the
-           one that may be cut off: it renews no lease and closes no round for as long as the
+           off does not depose a leader that the others follow. A leader that hears fewer may be
+           the one that is cut off: it renews no lease and closes no round for as long as the
            others need to elect, ``2 * lost_after_s``. If nobody did, they are dead, and it goes on.
+
+Reports    of members are numbered by the record of the round that they belong to: what is said of
+           an earlier one is old news. Requests for a place are numbered by the agent.
 
 Slurm      is asked when `questions` allows it; what its word means stands in `slurms_word`.
 
@@ -32,115 +31,47 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hpc_elastic.rendezvous import slurms_word
 from hpc_elastic.rendezvous.actions import (
     Action,
+    ClearHolds,
+    Confirm,
     EndRun,
+    Exclude,
     GiveBack,
     Hold,
     Note,
+    Propose,
+    Release,
     StartRound,
     StopRound,
 )
+from hpc_elastic.rendezvous.agreement import Answer
+from hpc_elastic.rendezvous.attendance import Attendance, Liveness
+from hpc_elastic.rendezvous.comeback import SURE_S
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.growth import Estimate
-from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
+from hpc_elastic.rendezvous.leader_effects import (
+    Announce,
+    AskSlurm,
+    Create,
+    Drop,
+    Effect,
+    Message,
+    Postpone,
+    Publish,
+    RenewLease,
+    StepDown,
+    Tell,
+)
+from hpc_elastic.rendezvous.machine import Machine, Phase
 from hpc_elastic.rendezvous.questions import Questions
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.slurm.states import TaskState
-
-Message = dict[str, Any]
-
-_BEATS_PER_S = 5000
-_PUNCTUAL_S = 0.1
-
-
-@dataclass(frozen=True)
-class Liveness:
-    """When silence means loss; seconds."""
-
-    heartbeat_s: float
-    lost_after_s: float
-
-    @classmethod
-    def of(cls, heartbeat_s: float, lost_after_s: float, max_nodes: int) -> Liveness:
-        """Return a run's, from its settings: in a large one each agent beats more seldom.
-
-        A leader is asked to take five thousand heartbeats a second, as long as three of each agent
-        are due before its silence counts.
-        """
-        gentle_s = min(max_nodes / _BEATS_PER_S, lost_after_s / 3)
-        return cls(max(heartbeat_s, gentle_s), lost_after_s)
-
-
-@dataclass(frozen=True)
-class Tell:
-    """Send a message to an agent."""
-
-    agent: Agent
-    message: Message
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Abandon the connection to an agent that has fallen silent, or has come back on another."""
-
-    agent: Agent
-
-
-@dataclass(frozen=True)
-class Create:
-    """Create this record; then say `Leadership.created`, or `Leadership.refused` if it is taken."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Announce:
-    """Start the round's bootstrap store, and tell every member its place (see `placements`)."""
-
-    start: StartRound
-    record: int
-    asks: Mapping[Agent, int]
-    """Which request of each member this is the answer to. It may have come back since the decision,
-    and ask for another round than this one."""
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Write the run's result, and take its pending tasks out of the queue."""
-
-    record: Record
-
-
-@dataclass(frozen=True)
-class Postpone:
-    """Let no queued task of the run start for a while."""
-
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class AskSlurm:
-    """Ask how the tasks of the run are; then say `Leadership.slurm_says`."""
-
-
-@dataclass(frozen=True)
-class RenewLease:
-    """Show on the shared file system that the leader of this epoch lives."""
-
-
-@dataclass(frozen=True)
-class StepDown:
-    """Let go of everybody: another agent leads."""
-
-
-Effect = (
-    Tell | Drop | Create | Announce | Publish | Postpone | AskSlurm | RenewLease | StepDown | Note
-)
 
 
 class Leadership:
@@ -152,18 +83,14 @@ class Leadership:
         self.machine = Machine.resume(claim, rules, now, rng)
         self.at = claim
         """The last record of this epoch; the next decision is the one after it."""
+        self.round_record = claim.number
+        """The number of the record that closed the last round of this epoch."""
         self.fenced = False
         self.estimate = Estimate()
         self.progress: dict[Agent, Message] = {}
         """What the workers of each member reported last."""
         self.liveness = liveness
-        self._heard: dict[Agent, float] = {}
-        self._expected = {
-            a.task: (a, now + 2 * liveness.lost_after_s) for a in self.machine.unsettled
-        }
-        """Members of the last round that have not found this leader yet, and until when."""
-        self._silent: set[str] = set()
-        """Tasks of the last round's members that were lost by silence."""
+        self._attendance = Attendance(liveness, self.machine.muster.unsettled, now)
         self._yielding = False
         self._wanted: Record | None = None
         self._asks: dict[Agent, int] = {}
@@ -171,7 +98,6 @@ class Leadership:
         self._answers: dict[int, dict[Agent, int]] = {}
         """The requests that each round answers that was decided and is not announced yet."""
         self._queue: list[Action] = []
-        self._ticked = now
         self._slurm = Questions()
 
     # ---- events -------------------------------------------------------------------------
@@ -181,20 +107,18 @@ class Leadership:
         if self.fenced:
             return []
         effects: list[Effect] = []
-        if agent in self._heard:
+        if agent in self._attendance.heard:
             effects.append(Drop(agent))
             effects += self.disconnected(agent, "connected anew", now)
-        self._heard[agent] = now
-        self._expected.pop(agent.task, None)
-        self._silent.discard(agent.task)
+        self._attendance.connected(agent, now)
         self._yield_if_cut_off(now)
         return effects
 
     def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         """An agent says something; see `leader` for the messages."""
-        if self.fenced or agent not in self._heard:
+        if self.fenced or agent not in self._attendance.heard:
             return []
-        self._heard[agent] = now
+        self._attendance.heard[agent] = now
         match message["type"]:
             case "leave":
                 return self.disconnected(agent, str(message["why"]), now)
@@ -209,18 +133,26 @@ class Leadership:
 
     def disconnected(self, agent: Agent, why: str, now: float) -> list[Effect]:
         """The connection to an agent is gone."""
-        if self.fenced or self._heard.pop(agent, None) is None:
+        if not self._forget(agent):
             return []
-        self.progress.pop(agent, None)
         return self._do(self.machine.gone(agent, why, now), now)
+
+    def asked_to_leave(self, name: str, left_s: float) -> list[Effect]:
+        """Somebody asks for a node to be left: by its task, its host, or (``all``) every one."""
+        named = (a for a in self._attendance.heard if name in (a.task, a.host, "all"))
+        return self._tell(tuple(named), {"type": "notice", "left_s": left_s})
 
     def slurm_says(self, view: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm answered, or did not (None)."""
         asked_at = self._slurm.answered(len(view or {}), now)
         if self.fenced or not self.machine.wants_slurm:
             return []
-        self._silent -= {t for t, s in (view or {}).items() if slurms_word.has_no_node(s)}
-        return self._do(self.machine.slurm_says(view, asked_at, now), now)
+        known = (view or {}).items()
+        self._attendance.have_no_node(t for t, s in known if slurms_word.has_no_node(s))
+        effects = self._do(self.machine.slurm_says(view, asked_at, now), now)
+        if self.machine.comebacks.are_due:
+            self._slurm.ask_within(SURE_S, now)
+        return effects
 
     def created(self, now: float) -> list[Effect]:
         """The record that was asked for exists: carry the decision out."""
@@ -245,7 +177,8 @@ class Leadership:
         """Time has passed; to be called every `Liveness.heartbeat_s` at least."""
         if self.fenced:
             return []
-        self._forgive_if_slept(now)
+        if late_s := self._attendance.forgive_if_slept(now):
+            self.machine.slept(late_s, now)
         effects = self._drop_silent(now)
         self._yield_if_cut_off(now)
         effects += self._do(self.machine.tick(now), now)
@@ -257,10 +190,18 @@ class Leadership:
     # ---- messages -----------------------------------------------------------------------
 
     def _events(self, agent: Agent, message: Message, now: float) -> list[Action]:
-        ours = message.get("record") == self.at.number
+        ours = message.get("record") == self.round_record
         match message["type"]:
             case "join":
                 return self.machine.join(agent, now)
+            case "notice":
+                return self.machine.noticed(
+                    agent, str(message["reason"]), float(message["left_s"]), now
+                )
+            case "want" if ours:
+                return self.machine.wants_checkpoint(agent, now)
+            case "answer" if ours:
+                return self.machine.answered(agent, _answer(message), now)
             case "finished" if ours:
                 return self.machine.finished(agent, now)
             case "failed" if ours:
@@ -311,6 +252,8 @@ class Leadership:
         match action:
             case StartRound(number, members, restarts):
                 return self._next(round=number, members=members, restarts=restarts, given_back=0)
+            case Release():
+                return self._next()
             case GiveBack(all=True):
                 return self._next(given_back=self.at.given_back + 1)
             case EndRun(status, failure, victims) if self.at.ending is None:
@@ -318,12 +261,14 @@ class Leadership:
         return None
 
     def _next(self, **changes: Any) -> Record:
-        lost = dict(self.machine.lost)
-        return replace(self.at, number=self.at.number + 1, lost=lost, **changes)
+        lost, away = dict(self.machine.muster.lost), dict(self.machine.patience.away)
+        tally = self.machine.blame.tally()
+        number = self.at.number + 1
+        return replace(self.at, number=number, lost=lost, away=away, tally=tally, **changes)
 
     def _carry_out(self, action: Action, now: float) -> list[Effect]:
         match action:
-            case Note():
+            case Note() | Exclude() | ClearHolds():
                 return [action]
             case StopRound(agents, reason):
                 self.estimate.broke(now)
@@ -331,20 +276,31 @@ class Leadership:
                 return [note, *self._tell(agents, {"type": "stop", "reason": reason})]
             case StartRound():
                 self.estimate.closed(now)
-                self._silent.clear()
+                self._attendance.closed_round()
+                self.round_record = self.at.number
                 return [Announce(action, self.at.number, self._answers.pop(action.number))]
             case Hold(agents, number):
                 return self._tell(agents, {"type": "hold", "number": number})
+            case Propose(agents, number, step):
+                return self._tell(agents, {"type": "propose", "number": number, "step": step})
+            case Confirm(agents, number):
+                return self._tell(agents, {"type": "confirm", "number": number})
+            case Release(agents):
+                return [Note("released", {"tasks": [a.task for a in agents]})]
             case GiveBack(agents, delay_s, everybody):
                 note = Note("given back", {"nodes": len(agents), "delay_s": round(delay_s, 1)})
                 told = self._tell(agents, {"type": "give back", "delay_s": delay_s})
                 return [note, *([Postpone(delay_s)] if everybody else []), *told]
             case EndRun():
                 assert self.at.ending is not None
-                return [Publish(self.at), *self._tell(tuple(self._heard), _end(self.at.ending))]
+                return [
+                    Publish(self.at),
+                    *self._tell(tuple(self._attendance.heard), _end(self.at.ending)),
+                ]
 
     def _tell(self, agents: tuple[Agent, ...], message: Message) -> list[Effect]:
-        return [Tell(a, message) for a in agents if a in self._heard]
+        heard = self._attendance.heard
+        return [Tell(a, message) for a in agents if a in heard]
 
     def _step_down(self) -> list[Effect]:
         if self.fenced:
@@ -354,37 +310,36 @@ class Leadership:
 
     # ---- who lives ----------------------------------------------------------------------
 
-    def _forgive_if_slept(self, now: float) -> None:
-        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
-        if late_s > _PUNCTUAL_S:
-            self._heard = {a: min(now, heard + late_s) for a, heard in self._heard.items()}
-            self._expected = {t: (a, until + late_s) for t, (a, until) in self._expected.items()}
-            self.machine.slept(late_s, now)
-
     def _drop_silent(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        limit = now - self.liveness.lost_after_s
-        for agent in [a for a, heard in self._heard.items() if heard < limit]:
-            if self.machine.is_member(agent):
-                self._silent.add(agent.task)
+        for agent in self._attendance.silent(now):
             effects.append(Drop(agent))
-            effects += self.disconnected(agent, "silent", now)
-        for agent in [a for a, until in self._expected.values() if now > until]:
-            del self._expected[agent.task]
-            self._silent.add(agent.task)
-            why = "has not found the new leader"
-            effects += self._do(self.machine.gone(agent, why, now), now)
+            self._forget(agent)
+            effects += self._lose(agent, "silent", now)
+        for agent in self._attendance.take_overdue(now):
+            effects += self._lose(agent, "has not found the new leader", now)
         return effects
 
+    def _lose(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """Take an agent for lost because nothing is heard of it."""
+        if agent in self.machine.roster:
+            self._attendance.is_lost_in_silence(agent)
+        return self._do(self.machine.fell_silent(agent, why, now), now)
+
+    def _forget(self, agent: Agent) -> bool:
+        """Let go of an agent; tell whether it was here."""
+        if self.fenced or self._attendance.heard.pop(agent, None) is None:
+            return False
+        self.progress.pop(agent, None)
+        return True
+
     def _hears_half(self) -> bool:
-        """Whether this leader is on the side of the last round's members that may go on."""
-        num_mute = len(self._silent) + len(self._expected)
-        return num_mute <= len(self.machine.members) / 2
+        return self._attendance.hears_half(len(self.machine.members))
 
     def _is_below_min(self) -> bool:
         """Whether this leader could decide nothing: whoever can not reach it may try to lead."""
         forming = self.machine.phase is Phase.FORMING
-        return forming and len(self._heard) < self.machine.rules.min_nodes
+        return forming and len(self._attendance.heard) < self.machine.rules.min_nodes
 
     def _yield_if_cut_off(self, now: float) -> None:
         if self._hears_half():
@@ -397,17 +352,27 @@ class Leadership:
     # ---- heartbeats and Slurm -----------------------------------------------------------
 
     def _beat(self, now: float) -> list[Effect]:
-        return self._tell(tuple(self._heard), {"type": "beat"})
+        return self._tell(tuple(self._attendance.heard), {"type": "beat"})
 
     def _ask_slurm(self, now: float) -> list[Effect]:
-        waiting = self.machine.joined or self.machine.unsettled
-        if not (waiting and self.machine.wants_slurm):
+        machine = self.machine
+        waiting = bool(machine.joined or machine.muster.unsettled)
+        if not (machine.wants_slurm and (waiting or machine.comebacks.are_awaited)):
             return []
-        return [AskSlurm()] if self._slurm.ask(self.machine.forming_since, now) else []
+        about = (machine.round, machine.forming_since, waiting)
+        return [AskSlurm()] if self._slurm.ask(about, now, gently=not waiting) else []
 
 
 def _end(ending: Ending) -> Message:
     return {"type": "end", "status": ending.status, "failure": ending.summary}
+
+
+def _answer(message: Message) -> Answer:
+    passed = message["passed"]
+    return Answer(
+        int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
+        float(message["rate"]),
+    )  # fmt: skip
 
 
 def placements(announce: Announce) -> Iterator[tuple[Agent, Message]]:

@@ -1,7 +1,8 @@
 """When a leader may ask Slurm how the run's tasks are (pure).
 
-At once when a round begins to form or an agent has joined, else ever more seldom; never again
-within ten times the time that the answer took, nor faster than five thousand tasks a second: a run
+At once when a round begins to form or an agent has joined, else ever more seldom; more seldom from
+the start (*gently*) where nobody waits for the answer but a task that was lost. Never again within
+ten times the time that the answer took, nor faster than five thousand tasks a second: a run
 of ten thousand nodes may not hurt slurmctld.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
+_GENTLY_S = 5.0
 _TASKS_PER_S = 5000
 
 
@@ -17,8 +19,8 @@ _TASKS_PER_S = 5000
 class Questions:
     """When a leader asks; times are its monotonic seconds."""
 
-    about: float = -1.0
-    """The forming that was asked about last, by its beginning."""
+    about: object = None
+    """What was asked about last: another forming is asked about at once."""
     asked_at: float | None = None
     """When the question was put that is not answered yet."""
     pause_s: float = _SLURM_FIRST_S
@@ -29,10 +31,15 @@ class Questions:
         """Something has changed: ask as soon as is polite."""
         self.due = 0.0
 
-    def ask(self, forming_since: float, now: float) -> bool:
+    def ask_within(self, pause_s: float, now: float) -> None:
+        """Something is about to change: ask after so long, or as soon as is polite then."""
+        self.due = min(self.due, now + pause_s)
+
+    def ask(self, about: object, now: float, *, gently: bool = False) -> bool:
         """Tell whether to ask now; then the question counts as put."""
-        if forming_since != self.about:
-            self.about, self.pause_s, self.due = forming_since, _SLURM_FIRST_S, now
+        if about != self.about:
+            self.about, self.pause_s = about, _GENTLY_S if gently else _SLURM_FIRST_S
+            self.due = now + (_GENTLY_S if gently else 0.0)
         if self.asked_at is not None or now < max(self.due, self.not_before):
             return False
         self.asked_at = now

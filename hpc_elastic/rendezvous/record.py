@@ -10,7 +10,8 @@ system). Whoever creates it has seen record ``n``; so nobody can decide without 
 that was decided before:
 
 - An agent *claims* the next epoch by creating the next record, with itself as the leader.
-- The leader *closes a round*, or *ends the run*, by creating the next record of its own epoch.
+- The leader *closes a round*, *releases* members, *gives all nodes back*, or *ends the run*, by
+  creating the next record of its own epoch.
 - A leader that was paused or cut off, while somebody else has claimed an epoch, finds its next
   number taken. It is *fenced*: nothing that it would still decide can come true.
 
@@ -72,6 +73,19 @@ class Ending:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """What the run has suffered so far; see `blame`."""
+
+    progress: int | None = None
+    """The last step of which a checkpoint was announced, as far as it was recorded."""
+    fruitless: int = 0
+    first_of_series: Failure | None = None
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    """Hosts that the run's tasks are not to start on."""
+
+
+@dataclass(frozen=True)
 class Record:
     """The state that all agents agree on, after one decision."""
 
@@ -91,6 +105,9 @@ class Record:
     started: float = 0.0
     """Unix time at which the run was first led."""
     ending: Ending | None = None
+    tally: Tally = field(default_factory=Tally)
+    away: Mapping[str, int] = field(default_factory=dict)
+    """Task -> attempt that the run gave back itself: its next start has a time of its own."""
 
     def seal(self, secret: bytes) -> str:
         """Return the text of the record's file."""
@@ -131,6 +148,7 @@ def unseal(text: str, secret: bytes) -> Record | None:
         raw["leader"] = Endpoint(**raw["leader"])
         raw["members"] = tuple(Agent(**m) for m in raw["members"])
         raw["ending"] = _ending(raw["ending"]) if raw["ending"] else None
+        raw["tally"] = _tally(raw["tally"])
         return Record(**raw)
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -139,3 +157,8 @@ def unseal(text: str, secret: bytes) -> Record | None:
 def _ending(raw: dict[str, Any]) -> Ending:
     failure = Failure(**raw["failure"]) if raw["failure"] else None
     return Ending(raw["status"], failure, tuple(Failure(**v) for v in raw["victims"]))
+
+
+def _tally(raw: dict[str, Any]) -> Tally:
+    first = Failure(**raw["first_of_series"]) if raw["first_of_series"] else None
+    return Tally(**{**raw, "first_of_series": first, "excluded": tuple(raw["excluded"])})

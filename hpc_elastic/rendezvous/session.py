@@ -2,7 +2,7 @@
 
 `Session` is what the agent's own thread calls; the connection lives in an event loop on a thread
 of its own, so that heartbeats go on whatever the agent does. If this agent is to lead, its leader
-lives in the same loop.
+lives in the same loop. What both threads touch stands in `heard`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous.following import (
+from hpc_elastic.rendezvous.agent_effects import (
     Claim,
     Connect,
     Effect,
-    Following,
     HangUp,
     Inquire,
     Lead,
@@ -31,11 +30,34 @@ from hpc_elastic.rendezvous.following import (
     Say,
     Tell,
 )
+from hpc_elastic.rendezvous.following import Following
+from hpc_elastic.rendezvous.heard import (
+    Hearing,
+    Leaving,
+    Notice,
+    Outcome,
+    Proposal,
+    Round,
+    SentBack,
+    Verdict,
+)
 from hpc_elastic.rendezvous.leader import Leader, Office
 from hpc_elastic.rendezvous.listener import Listener
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 from hpc_elastic.rendezvous.stream import Stream, connect
 from hpc_elastic.rendezvous.wire import BadFrameError
+
+__all__ = [
+    "Candidacy",
+    "Leaving",
+    "Notice",
+    "Outcome",
+    "Proposal",
+    "Round",
+    "SentBack",
+    "Session",
+    "Verdict",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -44,42 +66,6 @@ Message = dict[str, Any]
 
 _SEARCH_TICK_S = 0.05
 _CLAIM_AGAIN_S = 0.5
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a member is told of a closed round."""
-
-    number: int
-    record: int
-    """The number of the record that closed it: the group's fencing token."""
-    restarts: int
-    store: tuple[str, int]
-    group_rank: int
-    group_size: int
-    """Nodes in the group."""
-    first_rank: int
-    """Global rank of this node's first worker."""
-    world_size: int
-    """Workers in the group."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How the run ended."""
-
-    status: str
-    failure: str | None
-
-
-@dataclass(frozen=True)
-class SentBack:
-    """This node is to go back to the queue, and not to start again for a while."""
-
-    delay_s: float
-
-
-Outcome = Round | Verdict | SentBack
 
 
 @dataclass(frozen=True)
@@ -92,23 +78,17 @@ class Candidacy:
     """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
 
 
-class Session:
+class Session(Hearing):
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
         self, me: Agent, candidacy: Candidacy, *, progress: Callable[[], Message] = dict
     ) -> None:
+        super().__init__()
         self._me = me
         self._candidacy = candidacy
         self._office = candidacy.office
         self._progress = progress
-        self._changed = threading.Condition()
-        self._round: Round | None = None
-        self._stop_requested = False
-        self._hold = 0
-        self._outcome: Verdict | SentBack | None = None
-        self._news = "looking for the leader"
-        self._error: BaseException | None = None
         self._following = Following(me, self._office.liveness, time.monotonic())
         self._stream: Stream | None = None
         self._attempt: asyncio.Task[None] | None = None
@@ -129,46 +109,23 @@ class Session:
 
     # ---- the agent's thread -------------------------------------------------------------
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this agent's workers must be stopped and `join` be called again."""
-        return self._stop_requested
-
-    @property
-    def hold(self) -> int:
-        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
-        return self._hold
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """How the run ended; None while it goes on."""
-        return self._outcome if isinstance(self._outcome, Verdict) else None
-
-    @property
-    def sent_back(self) -> SentBack | None:
-        """Set once this node is to go back to the queue."""
-        return self._outcome if isinstance(self._outcome, SentBack) else None
-
     def join(self, timeout_s: float) -> Outcome:
         """Ask for a place in the next round and wait for it.
 
         Returns:
-            The round; or the verdict if the run has ended; or that this node is not wanted now.
+            The round; or the verdict if the run has ended; or that this node is not wanted now, or
+            has left because it is under notice.
 
         Raises:
             TimeoutError: no round closed in time; says what it waited for.
             RunDirectoryError: the run directory can not be used.
         """
-        with self._changed:
-            self._round, self._stop_requested, self._hold = None, False, 0
-            self._call(lambda: self._carry_out(self._following.join()))
-            self._changed.wait_for(lambda: self._round or self._outcome or self._error, timeout_s)
-            if self._error is not None:
-                raise self._error
-            outcome = self._outcome or self._round
+        outcome = self._heard.outcome_within(
+            timeout_s, lambda: self._call(lambda: self._carry_out(self._following.join()))
+        )
         if outcome is not None:
             return outcome
-        raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._news}")
+        raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._heard.news}")
 
     def failed(self, failures: list[Message]) -> None:
         """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
@@ -186,6 +143,41 @@ class Session:
             held: Not 0: some of them stay there; the number of the request that they obey.
         """
         self._report("boundary", step=step, held=held)
+
+    def want_checkpoint(self) -> None:
+        """Ask that all ranks save at one step soon."""
+        self._report("want")
+
+    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
+
+        Args:
+            number: Of the proposal.
+            ok: No worker of this node has passed the step, or may be about to without having seen
+                the proposal: each is before it, or waits there.
+            passed: The largest step that a worker has published; in the second answer the smallest.
+                None: no worker has asked `should_checkpoint` yet.
+            rate: Steps per second, at least 0.
+        """
+        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
+
+    def notice(self, reason: str, left_s: float) -> None:
+        """Put this node under notice: it is to be left, and its run to save before that.
+
+        Outside a round `leaving` is set at once, in a round when it is stopped. A second notice
+        counts only if it leaves less time; its reason does not replace the first.
+
+        Args:
+            reason: A few words for the log, such as ``signal``.
+            left_s: Seconds that are left.
+        """
+        self._call(
+            lambda: self._carry_out(self._following.notice(reason, left_s, time.monotonic()))
+        )
+
+    def leave_now(self) -> None:
+        """Leave because of the notice, without waiting for the round: sets `leaving`."""
+        self._call(lambda: self._carry_out(self._following.leave_now()))
 
     def close_run(self) -> None:
         """End the run for everybody."""
@@ -212,7 +204,7 @@ class Session:
     async def _live(self) -> None:
         self._main = asyncio.current_task()
         try:
-            while self._outcome is None and not self._ending:
+            while self._heard.ending is None and not self._ending:
                 self._carry_out(self._following.tick(time.monotonic()))
                 searching = self._stream is None
                 with contextlib.suppress(TimeoutError):
@@ -241,10 +233,7 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         _log.error("the rendezvous failed", exc_info=error)
-        with self._changed:
-            self._error = error
-            self._stop_requested = True
-            self._changed.notify_all()
+        self._heard.fail(error)
 
     def _report(self, type_: str, **fields: Any) -> None:
         self._call(lambda: self._carry_out(self._following.report(type_, **fields)))
@@ -256,7 +245,7 @@ class Session:
     def _leave(self, why: str) -> None:
         if self._stream is not None:
             self._stream.send({"type": "leave", "why": why})
-        if self._outcome is not None or self._ending:
+        if self._heard.ending is not None or self._ending:
             return  # it ends by itself, once all have heard the verdict; nothing may cut that short
         self._ending = True
         if self._main is not None:
@@ -353,7 +342,7 @@ class Session:
         self._carry_out(self._following.connected(time.monotonic()))
         why = "its connection closed"
         try:
-            while self._stream is stream and self._outcome is None:
+            while self._stream is stream and self._heard.ending is None:
                 message = await stream.receive()
                 if self._stream is stream:
                     self._carry_out(self._following.received(message, time.monotonic()))
@@ -377,26 +366,8 @@ class Session:
             self._stream.send(message)
 
     def _hear(self, message: Message) -> None:
-        with self._changed:
-            match message["type"]:
-                case "round":
-                    fields = {k: v for k, v in message.items() if k not in ("type", "ask")}
-                    self._round = Round(**{**fields, "store": tuple(message["store"])})
-                case "stop":
-                    _log.info("workers are to stop: %s", message["reason"])
-                    self._stop_requested = True
-                case "hold":
-                    self._hold = int(message["number"])
-                case "end":
-                    self._outcome = Verdict(message["status"], message["failure"])
-                case "give back":
-                    self._outcome = SentBack(float(message["delay_s"]))
-                case "waiting" | "news":
-                    if message["text"] != self._news:
-                        _log.info("%s", message["text"])
-                    self._news = message["text"]
-            self._changed.notify_all()
-        if self._outcome is not None:
+        self._heard.hear(message)
+        if self._heard.ending is not None:
             self._over.set()
 
     # ---- leading ------------------------------------------------------------------------

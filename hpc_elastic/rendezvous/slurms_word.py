@@ -8,6 +8,8 @@ from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.slurm.states import Phase, TaskState
 
+_NOT_ITS_FAULT = ("NODE_FAIL", "PREEMPTED", "TIMEOUT")
+
 
 def has_ended(agent: Agent, state: TaskState) -> bool:
     """Whether an agent is gone, which was last heard of before Slurm was asked."""
@@ -21,6 +23,11 @@ def has_no_node(state: TaskState) -> bool:
     return state.phase in (Phase.ENDED, Phase.PENDING)
 
 
+def may_return(state: TaskState) -> bool:
+    """Whether a task has ended that may be requeued or replaced: it has done nothing wrong."""
+    return state.state in _NOT_ITS_FAULT
+
+
 def is_lost(state: TaskState, lost_attempt: int | None) -> bool:
     """Whether the attempt that Slurm speaks of is one that was lost: it learns of that late."""
     if lost_attempt is None:
@@ -29,16 +36,18 @@ def is_lost(state: TaskState, lost_attempt: int | None) -> bool:
 
 
 def hopeless(
-    view: Mapping[str, TaskState], joined: Set[str], min_nodes: int, max_nodes: int
+    view: Mapping[str, TaskState], present: Set[str], min_nodes: int, max_nodes: int
 ) -> Failure | None:
     """Return why min nodes can not come together any more; None while they can.
 
-    A node that failed under its task (NODE_FAIL) may be replaced when the task is requeued.
+    Args:
+        view: Slurm's word.
+        present: Tasks that have joined, or may yet run again although they have ended.
+        min_nodes: Of the run.
+        max_nodes: As many tasks the run has.
     """
     over = [
-        state
-        for task, state in view.items()
-        if state.phase is Phase.ENDED and state.state != "NODE_FAIL" and task not in joined
+        state for task, state in view.items() if state.phase is Phase.ENDED and task not in present
     ]
     if max_nodes - len(over) >= min_nodes:
         return None

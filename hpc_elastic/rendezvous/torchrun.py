@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -23,13 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous import address
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.leadership import Liveness
-from hpc_elastic.rendezvous.machine import Rules
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.session import Candidacy, Session
 from hpc_elastic.rendezvous.wire import sign
 from hpc_elastic.rundir import RunDir
@@ -102,6 +102,12 @@ class _Step:
 
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: nothing of a step is in the queue."""
+
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Do nothing: nothing of a job step is queued."""
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Do nothing, for the same reason."""
 
     def log_of(self, task: str, attempt: int) -> None:
         """Know nothing of the logs: srun and torchrun have them."""

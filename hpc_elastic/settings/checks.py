@@ -120,6 +120,11 @@ _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
 
 PARSERS: dict[str, Parser] = {
     "launcher.max_restarts": _AT_LEAST_0,
+    "launcher.max_attempts_without_progress": _AT_LEAST_1,
+    "launcher.max_requeues": _AT_LEAST_0,
+    "launcher.notice_s": _SPAN,
+    "launcher.global_batch": _AT_LEAST_1,
+    "launcher.grace_s": _SPAN,
     "launcher.poll_s": _SPAN,
     "launcher.grow_after_s": _WAIT,
     "launcher.min_wait_s": _SPAN,

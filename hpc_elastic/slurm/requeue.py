@@ -174,7 +174,11 @@ def _ask(
     run: RunDir | None = None,
 ) -> Facts:
     state = client.tasks([job_of(task)]).get(queue_name(task))
-    return Facts(reason, state, attempt, run_ended=run is not None and run.result.exists())
+    if run is None:
+        return Facts(reason, state, attempt)
+    allowed = run.load().max_requeues
+    left = None if allowed is None else allowed - (attempt or 0)
+    return Facts(reason, state, attempt, run_ended=run.result.exists(), requeues_left=left)
 
 
 def _carry_out(

@@ -27,7 +27,7 @@ from hpc_elastic.errors import ConfigError
 SWEEP_WIDE = ("wait", "spread", "snapshot", "dry_run", "poll_s")
 """Settings of the submission itself: one value for all runs of a sweep."""
 
-_OF_THE_RUN = {field.name for field in fields(LauncherSettings)}
+_OF_THE_RUN = {field.name for field in fields(LauncherSettings)} - {"notice_signal", "notice_s"}
 """Settings that no #SBATCH line depends on: runs that differ in them may share an array."""
 
 

@@ -22,6 +22,7 @@ from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, write_atomic
 from hpc_elastic.submit import sbatch
+from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import Plan, PlannedArray, has_gang
 from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
 
@@ -42,7 +43,12 @@ class Prepared:
 
 
 def prepare(
-    plan: Plan, entry: Entry, *, name: str, provenance: Mapping[str, Any] | None = None
+    plan: Plan,
+    entry: Entry,
+    *,
+    name: str,
+    provenance: Mapping[str, Any] | None = None,
+    graces: Sequence[Grace] | None = None,
 ) -> Prepared:
     """Write the run directories, the array files and the batch scripts.
 
@@ -51,6 +57,7 @@ def prepare(
         entry: The user's function.
         name: Name of the user's script or function.
         provenance: Where the runs came from, for run.json.
+        graces: What the tasks of each run get after SIGTERM; None: as on this machine.
 
     Raises:
         RunDirectoryError: a run directory can not be written, or holds another run.
@@ -62,7 +69,8 @@ def prepare(
         Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
         require_links(plan.submission)
         entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
-        _write_runs(plan, entry, name, dict(provenance or {}))
+        specs = _specs(plan, entry, name, graces or [Grace()] * len(plan.runs))
+        _write_runs(plan, specs, dict(provenance or {}))
         _write_arrays(plan, scripts)
     except RunDirectoryError:
         raise
@@ -102,7 +110,13 @@ def make_run_id(name: str) -> str:
 
 
 def make_spec(
-    plan: Plan, number: int, tasks: list[tuple[int, int]], *, entry: Entry, run_id: str
+    plan: Plan,
+    number: int,
+    tasks: list[tuple[int, int]],
+    *,
+    entry: Entry,
+    run_id: str,
+    grace: Grace,
 ) -> RunSpec:
     """Return run.json of one run of the plan (pure), without its provenance."""
     settings = plan.runs[number].settings
@@ -120,6 +134,12 @@ def make_spec(
         grow_after_s=settings.launcher.grow_after_s,
         min_wait_s=settings.launcher.min_wait_s,
         interface=settings.launcher.interface,
+        max_attempts_without_progress=settings.launcher.max_attempts_without_progress,
+        max_requeues=settings.launcher.max_requeues,
+        notice_s=settings.launcher.notice_s,
+        grace_s=grace.preempted_s,
+        kill_wait_s=grace.ended_s,
+        notice_signal=settings.launcher.notice_signal,
         gang=has_gang(settings),
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
@@ -141,14 +161,23 @@ def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(entries))
 
 
-def _write_runs(plan: Plan, entry: Entry, name: str, provenance: dict[str, Any]) -> None:
+def _specs(plan: Plan, entry: Entry, name: str, graces: Sequence[Grace]) -> list[RunSpec]:
     tasks = plan.tasks()
+    return [
+        make_spec(
+            plan, number, tasks[number],
+            entry=entry, run_id=make_run_id(name), grace=graces[number],
+        )
+        for number in range(len(plan.runs))
+    ]  # fmt: skip
+
+
+def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]) -> None:
     for run in plan.runs:
         if RunDir(run.dir).spec.exists():
             remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
             raise RunDirectoryError(f"{run.dir} holds a run already: {remedy}")
-    for number, run in enumerate(plan.runs):
-        spec = make_spec(plan, number, tasks[number], entry=entry, run_id=make_run_id(name))
+    for run, spec in zip(plan.runs, specs, strict=True):
         spec.provenance.update(provenance)
         RunDir(run.dir).create(spec)
         if run.settings.launcher.snapshot:

@@ -37,15 +37,30 @@ def lay_out(runs: Sequence[PlannedRun], submission: Path) -> Plan:
     """Return the plan for runs in one sweep directory.
 
     Raises:
-        ConfigError: two runs would share a directory, or settings of the sweep differ.
+        ConfigError: two runs would share a directory, or settings of the sweep differ; a run may
+            get more workers than its global batch has samples.
         SubmissionError: Slurm does not answer.
     """
     shared = overlapping([run.dir for run in runs])
     if shared is not None:
         remedy = "two runs have this directory; make it depend on the run: ${hydra.job.num}"
         raise ConfigError("hydra.sweep.subdir", str(shared), remedy)
+    for run in runs:
+        _require_batch_for_all(run.settings)
     size = _max_array_size(runs[0].settings)
     return make_plan(runs, submission, max_array_size=size, first_array=next_array(submission))
+
+
+def _require_batch_for_all(settings: RunSettings) -> None:
+    batch = settings.launcher.global_batch
+    if batch is None:
+        return
+    from hpc_elastic.data.batch import check
+
+    nproc = settings.nproc_per_node
+    wrong = check(batch, settings.nodes.max, nproc if isinstance(nproc, int) else None)
+    if wrong is not None:
+        raise ConfigError("launcher.global_batch", batch, wrong)
 
 
 def prepare_runs(
@@ -61,6 +76,7 @@ def prepare_runs(
         source: A folder of the user's code, whose git commit is recorded.
     """
     from hpc_elastic.rundir import SUBMISSION
+    from hpc_elastic.submit.grace import graces
     from hpc_elastic.submit.provenance import provenance
 
     plan = lay_out(runs, sweep / SUBMISSION)
@@ -68,7 +84,8 @@ def prepare_runs(
         from hpc_elastic.submit import local
 
         local.require_possible(plan)
-    return prepare(plan, entry, name=name, provenance=provenance(source))
+    found = provenance(source)
+    return prepare(plan, entry, name=name, provenance=found, graces=graces(plan.runs))
 
 
 def submit(prepared: Prepared) -> Submitted:

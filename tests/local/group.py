@@ -2,17 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.leadership import Liveness
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.session import Candidacy, Outcome, Session
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
@@ -39,6 +40,8 @@ class Group:
         self.running: frozenset[str] = frozenset()
         self.pending: frozenset[str] = frozenset()
         self.cancelled = threading.Event()
+        self.brought_back: list[str] = []
+        self.excluded: list[str] = []
         self.sessions: list[Session] = []
         self.threads = ThreadPoolExecutor(16)
 
@@ -50,6 +53,7 @@ class Group:
         office = Office(
             self.rules, self.liveness, SECRET,
             register or self.register, lambda: Journal(self.run, "run", events), self,
+            NoticeFiles(self.run.notices),
         )  # fmt: skip
         session = Session(me, Candidacy(self.address, office, lambda _: None))
         self.sessions.append(session)
@@ -70,6 +74,14 @@ class Group:
 
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
+
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Note it."""
+        self.brought_back += tasks
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Note it."""
+        self.excluded += hosts
 
     def log_of(self, task: str, attempt: int) -> str:
         """Where a task's log is."""

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from savers import Counter, checkpointer, exit_code, fork, in_nursery, names_in, restored, save_at
 
+from hpc_elastic.checkpoint import restoring
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify
 from hpc_elastic.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointFencedError,
+    CheckpointNotFoundError,
     ConfigError,
 )  # fmt: skip
 
@@ -104,6 +106,22 @@ def test_other_files_and_folders_do_not_disturb(tmp_path):
     (tmp_path / "step-00000009").touch()
     (tmp_path / "step-00000008").mkdir()
     assert restored(tmp_path) == 1
+
+
+def test_a_checkpoint_that_is_seen_late_is_not_passed_over(tmp_path, monkeypatch):
+    """A client of NFS may remember for a while that there was no such folder."""
+    save_all(tmp_path, 1, 2)
+    looks = []
+
+    def look(folder: Path):
+        looks.append(folder.name)
+        if len(looks) < 3:
+            raise CheckpointNotFoundError(str(folder))
+        return read_manifest(folder)
+
+    monkeypatch.setattr(restoring, "read_manifest", look)
+    assert restored(tmp_path) == 2
+    assert set(looks) == {"step-00000002"}
 
 
 # ---- disks --------------------------------------------------------------------------------

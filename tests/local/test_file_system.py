@@ -20,7 +20,7 @@ from training import START_S, Training
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous import journal
-from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.record import Endpoint, Record, claim, unseal
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.session import Session, Verdict

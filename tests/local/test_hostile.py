@@ -22,7 +22,7 @@ from training import Training
 
 from hpc_elastic.events import read_events
 from hpc_elastic.rendezvous import session as sessions
-from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.record import Endpoint, claim
 from hpc_elastic.rendezvous.register import Register
 

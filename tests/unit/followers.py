@@ -4,17 +4,9 @@ from dataclasses import replace
 
 from groups import A, B, C, D
 
-from hpc_elastic.rendezvous.following import (
-    Claim,
-    Connect,
-    Effect,
-    Following,
-    Inquire,
-    Look,
-    Say,
-    Tell,
-)
-from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.agent_effects import Claim, Connect, Effect, Inquire, Look, Say, Tell
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
 
 LIVENESS = Liveness(heartbeat_s=0.5, lost_after_s=3.0)

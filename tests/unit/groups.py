@@ -2,10 +2,12 @@
 
 import random
 
-from hpc_elastic.rendezvous.actions import Action, Note
+from hpc_elastic.rendezvous.actions import Action, Note, Propose
 from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
+from hpc_elastic.rendezvous.machine import Machine, Phase
+from hpc_elastic.rendezvous.patience import Patience
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.slurm.states import TaskState
 
 A, B, C, D = (Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(4))
@@ -17,7 +19,8 @@ def machine(**changes) -> Machine:
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "start_timeout_s": 60.0, "last_call_s": 5.0, "grow": "now",
     }  # fmt: skip
-    return Machine(Rules(**{**defaults, **changes}), random.Random(1))
+    rules = Rules(**{**defaults, **changes})
+    return Machine(rules, Patience(rules, random.Random(1)))
 
 
 def running(*agents: Agent, **others: str) -> dict[str, TaskState]:
@@ -38,8 +41,8 @@ def training(*agents: Agent, **changes) -> Machine:
 
 
 def decisions(actions: list[Action]) -> list[Action]:
-    """What is left of the actions without the notes for the log."""
-    return [a for a in actions if not isinstance(a, Note)]
+    """What is left of the actions without the notes for the log, and what is asked of members."""
+    return [a for a in actions if not isinstance(a, (Note, Propose))]
 
 
 def notes(actions: list[Action], kind: str) -> list[Note]:

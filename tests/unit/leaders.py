@@ -3,9 +3,11 @@
 import random
 from typing import Any
 
-from hpc_elastic.rendezvous.leadership import Create, Effect, Leadership, Liveness, Tell
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.leader_effects import Create, Effect, Tell
+from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.rules import Rules
 
 HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
 LIVENESS = Liveness(heartbeat_s=0.5, lost_after_s=3.0)

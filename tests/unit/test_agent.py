@@ -6,17 +6,28 @@ Each test fails with the name that torch has changed, so that an upgrade shows w
 import inspect
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import (
+    PContext,
+    SignalException,
+    SubprocessContext,
+)
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hpc_elastic.agent import agent as module
 from hpc_elastic.agent.agent import RunAgent
+from hpc_elastic.agent.notices import Notices
+from hpc_elastic.agent.preemption import Notice
+from hpc_elastic.agent.processes import WorkerProcess
+from hpc_elastic.agent.report import Place
 from hpc_elastic.control import ControlPage
+from hpc_elastic.events import EventLog
+from hpc_elastic.slurm.decision import Reason
 
 
 @pytest.mark.parametrize(
@@ -38,8 +49,22 @@ def test_torch_still_has_what_we_override(name, parameters):
 
 
 def test_torch_still_stops_workers_as_we_call_it():
-    """`_shutdown` takes the time between SIGTERM and SIGKILL by the name `timeout`."""
+    """`_shutdown` takes the time until SIGKILL as `timeout`, and every signal goes by the handle.
+
+    Workers are deaf to SIGTERM, by which torch would stop them.
+    """
     assert "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters
+    assert "self._pcontext.close(death_sig, timeout)" in inspect.getsource(
+        LocalElasticAgent._shutdown
+    )
+    assert "handler.close(death_sig=death_sig)" in inspect.getsource(SubprocessContext._close)
+    assert list(inspect.signature(SubprocessHandler.close).parameters) == ["self", "death_sig"]
+    assert "close" in vars(WorkerProcess)
+
+
+def test_torch_still_asks_which_signals_end_its_agent():
+    """SIGTERM is not among them: it is a notice."""
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" in inspect.getsource(PContext.start)
 
 
 def test_torch_still_goes_by_the_answers_that_we_give():
@@ -113,8 +138,11 @@ def test_spares_are_made_after_a_while_where_no_step_is_reported(training, monke
     assert training._spares.filled == [True]
 
 
-def test_no_spare_outlives_the_agent(training, monkeypatch):
+def test_nothing_outlives_the_agent(training, monkeypatch):
     """However its run ends: with a signal, say."""
+    ended = []
+    monkeypatch.setattr(module.leftovers, "adopt", lambda: None)
+    monkeypatch.setattr(module.leftovers, "end", lambda: ended.append(True))
 
     def taken(*_):
         raise SignalException("taken", signal.SIGTERM)
@@ -122,4 +150,26 @@ def test_no_spare_outlives_the_agent(training, monkeypatch):
     monkeypatch.setattr(LocalElasticAgent, "run", taken)
     with pytest.raises(SignalException):
         training.run()
-    assert training._spares.closed
+    assert training._spares.closed and ended
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [(None, ["failed"]), (Reason.TIME_LIMIT, ["failed"]), (Reason.SIGNAL, ["leave_now"])],
+)
+def test_workers_that_die_of_a_notices_signal_have_not_failed(
+    training, tmp_path, monkeypatch, reason, expected
+):
+    """Slurm signals every process of a task in some set-ups: no restart is spent for that."""
+    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    if reason is not None:
+        notices.add(Notice(reason, 1e9))
+    told = []
+    training._session = SimpleNamespace(
+        failed=lambda _: told.append("failed"), leave_now=lambda: told.append("leave_now")
+    )
+    training._workplace = SimpleNamespace(notices=notices, place=Place("7_1", "n1", tmp_path))
+    monkeypatch.setattr(RunAgent, "_round", SimpleNamespace(number=1))
+    failure = SimpleNamespace(local_rank=0, exitcode=-signal.SIGTERM)
+    training._report(SimpleNamespace(failures={3: failure}))
+    assert told == expected

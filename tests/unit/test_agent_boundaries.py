@@ -1,8 +1,14 @@
 """What one node passes on between its workers' pages and the leader."""
 
-from hpc_elastic.agent.boundaries import Boundaries
-from hpc_elastic.control import ControlPage
+import threading
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.boundaries import Boundaries, Pace, can_save_at
+from hpc_elastic.control import ControlPage, Progress
 from hpc_elastic.rendezvous.boundary import STRAGGLE_S
+from hpc_elastic.rendezvous.session import Proposal
 
 
 class Leader:
@@ -10,61 +16,216 @@ class Leader:
 
     def __init__(self) -> None:
         self.hold = 0
+        self.proposal: Proposal | None = None
         self.told: list[tuple[int, int]] = []
+        self.answers: list[dict[str, Any]] = []
+        self.wants = 0
 
     def boundary(self, step: int, *, held: int) -> None:
         """Note it."""
         self.told.append((step, held))
 
+    def answer(self, number: int, **fields: Any) -> None:
+        """Note it."""
+        del fields["rate"]
+        self.answers.append({"number": number, **fields})
 
-def node(tmp_path, num_workers: int) -> tuple[Leader, list[ControlPage], Boundaries]:
+    def want_checkpoint(self) -> None:
+        """Count it."""
+        self.wants += 1
+
+
+class Page:
+    """A page that shows what a test wants, and notes what is asked of the worker."""
+
+    def __init__(self) -> None:
+        self.shows: dict[str, Any] = {}
+        self.asked: list[tuple[Any, ...]] = []
+
+    def read(self) -> Progress:
+        """Return what the worker shows."""
+        blank = dict.fromkeys(Progress.__match_args__)
+        return Progress(**{**blank, "held": 0, "waiting": 0, "wanted": 0, **self.shows})
+
+    def hold(self, request: int) -> None:
+        """Note it."""
+        self.asked.append(("hold", request))
+
+    def propose(self, number: int, step: int) -> None:
+        """Note it."""
+        self.asked.append(("propose", number, step))
+
+    def confirm(self, number: int) -> None:
+        """Note it."""
+        self.asked.append(("confirm", number))
+
+
+def node(num_workers: int) -> tuple[Leader, list[Page], Boundaries]:
     """A node with so many workers."""
-    pages = [ControlPage.create(tmp_path, rank) for rank in range(num_workers)]
+    pages = [Page() for _ in range(num_workers)]
     leader = Leader()
     return leader, pages, Boundaries(leader, pages)
 
 
-def hold_at(page: ControlPage, step: int, request: int) -> None:
-    """Do what a worker's page shows while it holds."""
-    page.pass_boundary(step)
-    page._map[48:56] = request.to_bytes(8, "little")
-
-
-def test_a_boundary_is_reported_once_all_workers_have_announced_it(tmp_path):
+def test_a_boundary_is_reported_once_all_workers_have_announced_it():
     """The slowest worker counts, and nothing is said twice."""
-    leader, (first, second), node_ = node(tmp_path, 2)
-    first.pass_boundary(10)
+    leader, (first, second), node_ = node(2)
+    first.shows = {"boundary": 10}
     node_.look(0.0)
     assert leader.told == []
-    second.pass_boundary(10)
+    second.shows = {"boundary": 10}
     node_.look(0.1)
     node_.look(0.2)
     assert leader.told == [(10, 0)]
 
 
-def test_the_leaders_request_reaches_every_page(tmp_path):
+def test_the_leaders_request_reaches_every_page():
     """And so does its withdrawal."""
-    leader, pages, node_ = node(tmp_path, 2)
+    leader, pages, node_ = node(2)
     for request in (3, 0):
         leader.hold = request
         node_.look(0.0)
-        assert [p._hold_request() for p in pages] == [request, request]
+    assert [page.asked for page in pages] == [[("hold", 3), ("hold", 0)]] * 2
 
 
-def test_who_holds_is_reported_with_the_request_that_it_obeys(tmp_path):
+def test_who_holds_is_reported_with_the_request_that_it_obeys():
     """So that the leader can tell an old hold from the present one."""
-    leader, (page,), node_ = node(tmp_path, 1)
-    hold_at(page, 20, request=2)
+    leader, (page,), node_ = node(1)
+    page.shows = {"boundary": 20, "held": 2}
     node_.look(0.0)
     assert leader.told == [(20, 2)]
 
 
-def test_workers_that_never_announce_are_not_waited_for_long(tmp_path):
+def test_workers_that_never_announce_are_not_waited_for_long():
     """A script may announce its boundaries on one rank alone."""
-    leader, (first, _), node_ = node(tmp_path, 2)
-    hold_at(first, 20, request=1)
+    leader, (first, _), node_ = node(2)
+    first.shows = {"boundary": 20, "held": 1}
     node_.look(0.0)
     node_.look(STRAGGLE_S - 0.1)
     assert leader.told == []
     node_.look(STRAGGLE_S)
     assert leader.told == [(20, 1)]
+
+
+def test_a_wish_for_a_checkpoint_is_passed_on_once():
+    """The worker counts its wishes."""
+    leader, (_, page), node_ = node(2)
+    for wanted in (0, 1, 1, 2):
+        page.shows = {"wanted": wanted}
+        node_.look(0.0)
+    assert leader.wants == 2
+
+
+def test_a_request_to_hold_is_on_the_page_before_what_was_proposed_after_it():
+    """Whoever is to save at a step and stay there must not go on from it."""
+    leader, (page,), node_ = node(1)
+    leader.hold, leader.proposal = 1, Proposal(1, 50)
+    node_.look(0.0)
+    leader.proposal = Proposal(1, 50, confirmed=True)
+    node_.look(0.1)
+    leader.proposal = None
+    node_.look(0.2)
+    assert page.asked == [("hold", 1), ("propose", 1, 50), ("confirm", 1), ("propose", 0, 0)]
+
+
+def test_all_workers_have_to_be_before_the_step_or_wait_there():
+    """The node's answer names its furthest worker, and is given once."""
+    leader, (first, second), node_ = node(2)
+    first.shows, second.shows = {"passed": 7}, {"passed": 9, "waiting": 3}
+    leader.proposal = Proposal(3, 9)
+    node_.look(0.0)
+    node_.look(0.1)
+    assert leader.answers == [{"number": 3, "ok": True, "passed": 9}]
+    leader.proposal = Proposal(4, 8)
+    node_.look(0.2)
+    assert leader.answers[1:] == [{"number": 4, "ok": False, "passed": 9}]
+
+
+def test_a_worker_at_the_step_that_does_not_wait_is_looked_at_twice():
+    """It may be about to wait, and it may have passed the step before the proposal came."""
+    leader, (page,), node_ = node(1)
+    page.shows, leader.proposal = {"passed": 9, "waiting": 2}, Proposal(3, 9)
+    node_.look(0.0)
+    assert leader.answers == []
+    node_.look(0.1)
+    assert leader.answers == [{"number": 3, "ok": False, "passed": 9}]
+
+
+def test_once_all_have_passed_the_confirmed_step_the_leader_is_told():
+    """A later proposal would take it off the page of one that has not come there."""
+    leader, (first, second), node_ = node(2)
+    leader.proposal = Proposal(1, 5, confirmed=True)
+    first.shows, second.shows = {"passed": 6}, {"passed": 5, "waiting": 1}
+    node_._proposals._answered = True
+    node_.look(0.0)
+    del leader.answers[:]
+    node_.look(0.1)
+    assert leader.answers == []
+    second.shows = {"passed": 7}
+    node_.look(0.2)
+    node_.look(0.3)
+    assert leader.answers == [{"number": 1, "ok": True, "passed": 6}]
+
+
+@pytest.mark.parametrize(
+    ("shows", "step", "expected"),
+    [
+        ({}, 9, True),
+        ({"passed": 8}, 9, True),
+        ({"passed": 9, "waiting": 1}, 9, True),
+        ({"passed": 9}, 9, None),
+        ({"passed": 10, "waiting": 1}, 9, False),
+        ({}, 0, True),
+        ({"passed": 0, "waiting": 1}, 0, False),
+    ],
+)
+def test_who_can_save_at_a_step(shows, step, expected):
+    """Step 0 stands for the question who passes steps at all."""
+    page = Page()
+    page.shows = shows
+    assert can_save_at(Proposal(1, step), page.read()) is expected
+
+
+def test_the_pace_is_that_of_the_last_seconds():
+    """What was long ago, a compilation say, does not count."""
+    pace = Pace()
+    assert pace.rate == 0.0
+    pace.note(0, 0.0)
+    for n in range(1, 60):
+        pace.note(n, 100 + n / 10)
+    assert pace.rate == pytest.approx(10.0)
+    pace.note(None, 200.0)
+    assert pace.rate > 0
+
+
+def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
+    """Two threads make steps at their own pace, and save at the same one."""
+    pages = [ControlPage.create(tmp_path, rank) for rank in range(2)]
+    leader, saved, ended = Leader(), {}, threading.Event()
+    node_ = Boundaries(leader, pages)
+
+    def work(rank: int) -> None:
+        step = 0
+        while not ended.wait(0.0005 * (rank + 1)):
+            step += 1
+            if pages[rank].passes(step):
+                saved.setdefault(rank, []).append(step)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    number = 0
+    while not (leader.answers and leader.answers[-1]["ok"]):
+        number += 1
+        passed = leader.answers[-1]["passed"] if leader.answers else 0
+        leader.proposal = Proposal(number, passed + 40)
+        while len(leader.answers) < number:
+            node_.look(float(number))
+    agreed = leader.proposal
+    leader.proposal = Proposal(agreed.number, agreed.step, confirmed=True)
+    while len(leader.answers) == number:
+        node_.look(float(number))
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert saved == {0: [agreed.step], 1: [agreed.step]}

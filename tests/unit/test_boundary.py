@@ -103,7 +103,7 @@ def test_boundaries_announced_with_nobody_waiting_stop_nothing():
     m = training(A, B, grow="boundary")
     for agent in (A, B):
         assert m.boundary(agent, 10, 0, 2.0) == []
-    assert m.boundaries.seen
+    assert m.regroup.boundaries.seen
 
 
 def test_members_are_asked_to_hold_once():

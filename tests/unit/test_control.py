@@ -155,9 +155,9 @@ def test_optimizer_steps_are_counted_unless_the_script_reports_them(tmp_path):
 import json, pathlib, torch
 from dataclasses import asdict
 from hpc_elastic import report
-from hpc_elastic.agent.worker import _count_optimizer_steps
+from hpc_elastic.agent.worker import _prepare_torch
 from hpc_elastic.control import ControlPage
-_count_optimizer_steps()
+_prepare_torch()
 w = torch.nn.Parameter(torch.zeros(1))
 sgd = torch.optim.SGD([w], 0.1)
 for _ in range(3):
@@ -303,3 +303,16 @@ def test_an_announced_checkpoint_does_not_stay(tmp_path):
     assert worker.is_held
     worker.announce(8)
     assert (agent.read().boundary, agent.read().held) == (8, 0)
+
+
+def test_a_worker_is_not_held_before_the_step_that_is_proposed(tmp_path):
+    """The others wait for it there; at that step, and behind it, it stays."""
+    agent, worker = proposed(tmp_path, 1, 9)
+    agent.hold(4)
+    assert worker.pass_boundary(8)
+    assert agent.read().held == 0
+    with ThreadPoolExecutor() as threads:
+        stays = threads.submit(worker.pass_boundary, 9)
+        wait_until(lambda: agent.read().held == 4)
+        agent.propose(2, 12)
+        assert stays.result(10), "it is to come along to the later step"

@@ -16,13 +16,9 @@ from followers import (
 )
 from groups import A, B, C, D
 
-from hpc_elastic.rendezvous.following import (
-    CONFIRM_REFUSAL_S,
-    Claim,
-    HangUp,
-    Inquire,
-)
-from hpc_elastic.rendezvous.leadership import Liveness
+from hpc_elastic.rendezvous.agent_effects import Claim, HangUp, Inquire
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S
 from hpc_elastic.rendezvous.record import Agent, Record
 
 # ---- taking its place ---------------------------------------------------------------------

@@ -16,10 +16,9 @@ from followers import (
 )
 from groups import B, C
 
-from hpc_elastic.rendezvous.following import (
+from hpc_elastic.rendezvous.agent_effects import (
     Claim,
     Connect,
-    Following,
     HangUp,
     Lead,
     Look,
@@ -27,6 +26,7 @@ from hpc_elastic.rendezvous.following import (
     Say,
     Tell,
 )
+from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
 
 # ---- finding a leader ---------------------------------------------------------------------
@@ -234,3 +234,89 @@ def test_a_leader_that_another_has_replaced_is_left():
     newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.looked(6, newer, 1, 1.4)
     assert of(effects, HangUp) and told(effects, "stop")
+
+
+# ---- a node that is to be left ------------------------------------------------------------
+
+
+def test_outside_a_round_a_node_under_notice_leaves_at_once():
+    """It has nothing to lose, and would only be waited for."""
+    f = agent()
+    noticed, leaving = f.notice("signal", 5.0, 1.0)
+    assert noticed == Tell({"type": "noticed", "reason": "signal", "left_s": 5.0})
+    assert leaving == Tell({"type": "leaving", "reason": "signal"})
+    assert f.tick(2.0) == []
+
+
+def test_a_node_that_waits_for_a_place_tells_the_leader_that_it_leaves():
+    """The round that forms does not wait for it."""
+    f = following()
+    f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
+    f.join()
+    effects = f.notice("signal", 5.0, 1.5)
+    assert [e.message["type"] for e in of(effects, Say)] == ["leave"]
+    assert told(effects, "leaving") == [{"type": "leaving", "reason": "signal"}]
+
+
+def test_in_a_round_it_tells_the_leader_and_goes_on():
+    """All ranks are to save before it leaves."""
+    f = following()
+    effects = f.notice("signal", 5.0, 1.0)
+    assert of(effects, Say) == [Say({"type": "notice", "reason": "signal", "left_s": 5.0})]
+    assert told(effects, "leaving") == []
+
+
+@pytest.mark.parametrize("ends", ["stop", "lost"])
+def test_when_its_round_is_over_it_leaves_instead_of_joining_again(ends):
+    """However it ended; and it says so before its workers are dead."""
+    f = following()
+    f.notice("signal", 5.0, 1.0)
+    if ends == "stop":
+        effects = f.received({"type": "stop", "reason": "at the checkpoint of step 3"}, 2.0)
+        assert [e.message["type"] for e in of(effects, Say)] == ["leave"]
+    else:
+        effects = f.disconnected("its connection closed", 2.0)
+    kinds = [e.message["type"] for e in of(effects, Tell)]
+    assert kinds.index("stop") < kinds.index("leaving")
+
+
+def test_a_round_that_was_stopped_holds_no_node_under_notice():
+    """Its workers are being stopped, and it has not asked for another place yet."""
+    f = following()
+    f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
+    assert told(f.notice("signal", 5.0, 1.5), "leaving")
+
+
+def test_the_nearest_deadline_counts_and_the_first_reason():
+    """Later notices that leave more time say nothing new."""
+    f = following()
+    f.notice("time limit", 100.0, 1.0)
+    assert f.notice("asked", 200.0, 2.0) == []
+    (say,) = of(f.notice("signal", 5.0, 3.0), Say)
+    assert say.message == {"type": "notice", "reason": "time limit", "left_s": 5.0}
+
+
+def test_the_leader_may_ask_a_node_to_leave():
+    """Somebody has written a notice file."""
+    f = following()
+    effects = f.received({"type": "notice", "left_s": 600.0}, 1.0)
+    assert told(effects, "noticed") == [{"type": "noticed", "reason": "asked", "left_s": 600.0}]
+    assert of(effects, Say) == [Say({"type": "notice", "reason": "asked", "left_s": 600.0})]
+
+
+def test_its_time_being_over_it_leaves_whatever_its_round_does():
+    """The save was not agreed on in time."""
+    f = following()
+    f.notice("signal", 5.0, 1.0)
+    effects = f.leave_now()
+    assert told(effects, "leaving") and [e.message["type"] for e in of(effects, Say)] == ["leave"]
+    assert f.leave_now() == [] and f.notice("signal", 1.0, 6.0) == []
+
+
+def test_proposals_reach_the_workers_of_a_round_only():
+    """What comes after the stop is meant for pages that are gone."""
+    f = following()
+    propose = {"type": "propose", "number": 1, "step": 5}
+    assert f.received(propose, 1.0) == [Tell(propose)]
+    f.received({"type": "stop", "reason": "a worker failed"}, 1.1)
+    assert f.received(propose, 1.2) == []

@@ -27,6 +27,7 @@ from hpc_elastic.submit.freeze import (
     write_hydra_files,
 )
 from hpc_elastic.submit.frozen import freeze, remembered_grammar, to_yaml
+from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import make_run_id, next_array, overlapping, prepare
 from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
@@ -314,10 +315,16 @@ def test_prepare_writes_all_that_a_task_needs(tmp_path):
 def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
     """launcher.grow and its like are frozen; a requeued task runs by the same."""
     launcher = SlurmSettings(
-        grow="now", grow_after_s=5.0, min_wait_s=None, interface="ib0", gang=True
-    )
-    prepare(plan_in(tmp_path, launcher=launcher), ENTRY, name="train")
+        grow="now", grow_after_s=5.0, min_wait_s=None, interface="ib0", gang=True,
+        notice_s=60.0, notice_signal="USR1", max_attempts_without_progress=5,
+        max_requeues=7,
+    )  # fmt: skip
+    prepare(plan_in(tmp_path, launcher=launcher), ENTRY, name="train", graces=[Grace(90, 30)])
     spec = RunDir(tmp_path / "0").load()
+    assert (spec.notice_s, spec.notice_signal, spec.grace_s, spec.kill_wait_s) == (
+        60.0, "USR1", 90, 30,
+    )  # fmt: skip
+    assert (spec.max_attempts_without_progress, spec.max_requeues) == (5, 7)
     found = (spec.grow, spec.grow_after_s, spec.min_wait_s, spec.interface, spec.gang)
     assert found == ("now", 5.0, None, "ib0", True)
     assert spec.task_names({0: "7"}) == ["7.0"]

@@ -6,7 +6,9 @@ import pytest
 from groups import A, B, decisions, machine, resumed, running, training
 
 from hpc_elastic.rendezvous.actions import GiveBack
-from hpc_elastic.rendezvous.machine import Machine, Phase, Rules
+from hpc_elastic.rendezvous.machine import Machine, Phase
+from hpc_elastic.rendezvous.patience import Patience
+from hpc_elastic.rendezvous.rules import Rules
 
 
 def test_too_few_for_too_long_gives_every_node_back():
@@ -43,7 +45,7 @@ def test_the_time_away_doubles_and_is_random_within_its_range(before, least, mos
     away = set()
     for seed in range(40):
         m = machine(min_nodes=2, min_wait_s=10.0)
-        m.rng, m.given_back = random.Random(seed), before
+        m.patience.rng, m.patience.given_back = random.Random(seed), before
         m.join(A, 0.0)
         (given,) = decisions(m.tick(20.0))
         away.add(given.delay_s)
@@ -55,7 +57,8 @@ def test_the_wait_is_random_from_one_run_to_the_next():
     """Two runs that hold half of the nodes each do not give them back at the same time."""
 
     def waited(seed: int) -> float:
-        m = Machine(Rules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0), random.Random(seed))
+        rules = Rules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0)
+        m = Machine(rules, Patience(rules, random.Random(seed)))
         m.join(A, 0.0)
         return next(t / 10 for t in range(1000) if decisions(m.tick(t / 10)))
 
@@ -77,4 +80,4 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
     m = resumed(given_back=3)
     m.join(A, 100.0)
     m.slurm_says(running(A), 100.1, 100.1)
-    assert m.phase is Phase.RUNNING and m.given_back == 0
+    assert m.phase is Phase.RUNNING and m.patience.given_back == 0

@@ -7,16 +7,15 @@ from groups import A, B, C, failure, running
 from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.actions import StartRound
-from hpc_elastic.rendezvous.leadership import (
+from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     Create,
-    Leadership,
     Postpone,
     Publish,
     StepDown,
     Tell,
-    placements,
 )
+from hpc_elastic.rendezvous.leadership import Leadership, placements
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
 
@@ -190,7 +189,7 @@ def test_what_is_said_of_another_round_is_ignored(type_, fields):
     """A message may be older than the round that its sender is in now."""
     leader = training(A)
     assert say(leader, A, type_, 2.0, record=1, **fields) == []
-    assert leader.machine.phase is Phase.RUNNING and not leader.machine.boundaries.seen
+    assert leader.machine.phase is Phase.RUNNING and not leader.machine.regroup.boundaries.seen
 
 
 # ---- places -------------------------------------------------------------------------------

@@ -8,15 +8,9 @@ from groups import A, B, C, D, running
 from leaders import HERE, after, join, leading, meanwhile, of, passed, rejoin, say, told, training
 
 from hpc_elastic.rendezvous.actions import Note
-from hpc_elastic.rendezvous.leadership import (
-    AskSlurm,
-    Create,
-    Drop,
-    Effect,
-    Leadership,
-    Liveness,
-    RenewLease,
-)
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.leader_effects import AskSlurm, Create, Drop, Effect, RenewLease
+from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 
@@ -118,7 +112,7 @@ def test_a_member_that_finds_the_new_leader_is_not_lost():
     join(leader, A, 0.1)
     leader.connected(B, 0.2)
     passed(leader, 9.0, A, B)
-    assert B in leader.machine.unsettled
+    assert B in leader.machine.muster.unsettled
 
 
 # ---- the lease, and which side may go on --------------------------------------------------

@@ -4,9 +4,10 @@ import random
 
 from groups import A, B, failure
 
-from hpc_elastic.rendezvous.leadership import Leadership, Liveness
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.record import Endpoint, Record
+from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.status import status_of
 
 
@@ -76,7 +77,7 @@ def test_a_run_that_has_ended_shows_how():
 def test_a_run_that_has_failed_shows_its_restarts():
     """As many as were spent."""
     leader = training()
-    leader.machine.restarts = 3
+    leader.machine.blame.restarts = 3
     failed = {"type": "failed", "record": 5, "failures": [vars(failure(A))]}
     leader.received(A, failed, 1.0)
     for agent in (A, B):

@@ -195,3 +195,11 @@ def test_a_task_whose_parent_requeues_it_leaves_that_to_it(monkeypatch):
     client = Client(TaskState("7_0", "RUNNING"))
     assert depart("7_0", client) is Departure.REQUEUE
     assert client.told == [("tasks", "7")]
+
+
+@pytest.mark.parametrize(("attempt", "how"), [(1, Departure.REQUEUE), (2, Departure.EXIT)])
+def test_a_task_comes_back_as_often_as_its_run_allows(tmp_path, attempt, how):
+    """launcher.max_requeues, for each node's task."""
+    run = run_of(tmp_path, "7", [(0, 0)], max_requeues=2)
+    client = Client(TaskState("7_0", "RUNNING", restarts=attempt))
+    assert depart("7_0", client, attempt=attempt, run=run) is how

@@ -59,6 +59,8 @@ NodeName=node1 NodeAddr=10.77.0.11 CPUs=8 RealMemory=65536 Gres=gpu:2 State=UNKN
 NodeName=node2 NodeAddr=10.77.0.12 CPUs=8 RealMemory=65536 Gres=gpu:2 State=UNKNOWN
 PartitionName=low Nodes=node1,node2 Default=YES MaxTime=INFINITE PriorityTier=1 \
 PreemptMode=REQUEUE GraceTime=5
+PartitionName=cancel Nodes=node1,node2 MaxTime=INFINITE PriorityTier=1 \
+PreemptMode=CANCEL GraceTime=5
 PartitionName=high Nodes=node1,node2 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
 GRES_CONF = """\

@@ -2,7 +2,9 @@
 
 import os
 import shlex
+import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,3 +225,35 @@ def test_a_task_has_its_node_alone_unless_a_share_is_named(settings, lines):
     of_share = ("--mem", "--exclusive", "--nice")
     found = [line for line in directives(replace(PLAIN, settings=settings))]
     assert [line for line in found if line.startswith(of_share)] == lines
+
+
+def test_the_script_hands_a_notice_on_and_waits_on(tmp_path):
+    """The exit code is the task's, however often it is told; SIGTERM goes no further."""
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/bash\n"
+        f'trap "echo USR2 >> {tmp_path}/got" USR2; trap "echo TERM >> {tmp_path}/got" TERM\n'
+        f"echo starts >> {tmp_path}/got\n"
+        f"until [ -e {tmp_path}/end ]; do sleep 0.05; done\nexit 5\n"
+    )
+    srun.chmod(0o755)
+    (tmp_path / "script").write_text(rendered(PLAIN))
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "6"}
+    shell = subprocess.Popen(["bash", tmp_path / "script"], env=env)
+    got = tmp_path / "got"
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        tell(shell, number, got)
+    (tmp_path / "end").touch()
+    assert shell.wait(30) == 5
+    assert set(got.read_text().split()) == {"starts", "USR2"}
+
+
+def tell(shell, number, got):
+    """Send a signal again and again, until its task, which must have started, has got one more."""
+    deadline = time.monotonic() + 30
+    before = len(got.read_text()) if got.exists() else len("starts\n")
+    while not got.exists() or len(got.read_text()) <= before:
+        assert time.monotonic() < deadline
+        if got.exists():
+            shell.send_signal(number)
+        time.sleep(0.1)

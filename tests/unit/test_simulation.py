@@ -28,20 +28,21 @@ def test_every_invariant_holds_in_every_schedule(total):
     assert not total.failures, f"{len(total.failures)} of {total.schedules} failed\n{shown}"
 
 
-@pytest.mark.parametrize("seed", [41_968, 800_919])
+@pytest.mark.parametrize("seed", [51_057, 101_477, 206_877])
 def test_a_schedule_that_once_failed_holds(seed):
-    """They are not among those above, and took a hundred thousand others to be found."""
+    """They are not among those above, and took thousands of others to be found."""
     assert find(seed, 1, SOUND) is None
 
 
 def test_schedules_contain_what_is_to_be_tested(total):
-    """The schedules elect, fence, grow, end, and stand; and every kind of fault is among them."""
+    """They elect, fence, grow, agree, let go, end, and stand, under every kind of fault."""
     assert total.schedules == SCHEDULES
     assert total.rounds > SCHEDULES
     assert total.elections > SCHEDULES
     assert min(total.fenced, total.growths, total.endings) > SCHEDULES / 50
+    assert min(total.agreements, total.departures) > SCHEDULES / 10
     assert total.stood_after.total() > SCHEDULES / 2
-    assert len(total.faults) == 13
+    assert len(total.faults) == 17
     assert min(total.faults.values()) > SCHEDULES / 50
 
 

@@ -53,7 +53,7 @@ def test_an_earlier_attempt_is_gone_once_slurm_counts_another():
     m.join(A, 1.1)
     view = running(A, C) | {B.task: TaskState(B.task, "RUNNING", restarts=1)}
     m.slurm_says(view, 1.5, 1.6)
-    assert B not in m.unsettled
+    assert B not in m.muster.unsettled
 
 
 @pytest.mark.parametrize("word", ["RUNNING", "COMPLETING", "A_NEW_WORD"])
@@ -86,15 +86,15 @@ def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
     """Three of four tasks have failed for good: nobody waits, and the reason names one of them."""
     m = machine(min_nodes=3)
     m.join(A, 0.0)
-    asked = m.slurm_says(running(A, s1="FAILED", s2="TIMEOUT"), 0.1, 0.2)
+    asked = m.slurm_says(running(A, s1="FAILED", s2="OUT_OF_MEMORY"), 0.1, 0.2)
     (end,) = decisions(asked)
     assert end.status == "failed" and m.phase is Phase.ENDED
     assert "task 7_1" in end.failure.summary() and "min nodes is 3" in end.failure.summary()
 
 
-@pytest.mark.parametrize("word", ["NODE_FAIL", "PENDING", "COMPLETING"])
+@pytest.mark.parametrize("word", ["NODE_FAIL", "PREEMPTED", "TIMEOUT", "PENDING", "COMPLETING"])
 def test_a_run_waits_for_tasks_that_may_come_again(word):
-    """A task whose node failed is requeued, or is a gang's, which comes again as a whole."""
+    """What ended through no fault of its own is requeued or replaced; a gang comes as a whole."""
     m = machine(min_nodes=3)
     m.join(A, 0.0)
     assert decisions(m.slurm_says(running(A, s1=word, s2=word, s3=word), 0.1, 0.2)) == []

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import start_processes
 
-from hpc_elastic.agent.agent import RoundLogs, _made_from
 from hpc_elastic.agent.prewarm import fits
+from hpc_elastic.agent.processes import RoundLogs, made_from
 from hpc_elastic.agent.report import WorkerFiles
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.config import AgentSettings
@@ -100,7 +100,7 @@ class Node:
         """Start one worker; with a spare where there is one that fits."""
         os.environ["HPC_ELASTIC_ROUND"] = str(number)
         env = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number)}
-        with _made_from(spares):
+        with made_from(spares):
             return start_processes(
                 "default", self.command[0], {0: self.command[1:]}, {0: env}, RoundLogs(self.folder)
             )
@@ -167,7 +167,7 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("paced", [False, True])
-def test_a_worker_made_from_a_spare_is_as_a_new_process(node, make_spares, paced, monkeypatch):
+def test_a_workermade_from_a_spare_is_as_a_new_process(node, make_spares, paced, monkeypatch):
     """Same command line, paths, environment, signals, priority, descriptors and modules."""
     monkeypatch.setenv("GONE_LATER", "1")
     node.entry("who")
@@ -251,6 +251,18 @@ def test_while_workers_train_spares_are_made_one_after_the_other(node, make_spar
     assert len(pids(spares)) == 1
     (node.folder / "go").touch()
     until(lambda: all_ready(spares, 2))
+
+
+def test_a_late_node_waits_until_its_spares_have_imported(node, make_spares):
+    """It looks up now and then, whether there is a need."""
+    (node.folder / "waits.py").write_text(WAITS)
+    node.entry("who", preload=("waits",))
+    spares = make_spares(2, ready=False)
+    assert not spares.await_imports(0.1)
+    (node.folder / "go").touch()
+    assert spares.await_imports(60) and all_ready(spares, 2)
+    spares.resize(1)
+    assert len(pids(spares)) == 1
 
 
 def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplog):

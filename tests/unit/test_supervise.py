@@ -9,6 +9,7 @@ from hpc_elastic.agent.supervise import TAKEN, num_workers
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous.session import SentBack
+from hpc_elastic.slurm.decision import Departure, Reason
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def sent_back(tmp_path, monkeypatch, give_back) -> int:
     """Let a node be sent back for half a minute; return its task's exit code."""
     monkeypatch.setattr(module, "give_back", give_back)
     node = SimpleNamespace(
-        _task=SimpleNamespace(name="7_1", attempt=2),
+        _task=SimpleNamespace(name="7_1", attempt=2, run="its run"),
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
     )
     return module._Node._go_back(node, SentBack(30.04))
@@ -43,7 +44,7 @@ def test_a_node_that_is_sent_back_requeues_itself(tmp_path, monkeypatch):
     given = []
     code = sent_back(tmp_path, monkeypatch, lambda *a, **fields: given.append((a, fields)))
     ((task, _, delay_s), fields) = given[0]
-    assert (task, delay_s, fields) == ("7_1", 30.04, {"attempt": 2})
+    assert (task, delay_s, fields) == ("7_1", 30.04, {"attempt": 2, "run": "its run"})
     assert code == TAKEN
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["delay_s"]) == ("given back", 30.0)
@@ -57,3 +58,22 @@ def test_a_node_that_can_not_be_requeued_ends_its_task(tmp_path, monkeypatch, ca
 
     assert sent_back(tmp_path, monkeypatch, fails) == 1
     assert "could not be given back" in caplog.text and "Unable to contact" in caplog.text
+
+
+@pytest.mark.parametrize(("launcher", "how"), [("slurm", "requeue"), ("local", "ended")])
+def test_a_node_that_is_left_goes_as_slurm_says(tmp_path, monkeypatch, launcher, how):
+    """A process of the local launcher just ends."""
+    given = []
+
+    def depart(*args: object, **fields: object) -> Departure:
+        given.append((args[0], fields))
+        return Departure.REQUEUE
+
+    monkeypatch.setattr(module, "depart", depart)
+    spec = SimpleNamespace(launcher=launcher)
+    task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec)
+    assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
+    (event,) = read_events(tmp_path)
+    assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", how)
+    expected = {"attempt": 2, "reason": Reason.TIME_LIMIT, "run": "its run"}
+    assert given == ([("7_1", expected)] if launcher == "slurm" else [])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hpc_elastic.agent import task as task_module
-from hpc_elastic.agent.task import find_task, main
+from hpc_elastic.agent import start as start_module
+from hpc_elastic.agent.lookup import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -123,7 +123,7 @@ def test_a_malformed_variable_ends_the_task_with_a_clear_line(
     file = array()
     for variable in {*ARRAY_TASK, name}:
         monkeypatch.setenv(variable, {**ARRAY_TASK, name: value}[variable])
-    assert main([str(file)]) == 1
+    assert start_module.start([str(file)], None) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"hpc_elastic: {name} is {value!r}, expected {expected}")
 
@@ -138,24 +138,24 @@ def test_a_gang_needs_its_node_ids(array, name):
 def test_outside_of_slurm_the_task_says_so(array, monkeypatch, capsys):
     """Somebody tried the command by hand."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert main([str(array())]) == 1
+    assert start_module.start([str(array())], None) == 1
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
 
 
 def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
     """The first node tells that it has ended; the next ones wait for that, and no others do."""
     asked = []
-    monkeypatch.setattr(task_module.signal, "signal", lambda *args: None)
-    monkeypatch.setattr(task_module.gang, "end_if_orphaned", lambda *args: asked.append(args[:2]))
+    monkeypatch.setattr(start_module.signal, "signal", lambda *args: None)
+    monkeypatch.setattr(start_module.gang, "end_if_orphaned", lambda *args: asked.append(args[:2]))
     tasks = [
         find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))
         for n in range(2)
     ]
     for task in tasks:
         task.logs.mkdir(parents=True)
-        task_module._leave_gang(task)
+        start_module._leave_gang(task)
     assert (tasks[0].logs / "ended").exists() and not asked, "the run goes on"
     tasks[0].run.result.write_text("{}")
     for task in tasks:
-        task_module._leave_gang(task)
+        start_module._leave_gang(task)
     assert asked == [("70.1", tasks[0].logs)]

@@ -4,9 +4,11 @@ import json
 import os
 import socket
 
+from arrays import run_of
+
 from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, task_names, tasks_of
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import Entry, RunSpec
+from hpc_elastic.rundir import Entry, RunSpec, Submission
 from hpc_elastic.slurm.states import TaskState
 
 
@@ -149,3 +151,90 @@ def test_without_the_launchers_table_nobody_knows(tmp_path):
     assert tasks.view() is None and tasks.is_running("9_0") is None
     (tmp_path / "local-tasks.json").write_text("{")
     assert tasks.view() is None
+
+
+class LeadersClient(FakeClient):
+    """Takes what a leader tells Slurm about tasks that are to come back."""
+
+    def __init__(self, states, *, refuses=()):
+        super().__init__(states)
+        self.requeued: list[str] = []
+        self.excluded: list[tuple[list[str], list[str]]] = []
+        self.submitted: list[int | None] = []
+        self._refuses = refuses
+
+    def requeue(self, task):
+        """Requeue, or refuse to."""
+        if task in self._refuses:
+            says = "Requested operation is presently disabled"
+            raise SlurmCommandError(["scontrol"], 1, says)
+        self.requeued.append(task)
+
+    def exclude(self, tasks, hosts):
+        """Take note of it."""
+        if list(hosts):
+            self.excluded.append((list(tasks), sorted(hosts)))
+
+    def resubmit(self, script, index, *, exclude):
+        """Take note of it."""
+        self.submitted.append(index)
+        return "99"
+
+    def release(self, task):
+        """Do nothing."""
+
+
+def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
+    """The hold is ended, what Slurm has ended is requeued or replaced, others are left alone."""
+    run = run_of(tmp_path, "70", [(0, i) for i in range(7)])
+    states = [
+        TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0),
+        TaskState("70_1", "PENDING", "Resources", restarts=1, starts_in_s=900.0),
+        TaskState("70_2", "NODE_FAIL"),
+        TaskState("70_3", "NODE_FAIL"),
+        TaskState("70_4", "CANCELLED"),
+        TaskState("70_5", "RUNNING", preempted=True),
+        TaskState("70_6", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0),
+    ]
+    client = LeadersClient(states, refuses=["70_3"])
+    tasks = SlurmTasks(run.load(), client)
+    tasks.bring_back(run, [f"70_{i}" for i in range(6)] + ["70_99"])
+    assert client.requeued == ["70_2"]
+    assert client.submitted == [3]
+    assert client.postponed == [(["70_0", "70_2"], 2)]
+    assert task_names(run.load())[3] == "99_3"
+
+
+def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):
+    """What Slurm has ended stays ended."""
+    run = run_of(tmp_path, "70", [(0, 0)])
+    run.result.write_text("{}")
+    client = LeadersClient([TaskState("70_0", "NODE_FAIL")])
+    SlurmTasks(run.load(), client).bring_back(run, ["70_0"])
+    assert (client.requeued, client.submitted, client.postponed) == ([], [], [])
+
+
+def test_a_gang_is_not_requeued_because_it_has_lost_a_node(tmp_path):
+    """It goes on with the others, for Slurm as well; all of it comes back if all of it was lost."""
+    run = run_of(tmp_path, "70", [(0, 0), (0, 1)], gang=True)
+    files = Submission(tmp_path / ".hpc_elastic").array(0)
+    files.nodes.write_text('{"attempt": 0, "hosts": ["n1", "n2"]}')
+    client = LeadersClient([TaskState("70", "RUNNING", node="n2", restarts=0)])
+    tasks = SlurmTasks(run.load(), client)
+    assert words(tasks.view()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING"}
+    tasks.bring_back(run, ["70.0"])
+    assert client.requeued == []
+    client.states = [TaskState("70", "NODE_FAIL", restarts=0)]
+    tasks.bring_back(run, ["70.0", "70.1"])
+    assert (client.requeued, client.postponed) == (["70"], [(["70"], 2)])
+
+
+def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_path):
+    """The first at once; the others find them in the run directory."""
+    run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
+    held = TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
+    client = LeadersClient([held, TaskState("70_1", "COMPLETED")])
+    tasks = SlurmTasks(run.load(), client)
+    tasks.exclude(run, ["n3"], "CUDA error")
+    tasks.bring_back(run, ["70_0"])
+    assert client.excluded == [(["70_0"], ["n3"])] * 2

@@ -9,7 +9,7 @@ node        a task of the array and its attempts
 attempt     an agent's attempt to connect
 agent       the adapter around `rendezvous.following`, and the agent's own thread
 leader      the adapter around `rendezvous.leadership`
-training    the workers of a round
+training    the workers of a round; `rank` is one of them, with its control page
 faults      what goes wrong
 invariants  what must hold all the same
 parts       the classes under test; `mutants`: the same with planted bugs

@@ -1,12 +1,16 @@
-"""The agent's adapter in the simulation: a `Following`, and the workers that it is for."""
+"""The agent's adapter in the simulation: a `Following`, and the workers that it is for.
+
+What the node's worker and the leader tell each other goes through the product's own
+`hpc_elastic.agent.boundaries`, as through the session's `heard`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.following import (
+from hpc_elastic.agent.boundaries import Boundaries
+from hpc_elastic.rendezvous.agent_effects import (
     Claim,
     Connect,
     Effect,
@@ -18,10 +22,13 @@ from hpc_elastic.rendezvous.following import (
     Say,
     Tell,
 )
+from hpc_elastic.rendezvous.failures import Failure
+from hpc_elastic.rendezvous.heard import Heard, Proposal
 from hpc_elastic.rendezvous.record import Agent, Record, claim
 from hpc_elastic.testing.simulation.attempt import Attempt
 from hpc_elastic.testing.simulation.leader import Leader
 from hpc_elastic.testing.simulation.network import CLIENT, Connection
+from hpc_elastic.testing.simulation.rank import Rank
 from hpc_elastic.testing.simulation.scenario import CONNECT_TIMEOUT_S
 from hpc_elastic.testing.simulation.training import Work
 from hpc_elastic.testing.simulation.world import Process
@@ -34,6 +41,11 @@ _TICK_S = 0.25
 """How often an agent without a leader wakes up."""
 _LINGER_S = 1.0
 """A leader's process stays this long after the run's end, or its own, to tell everybody."""
+_LOOKS_EVERY_S = 0.1
+
+
+def _sleep_not(seconds: float) -> None:
+    """Return at once: what is written to a simulated page is seen by everybody."""
 
 
 class AgentProcess:
@@ -43,11 +55,18 @@ class AgentProcess:
         self.sim = sim
         self.host = host
         self.process = Process()
-        self.me = Agent(host.task, host.attempt, host.slot, f"node{host.slot}", host.nproc)
+        self.me = Agent(host.task, host.attempt, host.slot, host.hostname, host.nproc)
         self.over = False
         """Whether it was told to go, or that the run has ended."""
         self.work: Work | None = None
+        self.rank: Rank | None = None
+        """Its worker, once that has started."""
         self.leaders: list[Leader] = []
+        self._heard = Heard()
+        self._boundaries: Boundaries | None = None
+        self._will_look = False
+        self.busy_until = 0.0
+        """Its own thread looks at no page before this time."""
         self._stopping = False
         self._has_failed = False
         self._connection: Connection | None = None
@@ -65,7 +84,7 @@ class AgentProcess:
         if self.work is not None:
             self.work.leave(self, victims=not silently)
             self.sim.monitor.stopped(self.me)
-            self.work = None
+            self.work = self.rank = None
         rng = self.sim.world.rng
         lossy = self.sim.scenario.lose_at_break and not self.over
         self.sim.network.crashed(self.process, silently, lambda: lossy and rng.random() < 0.5)
@@ -73,6 +92,21 @@ class AgentProcess:
     def leave(self, why: str) -> None:
         """Tell the leader that this node goes."""
         self._say({"type": "leave", "why": why})
+
+    # ---- notice -------------------------------------------------------------------------
+
+    def notice(self, left_s: float) -> None:
+        """The node has to be left within so long; nothing is lost if its worker made no step."""
+        if self.over:
+            return
+        self._do(self._following.notice("signal", left_s, self.host.clock()))
+        if self.rank is None or (self.work is not None and self.rank.at == self.work.start):
+            self.leave_now()
+
+    def leave_now(self) -> None:
+        """The time is over."""
+        if not self.over:
+            self._do(self._following.leave_now())
 
     def _tick(self) -> None:
         if not self.over:
@@ -131,7 +165,7 @@ class AgentProcess:
 
     def _progress(self) -> dict[str, Any]:
         total = self.sim.scenario.training.total_steps
-        return {"step": self.work.steps, "total": total} if self.work is not None else {}
+        return {"step": self.rank.at, "total": total} if self.rank is not None else {}
 
     # ---- effects ------------------------------------------------------------------------
 
@@ -204,8 +238,11 @@ class AgentProcess:
                 self._begin(message)
             case "stop":
                 self._stop()
-            case "hold" if self.work is not None:
-                self.work.hold(self, message["number"])
+            case "hold" | "propose" | "confirm":
+                self._heard.hear(message)
+                self.touch()
+            case "leaving":
+                self._leave_the_run()
             case "end":
                 self.sim.monitor.told_the_end(self.me, message["status"], self.sim.files.records)
                 self._go(None)
@@ -214,14 +251,19 @@ class AgentProcess:
 
     def _begin(self, message: dict[str, Any]) -> None:
         record = self.sim.monitor.accepted(self.me, message)
-        self.work = self.sim.work_of(record)
+        self.work, self.rank = self.sim.work_of(record), None
+        self._heard, self._boundaries = Heard(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.sim.world.rng.random()
         self.sim.world.after(delay, self.process, self._enter, self.work)
 
     def _enter(self, work: Work) -> None:
-        if self.work is work and not self._stopping:
-            work.enter(self)
+        if self.work is work and not self._stopping and not self.over:
+            self.rank = work.enter(self)
+            self._boundaries = Boundaries(
+                self, [self.rank.page], sleep=_sleep_not, can_save_at=self.sim.parts.can_save_at
+            )
+            self.touch()
 
     def _stop(self) -> None:
         if self.work is None or self._stopping or self.over:
@@ -235,7 +277,7 @@ class AgentProcess:
     def _stopped(self) -> None:
         if self.over:
             return
-        self.work, self._stopping = None, False
+        self.work, self.rank, self._stopping = None, None, False
         self.sim.monitor.stopped(self.me)
         self._do(self._following.join())
 
@@ -245,24 +287,71 @@ class AgentProcess:
         delay = _LINGER_S if any(leader.leads for leader in self.leaders) else 0.2
         self.sim.world.after(delay, self.process, self.host.left, away_s)
 
+    def _leave_the_run(self) -> None:
+        """The session is over, and with it what it led; the workers are stopped after that."""
+        self.over = True
+        for leader in self.leaders:
+            leader.close()
+        if self.work is not None:
+            self.work.leave(self, victims=True)
+        world = self.sim.world
+        delay = self.sim.scenario.longest_stop_at(world.now) * world.rng.random() ** 2
+        world.after(0.05 + delay, self.process, self.host.left, self.host.away_s())
+
     # ---- the workers --------------------------------------------------------------------
 
-    def boundary(self, work: Work, step: int, held: int) -> None:
-        """All workers of this node have announced a checkpoint."""
-        if self._is_at(work):
-            self._do(self._following.report("boundary", step=step, held=held))
+    def touch(self) -> None:
+        """Something has changed on the worker's page, or in what the leader asks."""
+        if not self._will_look:
+            self._will_look = True
+            busy_s = max(0.0, self.busy_until - self.sim.world.now)
+            delay = _LOOKS_EVERY_S * self.sim.world.rng.random()
+            self.sim.world.after(busy_s + delay, self.process, self._look)
+
+    def _look(self) -> None:
+        self._will_look = False
+        if self.sim.world.now < self.busy_until:
+            self.touch()
+            return
+        if self._boundaries is None or self.work is None or not self._is_at(self.work):
+            return
+        self._boundaries.look(self.host.clock())
+        if self.proposal is not None and not self.proposal.confirmed:
+            self.touch()
+
+    @property
+    def hold(self) -> int:
+        """See `hpc_elastic.rendezvous.session.Session`, as for what follows."""
+        return self._heard.hold
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The step that may have to be saved."""
+        return self._heard.proposal
+
+    def boundary(self, step: int, *, held: int) -> None:
+        """The worker has announced a checkpoint."""
+        self._do(self._following.report("boundary", step=step, held=held))
+
+    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """The answer to a proposal."""
+        self._do(self._following.report("answer", number=number, ok=ok, passed=passed, rate=rate))
+
+    def want_checkpoint(self) -> None:
+        """The worker asks for a checkpoint of the group."""
+        self._do(self._following.report("want"))
 
     def finished(self, work: Work) -> None:
         """All workers of this node have returned."""
         if self._is_at(work):
             self._do(self._following.report("finished"))
 
-    def worker_failed(self, work: Work, message: str) -> None:
+    def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of this node has failed; the node's others are ended."""
         if not self._is_at(work):
             return
         self._has_failed = True
-        if message == "out of luck":
+        if itself:
             self.sim.monitor.own_failures += 1
         work.leave(self, victims=True)
         failure = Failure(

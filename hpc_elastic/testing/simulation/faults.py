@@ -28,6 +28,7 @@ class Faults:
             ("pause", self._pause),
             ("pause", self._pause),
             ("frozen node", self._freeze),
+            ("busy agent", self._keep_busy),
             ("preemption", self._preempt),
             ("partition of two", self._cut_one),
             ("partition of one from all", self._cut_all),
@@ -46,6 +47,8 @@ class Faults:
             world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate)
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
+        for _ in range(scenario.num_notices):
+            world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
 
     def heal(self) -> None:
         """Undo all that lasts; only a node that is isolated for good stays so."""
@@ -61,6 +64,25 @@ class Faults:
         if nodes:
             kind, fault = self._sim.world.rng.choice(self._kinds)
             fault(self._pick(nodes, kind))
+
+    def _give_notice(self) -> None:
+        """Announce that one node, some, or all are taken; a time limit comes to all at once."""
+        world, scenario = self._sim.world, self._sim.scenario
+        nodes = [n for n in self._sim.nodes if n.agent is not None]
+        if not nodes:
+            return
+        kind = world.rng.choice(("notice", "notice", "notice to several", "notice to all"))
+        if kind == "notice":
+            nodes = [self._pick(nodes, kind)]
+        else:
+            self.count[kind] += 1
+            share = 0.5 if kind == "notice to several" else 1.0
+            nodes = [n for n in nodes if world.rng.random() < share]
+        grace_s = world.rng.choice(scenario.graces_s)
+        if not scenario.is_quiet:
+            grace_s = min(grace_s, max(0.3, scenario.calm_after_s - world.now))
+        for node in nodes:
+            world.after(0.3 * world.rng.random(), None, node.notice, grace_s)
 
     def _pick(self, nodes: list[Node], kind: str) -> Node:
         """Choose a node, often one that leads: its faults are the interesting ones."""
@@ -104,6 +126,12 @@ class Faults:
         if not process.paused:
             process.paused = True
             self._lasts(lambda: process.resume(rng.random() < 0.5))
+
+    def _keep_busy(self, node: Node) -> None:
+        """The agent's own thread does something else; its session goes on."""
+        assert node.agent is not None
+        world = self._sim.world
+        node.agent.busy_until = world.now + _LONGEST_S * world.rng.random()
 
     def _freeze(self, node: Node) -> None:
         assert node.agent is not None

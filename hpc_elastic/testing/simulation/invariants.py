@@ -9,7 +9,15 @@ Rounds     Between min and max members, each task once. Only the leader that cre
            no round before its workers of the last one have ended, and never an older one.
 The end    Once it is recorded no record follows, and nobody is told of an end that is not.
 Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
-Growth     A round that is broken at a boundary has made no step beyond it.
+Change     A round that is broken at a checkpoint has made no step beyond it.
+Agreement  When a step is confirmed, every rank is before it, or has not gone on from it. Each saves
+           there, and no rank saves as agreed at a step that was not confirmed. In the calm nobody
+           waits at a proposed step for longer than `_LONGEST_WAIT_S`.
+Departure  Where nothing else goes wrong, a node that is to be left with enough grace leaves at a
+           checkpoint, and the others form another round within
+           `Scenario.forms_again_s`.
+Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
+           run has; nothing is brought back that the run itself has given back.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
 
@@ -18,13 +26,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.rendezvous.leadership import Announce
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.agreement import ANSWER_WITHIN_S
+from hpc_elastic.rendezvous.leader_effects import Announce
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.testing.simulation.rank import Doing, Rank
+from hpc_elastic.testing.simulation.scenario import Scenario
+from hpc_elastic.testing.simulation.world import World
+
+if TYPE_CHECKING:
+    from hpc_elastic.rendezvous.machine import Machine
+    from hpc_elastic.testing.simulation.agent import AgentProcess
+    from hpc_elastic.testing.simulation.training import Work
 
 _AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
+_LONGEST_WAIT_S = ANSWER_WITHIN_S + 3.0
+"""With the leader's tick, and the answer's way."""
 
 
 class InvariantError(AssertionError):
@@ -34,8 +52,10 @@ class InvariantError(AssertionError):
 class Monitor:
     """Sees everything, and raises `InvariantError` at once."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, scenario: Scenario, world: World) -> None:
         self.num_checks = 0
+        self.checkpoint = 0
+        """The last step that all ranks of a round have saved."""
         self.own_failures = 0
         """Workers that have failed on their own."""
         self.rounds = 0
@@ -44,7 +64,14 @@ class Monitor:
         self.is_published = False
         """Whether the end was carried out."""
         self.growths = 0
-        self._rules = rules
+        self.agreements = 0
+        self.departures = 0
+        self._scenario = scenario
+        self._rules = scenario.rules
+        self._world = world
+        self._departed: set[int] = set()
+        self._confirmed: dict[int, dict[int, int]] = {}
+        """Record of a round -> the steps that were confirmed in it, and by which proposal."""
         self._by_number: dict[int, Record] = {}
         self._announced: set[int] = set()
         self._taken: dict[int, set[int]] = {}
@@ -177,9 +204,81 @@ class Monitor:
             ending is not None and ending.status == status, "an end that is not", agent, status
         )
 
-    def told_to_stop(self, reason: str, steps: int) -> None:
-        """A round is broken, after so many steps that all of its members have made."""
+    def told_to_stop(self, reason: str, work: Work) -> None:
+        """A round is broken."""
         at = _AT_BOUNDARY.search(reason)
+        if " leaves (" in reason:
+            self._departs(work)
         if at is not None:
             self.growths += 1
-            self._check(steps <= int(at[1]), "a step was lost to growth", reason, steps)
+            self._check(work.steps <= int(at[1]), "a step was lost to a change", reason, work.steps)
+
+    # ---- agreement ----------------------------------------------------------------------
+
+    def confirmed(self, work: Work, number: int) -> None:
+        """A leader confirms a proposal; it tells all members, one after the other."""
+        steps = self._confirmed.setdefault(work.record.number, {})
+        if number in steps.values():
+            return
+        self.agreements += 1
+        (step,) = {r.page.step for r in work.ranks.values() if r.page.number == number}
+        steps[step] = number
+        for rank in work.ranks.values():
+            waits = rank.at == step and rank.doing in (Doing.LOOKING, Doing.WAITING)
+            self._check(
+                rank.page.number == number and (rank.at < step or waits),
+                "a step was confirmed that a rank has passed", rank.member.me, rank.at, step,
+            )  # fmt: skip
+
+    def passed(self, work: Work, rank: Rank, agreed: bool) -> None:
+        """A rank goes on from a step, or saves there because all do (``agreed``)."""
+        confirmed = rank.at in self._confirmed.get(work.record.number, ())
+        what = "saves at a step that is not confirmed" if agreed else "passes a confirmed step"
+        self._check(confirmed == agreed, f"a rank {what}", rank.member.me, rank.at)
+
+    def waits(self, work: Work, rank: Rank) -> None:
+        """A rank begins to wait at a proposed step."""
+        if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
+            number = rank.waits_since
+            self._world.after(_LONGEST_WAIT_S, None, self._waited, work, rank, number)
+
+    def _waited(self, work: Work, rank: Rank, since: float) -> None:
+        waits = not work.over and rank.doing is Doing.WAITING and rank.waits_since == since
+        self._check(not waits, "a rank waits at a proposed step for ever", rank.member.me, rank.at)
+
+    # ---- departures ---------------------------------------------------------------------
+
+    def _departs(self, work: Work) -> None:
+        """A round is broken so that some of its members can leave; all of them are told."""
+        number = work.record.number
+        if number in self._departed:
+            return
+        self._departed.add(number)
+        self.departures += 1
+        if self._scenario.is_quiet:
+            self._world.after(
+                self._scenario.forms_again_s, None, self._formed_again, work, self.rounds
+            )
+
+    def _formed_again(self, work: Work, rounds: int) -> None:
+        """Those who stay have another round by now."""
+        stay = [a for a in work.members.values() if a.process.alive and not a.over]
+        self._check(not stay or self.rounds > rounds, "who was released is waited for",
+                    work.record.number, [a.me for a in stay])  # fmt: skip
+
+    def leaves_too_late(self, agent: AgentProcess, grace_s: float) -> None:
+        """An agent has to leave because its time is over, not because its round was stopped."""
+        enough = self._scenario.is_quiet and grace_s >= self._scenario.enough_grace_s
+        self._check(not enough, "an announced departure loses steps", agent.me, grace_s)
+
+    def excluded(self, host: str, num_left: int) -> None:
+        """A leader keeps the run away from a host; so many others are left."""
+        enough = num_left >= self._rules.min_nodes
+        self._check(enough, "too many hosts are excluded", host, num_left)
+
+    def brought_back(self, tasks: Sequence[str], machine: Machine) -> None:
+        """A leader lets tasks start that Slurm holds."""
+        away = [
+            t for t in tasks if machine.patience.away.get(t, -1) >= machine.muster.lost.get(t, 0)
+        ]
+        self._check(not away, "a task was brought back that was given back", away)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.rendezvous.leadership import (
+from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
+from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
     Create,
@@ -165,6 +166,13 @@ class Leader:
                 sim.monitor.published(record)
             case Postpone(delay_s):
                 sim.slurm.postponed_until = sim.world.now + delay_s
+            case ClearHolds(tasks):
+                sim.monitor.brought_back(tasks, self.leadership.machine)
+                sim.clear_holds(tasks)
+            case Note("excluded", fields):
+                sim.monitor.excluded(str(fields["host"]), int(str(fields["hosts_left"])))
+            case Exclude(hosts, _):
+                sim.slurm.excluded.update(hosts)
             case AskSlurm():
                 sim.slurm.ask(self.process, self._slurm_says)
             case StepDown():
@@ -174,9 +182,17 @@ class Leader:
     def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
         connection = self._connections.get(agent)
         if connection is not None:
-            if message["type"] == "stop":
-                self._sim.told_to_stop(self.leadership.at.number, message["reason"])
+            if message["type"] in ("stop", "confirm"):
+                self._say_to_all(message)
             connection.send(SERVER, message)
+
+    def _say_to_all(self, message: dict[str, Any]) -> None:
+        """Let it be checked what all members of a round are told."""
+        number = self.leadership.round_record
+        if message["type"] == "stop":
+            self._sim.told_to_stop(number, message["reason"])
+        else:
+            self._sim.confirmed(number, message["number"])
 
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang

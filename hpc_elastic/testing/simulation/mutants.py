@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from hpc_elastic.control import Progress
+from hpc_elastic.rendezvous.actions import Hold, Release
+from hpc_elastic.rendezvous.agent_effects import Effect as FollowingEffect
+from hpc_elastic.rendezvous.agreement import Agreement, Answer, State
+from hpc_elastic.rendezvous.blame import Blame
 from hpc_elastic.rendezvous.boundary import Boundaries
-from hpc_elastic.rendezvous.following import Effect as FollowingEffect
 from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.leadership import (
-    Announce,
-    Create,
-    Effect,
-    Leadership,
-    RenewLease,
-    placements,
-)
+from hpc_elastic.rendezvous.heard import Proposal
+from hpc_elastic.rendezvous.leader_effects import Announce, Create, Effect, RenewLease
+from hpc_elastic.rendezvous.leadership import Leadership, placements
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.testing.simulation.parts import Parts
 
@@ -63,7 +62,77 @@ class BreaksAtOldBoundaries(Leadership):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.machine.boundaries = _NeverForgets()
+        self.machine.regroup.boundaries = _NeverForgets()
+
+
+class ForgetsToHold(Leadership):
+    """Lets all ranks save at a step, but does not ask them to stay there."""
+
+    def _carry_out(self, action: Any, now: float) -> list[Effect]:
+        return [] if isinstance(action, Hold) else super()._carry_out(action, now)
+
+
+class ReleasesWithoutRecord(Leadership):
+    """Lets members go without a decision that a new leader could read."""
+
+    def _decided(self, action: Any) -> Record | None:
+        return None if isinstance(action, Release) else super()._decided(action)
+
+
+class _Hasty(Agreement):
+    def answered(self, agent: Agent, answer: Answer, now: float) -> list[Any]:
+        if answer.ok and self.step:
+            self._awaited.clear()
+            self._awaited.add(agent)
+        return super().answered(agent, answer, now)
+
+
+class _Restless(Agreement):
+    def advance(self, needed: bool, now: float) -> list[Any]:
+        if self.state is State.CONFIRMED:
+            self.state = State.IDLE
+        return super().advance(needed, now)
+
+
+class _Strict(Blame):
+    def _is_excludable(self, host: str, num_left: int) -> bool:
+        return host not in self.excluded
+
+
+class ConfirmsTooEarly(Leadership):
+    """Confirms a step as soon as one member has said ok."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.regroup.agreements = _Hasty
+
+
+class ProposesTooSoon(Leadership):
+    """Makes a proposal before all ranks have passed the step that was confirmed before it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.regroup.agreements = _Restless
+
+
+class ExcludesEverybody(Leadership):
+    """Keeps the run away from every host that has had a strike."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.blame = _Strict.resume(self.at, self.machine.rules)
+
+
+def _ok_when_undecided(proposal: Proposal, worker: Progress) -> bool:
+    return worker.passed is None or worker.passed <= proposal.step
+
+
+class StaysUnderNotice(Following):
+    """Asks for another place when its round is stopped, though its node is to be left."""
+
+    def _stopped(self) -> list[FollowingEffect]:
+        self._in_round = False
+        return []
 
 
 class JoinsTooEarly(Following):
@@ -113,7 +182,14 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
         "no round stands",
     ),
     "always renews its lease": (Parts(leadership=AlwaysRenewsItsLease), "no round stands"),
-    "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to growth"),
+    "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to a change"),
+    "confirms too early": (Parts(leadership=ConfirmsTooEarly), "rank has passed|not confirmed"),
+    "proposes too soon": (Parts(leadership=ProposesTooSoon), "passes a confirmed step"),
+    "ok when undecided": (Parts(can_save_at=_ok_when_undecided), "that a rank has passed"),
+    "forgets to hold": (Parts(leadership=ForgetsToHold), "lost to a change"),
+    "releases without a record": (Parts(leadership=ReleasesWithoutRecord), "who was released"),
+    "stays under notice": (Parts(following=StaysUnderNotice), "departure loses steps|released"),
+    "excludes everybody": (Parts(leadership=ExcludesEverybody), "too many hosts"),
     "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

@@ -139,6 +139,12 @@ class Network:
             return True
         return bool(self._cuts) and bool(self._cuts.get(_pair(a, b)))
 
+    def is_any_cut(self, hosts: list[Host]) -> bool:
+        """Tell whether two of these do not reach each other."""
+        if self.isolated is None and not any(self._cuts.values()):
+            return False
+        return any(self.is_cut(a, b) for a in hosts for b in hosts)
+
     def cut(self, a: Host, b: Host) -> None:
         """Begin a partition between two nodes; several may overlap."""
         self._cuts[_pair(a, b)] = self._cuts.get(_pair(a, b), 0) + 1

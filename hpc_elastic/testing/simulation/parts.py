@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_elastic.agent.boundaries import Rule, can_save_at
 from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.leadership import Announce, Leadership, placements
+from hpc_elastic.rendezvous.leader_effects import Announce
+from hpc_elastic.rendezvous.leadership import Leadership, placements
 from hpc_elastic.rendezvous.record import Agent
 
 
@@ -17,6 +19,8 @@ class Parts:
 
     leadership: type[Leadership] = Leadership
     following: type[Following] = Following
+    can_save_at: Rule = can_save_at
+    """How an agent answers a proposal."""
     placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
     exclusive_create: bool = True
     """Whether a record that exists can not be created again."""

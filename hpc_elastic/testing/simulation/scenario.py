@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpc_elastic.rendezvous.leadership import Liveness
-from hpc_elastic.rendezvous.machine import Rules
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.regroup import GATHER_S
+from hpc_elastic.rendezvous.rules import Rules
 
 CONNECT_TIMEOUT_S = 1.5
 """An agent gives up on a leader that does not greet it."""
@@ -21,13 +22,23 @@ LONGEST_AWAY_S = 8.0
 """A task that was requeued starts again after this long at most."""
 _LEASE_BEATS, _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 4, 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
+_QUIET = 0.1
+"""So many schedules are quiet."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the workers of a schedule do; steps are collective."""
+    """What the workers of a schedule do."""
 
     step_s: float
+    ranks_apart: int
+    """So many steps a rank may be ahead of another."""
+    asks: bool
+    """Whether the script asks at every step whether all are to save."""
+    save_s: float
+    """A checkpoint takes so long at most."""
+    wants_every_s: float | None
+    """The first rank asks for a checkpoint about so often."""
     boundary_every: int
     announced_by: Literal["all", "first", "nobody"]
     total_steps: int | None
@@ -49,6 +60,11 @@ class Scenario:
     calm_after_s: float
     """From here on nothing fails any more, and what did fail is healed."""
     num_faults: int
+    num_notices: int
+    graces_s: tuple[float, ...]
+    """Between the notice that a node is taken and its end."""
+    is_quiet: bool
+    """Whether nothing goes wrong: then an announced departure must lose nothing."""
     isolates: bool
     """Whether one node is cut off from all others at some time, for ever."""
     late: int
@@ -59,6 +75,8 @@ class Scenario:
     """A message is under way for this long at most; nearly all take a few milliseconds."""
     longest_answer_s: float
     """Slurm answers after this long at most, if it does."""
+    is_slurm_silent: bool
+    """Whether Slurm never answers."""
     tells_attempts: bool
     """Whether Slurm says how often a task was requeued."""
     stale_s: float
@@ -72,6 +90,27 @@ class Scenario:
         Where that is longer than the others wait, a group may never be whole.
         """
         return self.longest_stop_s if now < self.calm_after_s else CALM_STOP_S
+
+    @property
+    def enough_grace_s(self) -> float:
+        """With so much grace, all save and let the node go, where nothing else goes wrong.
+
+        Others are waited for; a checkpoint that was agreed on before is made first, and the ranks
+        that it is done say so; then come a few proposals, the steps to the last one, and its
+        checkpoint.
+        """
+        training, agreeing = self.training, 2.5
+        steps = (2 * training.ranks_apart + 12) * training.step_s
+        straggle = _STRAGGLE_S if training.announced_by == "first" else 0.0
+        return GATHER_S + 2 * (agreeing + steps + 2 * training.save_s) + straggle + 2.0
+
+    @property
+    def forms_again_s(self) -> float:
+        """How long it takes until those who stay have another round, where nothing goes wrong.
+
+        Workers are stopped, another leader is elected, tasks that start meanwhile join.
+        """
+        return 4.5 + (self.rules.last_call_s if self.is_slurm_silent else 0.0)
 
     @property
     def confirm_s(self) -> float:
@@ -94,7 +133,7 @@ class Scenario:
         )
         forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
-        holding = _STRAGGLE_S + self.rules.grow_after_s
+        holding = _STRAGGLE_S + self.rules.grow_after_s + self.enough_grace_s
         away = 8 * (self.rules.min_wait_s or 0.0) + LONGEST_AWAY_S
         return (
             SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
@@ -104,9 +143,62 @@ class Scenario:
 
 def draw(rng: random.Random) -> Scenario:
     """Draw a schedule's parameters."""
+    return _quiet(rng) if rng.random() < _QUIET else _stormy(rng)
+
+
+def _stormy(rng: random.Random) -> Scenario:
     num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     min_nodes = rng.randint(1, max(1, num_nodes - 1))
-    rules = Rules(
+    calm_after_s = rng.uniform(4.0, 18.0)
+    return Scenario(
+        num_nodes=num_nodes,
+        rules=_draw_rules(rng, num_nodes, min_nodes),
+        liveness=Liveness(heartbeat_s=rng.choice((0.5, 1.0, 1.0)), lost_after_s=3.0),
+        training=_draw_training(rng, calm_after_s),
+        calm_after_s=calm_after_s,
+        num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
+        num_notices=rng.choice((0, 0, 1, 1, 2, 3)),
+        graces_s=(0.3, 2.0, 5.0, 5.0, 20.0),
+        is_quiet=False,
+        isolates=rng.random() < 0.15,
+        late=rng.choice((0, 0, 1, 1, 2)),
+        longest_stop_s=rng.choice((0.5, 1.5, 1.5, 8.0)),
+        longest_delay_s=rng.choice((0.3, 0.3, 1.5)),
+        longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
+        is_slurm_silent=False,
+        tells_attempts=rng.random() < 0.8,
+        stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+        lose_at_break=rng.random() < 0.5,
+    )
+
+
+def _quiet(rng: random.Random) -> Scenario:
+    """Draw a schedule in which nodes come and are taken, and nothing goes wrong."""
+    num_nodes = rng.choice((2, 3, 4))
+    rules = replace(
+        _draw_rules(rng, num_nodes, 1),
+        max_nodes=num_nodes,
+        min_wait_s=None,
+        start_timeout_s=8.0,
+    )
+    training = replace(
+        _draw_training(rng, 0.0), step_s=rng.choice((0.2, 0.4)), asks=True,
+        announced_by=rng.choice(("all", "all", "all", "first")), total_steps=None,
+        failure_rate=0.0,
+    )  # fmt: skip
+    scenario = replace(
+        _stormy(rng), num_nodes=num_nodes, rules=rules, training=training,
+        calm_after_s=rng.uniform(10.0, 24.0), num_faults=0, num_notices=rng.choice((1, 2, 3)),
+        is_quiet=True, isolates=False, longest_stop_s=0.5,
+        longest_delay_s=0.1, longest_answer_s=0.1, is_slurm_silent=rng.random() < 0.3,
+        tells_attempts=True, stale_s=0.0,
+    )  # fmt: skip
+    enough = scenario.enough_grace_s
+    return replace(scenario, graces_s=(2.0, enough, enough, 2 * enough))
+
+
+def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> Rules:
+    return Rules(
         min_nodes=min_nodes,
         max_nodes=rng.randint(min_nodes, num_nodes),
         max_restarts=rng.choice((0, 1, 3, 100, 100, 100)),
@@ -115,30 +207,18 @@ def draw(rng: random.Random) -> Scenario:
         grow=rng.choice(("boundary", "boundary", "now", "never")),
         grow_after_s=rng.choice((1.0, 4.0)),
         min_wait_s=rng.choice((None, None, None, None, 3.0, 6.0)),
-    )
-    calm_after_s = rng.uniform(4.0, 24.0)
-    return Scenario(
-        num_nodes=num_nodes,
-        rules=rules,
-        liveness=Liveness(heartbeat_s=rng.choice((0.5, 1.0, 1.0)), lost_after_s=3.0),
-        training=_draw_training(rng, calm_after_s),
-        calm_after_s=calm_after_s,
-        num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
-        isolates=rng.random() < 0.15,
-        late=rng.choice((0, 0, 1, 1, 2)),
-        longest_stop_s=rng.choice((0.5, 1.5, 1.5, 8.0)),
-        longest_delay_s=rng.choice((0.3, 0.3, 1.5)),
-        longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
-        tells_attempts=rng.random() < 0.8,
-        stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
-        lose_at_break=rng.random() < 0.5,
+        max_attempts_without_progress=rng.choice((2, 100)),
     )
 
 
 def _draw_training(rng: random.Random, calm_after_s: float) -> Training:
     return Training(
         step_s=rng.choice((0.4, 1.0)),
-        boundary_every=rng.choice((1, 2, 3)),
+        ranks_apart=rng.choice((1, 1, 2, 5)),
+        asks=rng.random() < 0.7,
+        save_s=rng.choice((0.05, 0.5, 2.0)),
+        wants_every_s=rng.choice((None, None, 3.0, 8.0)),
+        boundary_every=rng.choice((1, 2, 3, 100)),
         announced_by=rng.choice(("all", "all", "first", "nobody")),
         total_steps=rng.choice((None, None, None, 4, 20)),
         failure_rate=rng.choice((0.0, 0.0, 0.05, 0.3)),

@@ -8,6 +8,7 @@ schedule that fails fails again.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.record import Endpoint, Record
@@ -40,6 +41,10 @@ class Outcome:
     elections: int = 0
     fenced: int = 0
     growths: int = 0
+    """Rounds broken at a checkpoint."""
+    agreements: int = 0
+    departures: int = 0
+    """Rounds broken so that nodes could leave."""
     endings: int = 0
     stood_after: Counter[int] = field(default_factory=Counter)
     """Whole seconds from calm until a round began to stand -> in how many schedules."""
@@ -64,10 +69,11 @@ class Simulator:
         self.parts = parts
         self.world = World(seed, whole_trace)
         self.scenario = draw(self.world.rng)
-        self.monitor = Monitor(self.scenario.rules)
+        self.monitor = Monitor(self.scenario, self.world)
         self.network = Network(self.world, self.scenario.longest_delay_s)
         self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
         self.slurm = Slurm(self.world, self.scenario.longest_answer_s, self.scenario.tells_attempts)
+        self.slurm.down += self.scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(self.scenario.num_nodes)]
         self.faults = Faults(self)
         self._works: dict[int, Work] = {}
@@ -88,14 +94,27 @@ class Simulator:
         work = self._works.get(record.number)
         if work is None:
             training = self.scenario.training
-            work = self._works[record.number] = Work(record, self.world, self.network, training)
+            args = (self.world, self.network, training, self.monitor)
+            work = self._works[record.number] = Work(record, *args)
         return work
 
     def told_to_stop(self, number: int, reason: str) -> None:
         """A leader breaks the round of a record."""
         work = self._works.get(number)
         if work is not None:
-            self.monitor.told_to_stop(reason, work.steps)
+            self.monitor.told_to_stop(reason, work)
+
+    def confirmed(self, number: int, proposal: int) -> None:
+        """A leader confirms a proposal in the round of a record."""
+        work = self._works.get(number)
+        if work is not None:
+            self.monitor.confirmed(work, proposal)
+
+    def clear_holds(self, tasks: Sequence[str]) -> None:
+        """A leader brings tasks back that Slurm holds."""
+        for node in self.nodes:
+            if node.task in tasks:
+                node.clear_hold()
 
     # ---- the schedule -------------------------------------------------------------------
 
@@ -169,7 +188,8 @@ class Simulator:
         ended = bool(records) and records[-1].ending is not None
         return Outcome(
             1, 0.0, self.world.now, self.world.num_events, monitor.num_checks, monitor.rounds,
-            monitor.elections, monitor.fenced, monitor.growths, int(ended),
+            monitor.elections, monitor.fenced, monitor.growths, monitor.agreements,
+            monitor.departures, int(ended),
             self._stood_after, self.faults.count,
         )  # fmt: skip
 

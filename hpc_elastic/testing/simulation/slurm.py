@@ -20,6 +20,7 @@ class Slurm:
         "_tells_attempts",
         "_world",
         "down",
+        "excluded",
         "hanging",
         "postponed_until",
     )
@@ -35,11 +36,17 @@ class Slurm:
         self.postponed_until = 0.0
         """No queued task starts before."""
 
-    def believe(self, task: str, state: str, attempt: int) -> None:
+        self.excluded: set[str] = set()
+        """Hosts on which no queued task starts."""
+
+    def believe(
+        self, task: str, state: str, attempt: int, starts_in_s: float | None = None
+    ) -> None:
         """A task's state has changed, and Slurm knows."""
         self._tasks[task] = TaskState(
-            task, state, restarts=attempt if self._tells_attempts else None
-        )
+            task, state, reason="BeginTime" if starts_in_s else "",
+            restarts=attempt if self._tells_attempts else None, starts_in_s=starts_in_s,
+        )  # fmt: skip
 
     def ask(self, process: Process, answer: Callable[[dict[str, TaskState] | None], None]) -> None:
         """Ask how all tasks are; None comes where Slurm does not say."""

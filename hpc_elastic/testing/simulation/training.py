@@ -1,14 +1,19 @@
-"""A round's workers: steps that all members make together, checkpoint boundaries, failures."""
+"""A round's workers: their ranks' steps, which depend on each other, checkpoints, failures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.testing.simulation.network import Host, Network
+from hpc_elastic.testing.simulation.rank import Doing, Rank
 from hpc_elastic.testing.simulation.scenario import Training
 from hpc_elastic.testing.simulation.world import Process, World
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.invariants import Monitor
+
+_OUT_OF_LUCK = ("out of luck", "out of luck", "CUDA error: uncorrectable ECC error encountered")
 
 
 class Member(Protocol):
@@ -16,16 +21,18 @@ class Member(Protocol):
 
     me: Agent
     process: Process
+    over: bool
+    """Whether it has left the run."""
 
     @property
     def host(self) -> Host:
         """The node that it is on."""
 
-    def boundary(self, work: Work, step: int, held: int) -> None:
-        """All workers of the node have announced a checkpoint."""
+    def touch(self) -> None:
+        """Something has changed on a worker's page: the agent will look at it soon."""
 
-    def worker_failed(self, work: Work, message: str) -> None:
-        """A worker of the node has failed."""
+    def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
+        """A worker of the node has failed, by ``itself`` or of a lost peer."""
 
     def finished(self, work: Work) -> None:
         """All workers of the node have returned."""
@@ -35,24 +42,30 @@ class Work:
     """The workers of all members of one round; nobody in the simulation sees it whole."""
 
     __slots__ = (
-        "_held", "_holding", "_network", "_training", "_waits", "_world", "complete_since",
-        "members", "over", "record", "steps",
+        "_monitor", "_network", "_saved", "complete_since", "members", "over", "ranks", "record",
+        "start", "training", "world",
     )  # fmt: skip
 
-    def __init__(self, record: Record, world: World, network: Network, training: Training) -> None:
+    def __init__(
+        self, record: Record, world: World, network: Network, training: Training, monitor: Monitor
+    ) -> None:
         self.record = record
+        self.start = monitor.checkpoint
         self.members: dict[Agent, Member] = {}
-        self.steps = 0
-        """Steps that all members have made."""
+        self.ranks: dict[Agent, Rank] = {}
         self.over = False
         """Whether some worker has ended: no further step will be complete."""
         self.complete_since: float | None = None
-        self._held: set[Agent] = set()
-        self._holding: dict[Agent, int] = {}
-        self._waits = False
-        self._world = world
+        self.world = world
+        self.training = training
         self._network = network
-        self._training = training
+        self._monitor = monitor
+        self._saved: dict[int, int] = {}
+
+    @property
+    def steps(self) -> int:
+        """The last step that all members have made."""
+        return min((rank.at for rank in self.ranks.values()), default=self.start)
 
     @property
     def is_whole(self) -> bool:
@@ -61,17 +74,25 @@ class Work:
             return False
         hosts = [m.host for m in self.members.values()]
         alive = all(m.process.alive and not m.process.paused for m in self.members.values())
-        return alive and not any(self._network.is_cut(a, b) for a in hosts for b in hosts)
+        return alive and not self._network.is_any_cut(hosts)
 
-    def enter(self, member: Member) -> None:
+    # ---- what agents do -----------------------------------------------------------------
+
+    def enter(self, member: Member) -> Rank:
         """A member's workers have started."""
         self.members[member.me] = member
+        first = self.record.members[0] == member.me
+        rank = self.ranks[member.me] = Rank(self, member, first)
         if len(self.members) == len(self.record.members) and not self.over:
-            self.complete_since = self._world.now
-            self._next_step()
-        if self._world.rng.random() < self._training.failure_rate:
-            delay = 6 * self._world.rng.random()
-            self._world.after(delay, member.process, self._fail, member)
+            self.complete_since = self.world.now
+            for each in self.ranks.values():
+                each.go_on()
+        rng = self.world.rng
+        if rng.random() < self.training.failure_rate:
+            self.world.after(6 * rng.random(), member.process, self._fail, member)
+        if first:
+            self._want_later(rank)
+        return rank
 
     def leave(self, member: Member, victims: bool) -> None:
         """A member's workers are ended; the others lose a peer and may (``victims``) fail of it."""
@@ -79,63 +100,48 @@ class Work:
         if not victims or was_over:
             return
         for other in self.members.values():
-            if other is not member and self._world.rng.random() < 0.5:
-                args = (self, "Connection reset by peer")
-                self._world.after(0.05 + 0.3 * self._world.rng.random(), other.process,
-                                  other.worker_failed, *args)  # fmt: skip
+            if other is not member and self.world.rng.random() < 0.5:
+                self.world.after(0.05 + 0.3 * self.world.rng.random(), other.process,
+                                 self._is_victim, other)  # fmt: skip
 
-    def hold(self, member: Member, number: int) -> None:
-        """A member's workers are asked to hold at their next boundary, or (0) not to any more."""
-        self._holding[member.me] = number
-        if number:
-            return
-        self._held.discard(member.me)
-        if self._waits and not self._held:
-            self._next_step()
+    def _is_victim(self, member: Member) -> None:
+        member.worker_failed(self, "Connection reset by peer", itself=False)
 
     def _fail(self, member: Member) -> None:
-        if not self.over and self._world.now < self._training.fails_until_s:
-            member.worker_failed(self, "out of luck")
+        if not self.over and self.world.now < self.training.fails_until_s:
+            member.worker_failed(self, self.world.rng.choice(_OUT_OF_LUCK), itself=True)
 
-    def _next_step(self) -> None:
-        self._waits = False
-        self._world.after(self._training.step_s, None, self._step)
+    def _want_later(self, rank: Rank) -> None:
+        if self.training.wants_every_s is not None:
+            pause = self.training.wants_every_s * (0.5 + self.world.rng.random())
+            self.world.after(pause, None, self._want, rank)
 
-    def _step(self) -> None:
+    def _want(self, rank: Rank) -> None:
         if self.over:
             return
-        if self._held:
-            self._waits = True
-        elif not self.is_whole:
-            self._next_step()  # a collective waits for whoever is cut off or paused
-        else:
-            self.steps += 1
-            self._after_step()
+        if self.training.asks and rank.doing is not Doing.DONE and rank.at > self.start:
+            rank.want()
+        self._want_later(rank)
 
-    def _after_step(self) -> None:
-        training, step = self._training, self.steps
-        if training.total_steps is not None and step >= training.total_steps:
-            self._each(self._finish, len(self.record.members))
-            return
-        if step % training.boundary_every == 0:
-            announcing = {"all": len(self.record.members), "first": 1, "nobody": 0}
-            self._each(self._boundary, announcing[training.announced_by])
-        self._next_step()
+    # ---- what ranks do ------------------------------------------------------------------
 
-    def _each(self, what: Callable[[Member, int], None], first: int) -> None:
-        """Let the first members do something, each a little apart."""
-        for agent in self.record.members[:first]:
-            member = self.members[agent]
-            delay = 0.3 * self._training.step_s * self._world.rng.random()
-            self._world.after(delay, member.process, what, member, self.steps)
+    def advanced(self) -> None:
+        """A rank has made a step: others may go on."""
+        for rank in self.ranks.values():
+            if rank.is_blocked:
+                rank.is_blocked = False
+                self.world.after(0.001, None, rank.step)
 
-    def _boundary(self, member: Member, step: int) -> None:
-        if self.over or step != self.steps:
-            return
-        held = self._holding.get(member.me, 0)
-        if held:
-            self._held.add(member.me)
-        member.boundary(self, step, held)
+    def waits(self, rank: Rank) -> None:
+        """A rank has begun to wait at a proposed step."""
+        self._monitor.waits(self, rank)
 
-    def _finish(self, member: Member, step: int) -> None:
-        member.finished(self)
+    def passed(self, rank: Rank, agreed: bool) -> None:
+        """A rank goes on from a step, or saves there because all do (``agreed``)."""
+        self._monitor.passed(self, rank, agreed)
+
+    def saved(self, rank: Rank) -> None:
+        """A rank has saved its part of the checkpoint of the step that it is at."""
+        num = self._saved[rank.at] = self._saved.get(rank.at, 0) + 1
+        if num == len(self.record.members):
+            self._monitor.checkpoint = max(self._monitor.checkpoint, rank.at)

@@ -1,0 +1,55 @@
+"""The training as a user of hpc_elastic writes it; ``ours.py FOLDER SETTINGS`` submits it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from goodput.workload import CHECKPOINT_S, GLOBAL_BATCH, SEED, Trail, dataset, loss_of, network
+from hpc_elastic import Checkpointer, should_checkpoint
+from hpc_elastic.data import ElasticSampler
+
+EPOCHS = 1_000_000
+
+
+def train(folder: str) -> None:
+    """Train until the run is cancelled."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    net, optimizer = network()
+    data = dataset()
+    sampler = ElasticSampler(len(data), SEED, batch=GLOBAL_BATCH)
+    loader = DataLoader(data, batch_sampler=sampler)
+    state = {"net": net, "optimizer": optimizer, "sampler": sampler}
+    checkpoints = Checkpointer(Path(folder, "checkpoints"), state)
+    trail = Trail(Path(folder), checkpoints.restore() or 0)
+    model = DistributedDataParallel(net)
+    for _ in sampler.epochs(EPOCHS):
+        for batch in sampler.batches(loader):
+            optimizer.zero_grad()
+            for (inputs, targets), weight in batch.parts(model):
+                (weight * loss_of(model, inputs, targets)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            trail.step(batch.step)
+            if should_checkpoint(batch.step, every_s=CHECKPOINT_S):
+                checkpoints.save(batch.step)
+
+
+def submit(folder: str, settings: str) -> None:
+    """Submit `train` as a run of one to four nodes, and return."""
+    from hpc_elastic import launch
+
+    launch(
+        train, folder, nodes="1:4", nproc_per_node=1, launcher="slurm",
+        run_dir=Path(folder, "run"), wait=False, **json.loads(settings),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    submit(*sys.argv[1:])

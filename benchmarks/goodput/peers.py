@@ -1,0 +1,132 @@
+"""Who is measured: a run of ours, and what submitit and torchrun give to a careful user.
+
+He knows that preemption sends SIGTERM, of which submitit takes no notice by itself; that a task is
+gone for good unless it is requeued within the grace; that torchrun's time-outs are long, and that
+its workers may read what the last group has left in a shared store; and that whoever hosts the
+rendezvous must outlive all nodes: it runs on the login node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from goodput.trace import NUM_NODES
+from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
+from hpc_elastic.testing.slurm_sandbox.state import load
+
+HERE = Path(__file__).parent
+_ports = itertools.count(29600)
+_STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+while True:
+    time.sleep(60)
+"""
+
+
+class Peer(Protocol):
+    """One way of running the training on all nodes of a sandbox, through preemptions."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+
+    def training(
+        self, sandbox: SlurmSandbox, folder: Path
+    ) -> contextlib.AbstractContextManager[None]:
+        """Submit the training; at the end, end what runs outside Slurm.
+
+        Its groups leave their trails in the folder.
+        """
+
+    def saved(self, folder: Path) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A run of hpc_elastic with the default settings, but for those given."""
+
+    settings: dict[str, Any]
+    name: str = "hpc_elastic"
+
+    @contextlib.contextmanager
+    def training(self, sandbox: SlurmSandbox, folder: Path) -> Iterator[None]:
+        """Submit a run of one to four nodes."""
+        _python(sandbox, folder, HERE / "ours.py", folder, json.dumps(self.settings))
+        yield
+
+    def saved(self, folder: Path) -> int:
+        """Return the step of the newest checkpoint."""
+        steps = [int(p.name.removeprefix("step-")) for p in folder.glob("checkpoints/step-*")]
+        return max(steps, default=0)
+
+
+@dataclass(frozen=True)
+class Submitit:
+    """torchrun under submitit, with requeue; see `supervised.py` and `careful.py`."""
+
+    name: str
+    num_jobs: int
+    """As many as nodes, or one of all nodes."""
+    no_hold: bool = False
+
+    @contextlib.contextmanager
+    def training(self, sandbox: SlurmSandbox, folder: Path) -> Iterator[None]:
+        """Start the store on the login node, and submit."""
+        state = load(sandbox.name, sandbox.root)
+        assert state is not None
+        host, port = state.layout.controller_address, str(next(_ports))
+        store = subprocess.Popen([sys.executable, "-c", _STORE, host, port])
+        try:
+            how = [f"{host}:{port}", str(self.num_jobs), str(int(self.no_hold))]
+            _python(sandbox, folder, HERE / "supervised.py", folder, *how)
+            yield
+        finally:
+            store.kill()
+            store.wait()
+
+    def saved(self, folder: Path) -> int:
+        """Return the step of the checkpoint."""
+        import torch
+
+        path = folder / "checkpoint.pt"
+        return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
+
+
+def _python(sandbox: SlurmSandbox, folder: Path, *arguments: str | Path) -> None:
+    """Run a script that submits something."""
+    own = {
+        "PYTHONPATH": str(HERE.parent),
+        "SUBMITIT_PREEMPT_SIGNAL": "TERM",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    env = {**os.environ, **sandbox.env, **own}
+    argv = [sys.executable, *map(str, arguments)]
+    subprocess.run(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=60)
+
+
+def peers(settings: dict[str, Any]) -> dict[str, Peer]:
+    """Return all peers by their names on the command line.
+
+    Args:
+        settings: Launcher settings of ours that are not the default.
+    """
+    return {
+        "ours": Ours(settings),
+        "submitit": Submitit("submitit + torchrun, a job a node", NUM_NODES),
+        "submitit-one-job": Submitit("submitit + torchrun, one job", 1),
+        "submitit-no-hold": Submitit(
+            "submitit + torchrun, a job a node, hold cleared", NUM_NODES, no_hold=True
+        ),
+    }

@@ -1,0 +1,118 @@
+"""Ends what workers leave behind: data loaders, and whatever else they have started.
+
+torch's agent ends its workers, not their children; those of a worker that is killed live on, and
+hold GPU memory and files. Every worker is started in a session of its own, so a process descends
+from a worker if it descends from this agent and is in another session than it, also where it has
+put itself into yet another one. One whose parent has died is adopted by the agent (`adopt`), in
+place of process 1, where it could not be told from others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import time
+from collections.abc import Collection, Sequence
+
+import psutil
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_WAIT_S = 5.0
+"""One that hangs in the kernel is left behind after that."""
+_POLL_S = 0.005
+
+
+def adopt() -> None:
+    """Become the parent of descendants whose own parent dies (agent, before its first worker)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end(keep: Collection[int] = ()) -> int:
+    """Kill everything that workers have started, and the workers.
+
+    Args:
+        keep: Ids of processes that stay, with all that descends from them: spares.
+
+    Returns:
+        How many there were.
+    """
+    killed: list[psutil.Process] = []
+    while found := [p for p in _strays(keep) if p not in killed]:  # one may start another meanwhile
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()  # looks whether it is still the same process
+        killed += found
+    if killed:
+        names = sorted({_name(process) for process in killed})
+        _log.info("%d processes that workers had left behind were ended: %s", len(killed), names)
+    if alive := _wait_for(killed):
+        _log.error("processes that can not be ended: %s", [p.pid for p in alive])
+    return len(killed)
+
+
+def reap(keep: Collection[int]) -> None:
+    """Let an adopted process that has ended go; called now and then (the thread of the workers).
+
+    Args:
+        keep: Ids of processes that somebody else waits for: workers and spares.
+    """
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None or ended.si_pid in keep:
+            return
+        if os.getsid(ended.si_pid) != os.getsid(0):  # else a command of this agent's own
+            os.waitpid(ended.si_pid, 0)
+
+
+def _strays(keep: Collection[int]) -> list[psutil.Process]:
+    ours = os.getsid(0)
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child.pid not in keep and _session(child) not in (None, ours):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [p for p in (child, *child.children(recursive=True)) if _lives(p)]
+    return found
+
+
+def _wait_for(killed: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Wait until they are gone, for a while, and return those that are not.
+
+    psutil would wait in vain for a process that becomes this one's child only now.
+    """
+    deadline = time.monotonic() + _WAIT_S
+    while alive := [p for p in killed if not _is_gone(p)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return alive
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+    return not _lives(process)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.Error:
+        return "?"

@@ -1,0 +1,277 @@
+"""Finds out that this node is to be left, and tells the run (see `agent/preemption`).
+
+`Notices` holds the one notice of a task, wherever it comes from. `Watch` is a thread that waits for
+signals and for the end of the wall time; it may ask Slurm, which can take seconds, and nothing of
+the training waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpc_elastic.agent import preemption
+from hpc_elastic.agent.preemption import Notice, Terms, TimeLimit
+from hpc_elastic.agent.signals import Caught
+from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.events import EventLog
+from hpc_elastic.rendezvous import session
+from hpc_elastic.slurm.decision import Departure, Reason
+
+_log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 2.0
+"""The end of the wall time is asked for once more, so long before the notice."""
+_ASK_SILENT_S = 60.0
+_SOONER_S = 1.0
+"""A deadline that has come nearer by less is not told anew."""
+
+
+class Leader(Protocol):
+    """The part of `rendezvous.session.Session` that is used here."""
+
+    @property
+    def noticed(self) -> session.Notice | None:
+        """What the leader has been told about this node."""
+
+    def notice(self, reason: str, left_s: float) -> None:
+        """Put this node under notice."""
+
+    def leave_now(self) -> None:
+        """Leave because of the notice, without waiting for the round."""
+
+
+class Notices:
+    """The notice of one task, if it has one. May be used from any thread."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._lock = threading.Lock()
+        self._notice: Notice | None = None
+        self._leader: Leader | None = None
+        self._closed = False
+
+    @property
+    def current(self) -> Notice | None:
+        """The notice; None as long as there is none."""
+        return self._notice
+
+    def close(self) -> None:
+        """Take in no more: the node is left."""
+        with self._lock:
+            self._closed = True
+
+    def add(self, new: Notice) -> None:
+        """Take in a notice, and pass on what is new about it."""
+        with self._lock:
+            if self._closed:
+                return
+            before, self._notice = self._notice, preemption.merged(self._notice, new)
+            if before is None or self._is_news(before, self._notice):
+                left_s = self._notice.by - time.monotonic()
+                reason = self._notice.reason.value
+                self._events.write("notice", reason=reason, left_s=round(left_s, 1))
+                self._tell(self._notice)
+
+    def connect(self, leader: Leader) -> None:
+        """Pass notices on to the run from now on, and the one that came before."""
+        with self._lock:
+            self._leader = leader
+            if self._notice is not None:
+                self._tell(self._notice)
+
+    def _tell(self, notice: Notice) -> None:
+        if self._leader is not None:
+            left_s = max(0.0, notice.by - time.monotonic())
+            self._leader.notice(notice.reason.value, left_s)
+
+    @staticmethod
+    def _is_news(before: Notice, now: Notice) -> bool:
+        return now.reason is not before.reason or before.by - now.by > _SOONER_S
+
+
+class Farewell:
+    """What the workers of one round, and their agent, do about a notice.
+
+    Args:
+        leader: The session.
+        notices: Where the notice is.
+        pages: The workers' control pages.
+        since: When they were started, in monotonic seconds.
+        saves_itself: As for `preemption.why_leave_now`.
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        notices: Notices,
+        pages: Sequence[ControlPage],
+        *,
+        since: float,
+        saves_itself: bool,
+    ) -> None:
+        self._leader = leader
+        self._notices = notices
+        self._pages = pages
+        self._since = since
+        self._saves_itself = saves_itself
+        self._heard: session.Notice | None = None
+        self._wish: float | None = None
+        self._shown: float | None = None
+        self._leaves = False
+
+    def look(self, now: float) -> None:
+        """Look for a notice, tell the workers, and leave once there is no sense in waiting."""
+        workers = [page.read() for page in self._pages]
+        self._hear_of(workers)
+        notice = self._notices.current
+        if notice is None or self._leaves:
+            return
+        if notice.by != self._shown:
+            self._shown = notice.by
+            for page in self._pages:
+                page.give_notice(notice.by)
+        why = preemption.why_leave_now(
+            notice, workers, now=now, age_s=now - self._since, saves_itself=self._saves_itself
+        )
+        if why is not None:
+            _log.warning("this node is left now: %s", why)
+            self._leaves = True
+            self._leader.leave_now()
+
+    def _hear_of(self, workers: Sequence[Progress]) -> None:
+        """Take in what the leader knows, and what the workers' scripts want."""
+        heard = self._leader.noticed
+        if heard is not None and heard != self._heard:
+            self._heard = heard
+            self._notices.add(Notice(Reason.ASKED, heard.deadline))
+        wish = min((w.leave_by for w in workers if w.leave_by is not None), default=None)
+        if wish is not None and wish != self._wish:
+            self._wish = wish
+            self._notices.add(Notice(Reason.ASKED, wish))
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What Slurm says of this task. Both calls may block for seconds.
+
+    Attributes:
+        foresee: How the task would go now; None where Slurm does not answer.
+        time_left_s: What is left of its wall time, None where it has no end; raises
+            `SlurmCommandError` where Slurm does not answer.
+        told_left_s: What Slurm told of it when it started the task; None: nothing.
+        spread_s: All tasks together ask within so many seconds.
+    """
+
+    foresee: Callable[[], Departure | None]
+    time_left_s: Callable[[], float | None]
+    told_left_s: float | None = None
+    spread_s: float = 0.0
+
+
+class Watch:
+    """Turns signals and the approaching end of the wall time into notices, on a thread.
+
+    Args:
+        caught: The signals of this process.
+        terms: The run's.
+        notices: Where notices go.
+        scheduler: Slurm; None for a task that has none, and no time limit.
+    """
+
+    def __init__(
+        self, caught: Caught, terms: Terms, notices: Notices, scheduler: Scheduler | None
+    ) -> None:
+        self._caught = caught
+        self._terms = terms
+        self._notices = notices
+        self._scheduler = scheduler
+        self._started_at = time.monotonic()
+        self._limit: TimeLimit | None = None
+        self._ask_at: float | None = None
+        self._plan_first_look()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch, from the signals that have come already on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._caught.wake()
+        self._thread.join(timeout=1.0)  # it may wait for Slurm
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            for number in self._caught.wait(self._wait_s()):
+                notice = preemption.of_signal(number, self._terms, time.monotonic())
+                if notice is not None:
+                    _log.warning("this node is to be left: %s", number.name)
+                    self._notices.add(notice)
+                    self._ask_what_it_means(notice)
+            self._look_at_clock()
+
+    def _ask_what_it_means(self, notice: Notice) -> None:
+        if notice.reason is not Reason.SIGNAL or self._scheduler is None:
+            return
+        came_at = time.monotonic()
+        how = self._scheduler.foresee()
+        self._notices.add(preemption.of_departure(how, self._terms, came_at))
+
+    # ---- the wall time ------------------------------------------------------------------
+
+    def _plan_first_look(self) -> None:
+        if self._scheduler is None:
+            return
+        if self._scheduler.told_left_s is None:
+            self._ask_at = self._started_at + self._random_s()
+        else:
+            self._plan(self._started_at + self._scheduler.told_left_s)
+
+    def _plan(self, end: float) -> None:
+        """Plan the notice, and a look shortly before it: limits get extended."""
+        self._limit = TimeLimit(end, end - self._started_at)
+        again_at = self._limit.notice_at(self._terms.notice_s) - _LOOK_AGAIN_S - self._random_s()
+        self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
+
+    def _random_s(self) -> float:
+        """Return a delay that keeps the tasks of a run from asking Slurm all at once."""
+        return random.uniform(0.0, self._scheduler.spread_s if self._scheduler else 0.0)
+
+    def _wait_s(self) -> float | None:
+        due = [at for at in (self._ask_at, self._notice_at) if at is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    @property
+    def _notice_at(self) -> float | None:
+        return None if self._limit is None else self._limit.notice_at(self._terms.notice_s)
+
+    def _look_at_clock(self) -> None:
+        if self._ask_at is not None and time.monotonic() >= self._ask_at:
+            self._ask_for_end()
+        notice_at = self._notice_at
+        if self._limit is not None and notice_at is not None and time.monotonic() >= notice_at:
+            self._notices.add(self._limit.notice(self._terms.notice_s))
+            self._limit = None
+
+    def _ask_for_end(self) -> None:
+        assert self._scheduler is not None
+        asked_at, self._ask_at = time.monotonic(), None
+        try:
+            left_s = self._scheduler.time_left_s()
+        except SlurmCommandError as e:
+            _log.warning("Slurm does not say how much time is left: %s", e)
+            self._ask_at = asked_at + _ASK_SILENT_S + self._random_s()
+            return
+        if left_s is None:
+            self._limit = None
+        else:
+            self._plan(asked_at + left_s)

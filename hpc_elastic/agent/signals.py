@@ -1,0 +1,61 @@
+"""The signals by which a node is told that it will be taken: caught, and not acted on here.
+
+Every byte of the pipe is one signal. Python writes it from the C handler itself, at once, even
+while the main thread is inside C code (`import torch` takes seconds): nothing else happens in a
+handler. Imports hardly anything, for it comes before everything else: a SIGTERM that is not caught
+ends the task for good.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm's own, and those that a user may choose as ``launcher.notice_signal``."""
+
+
+def do_nothing(_number: int, _frame: object) -> None:
+    """Handle a signal in Python, so that programs that this process starts do not inherit it."""
+
+
+def withstand() -> None:
+    """Let these signals do nothing to this process (main thread).
+
+    Nor to a system call: C libraries rarely expect one to be interrupted.
+    """
+    for number in NOTICES:
+        signal.signal(number, do_nothing)
+        signal.siginterrupt(number, False)
+
+
+class Caught:
+    """The signals that came since this was made (an agent's main thread, once)."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        withstand()
+
+    def wait(self, timeout_s: float | None) -> list[signal.Signals]:
+        """Return what came, after waiting for it; nothing if nothing does (one thread).
+
+        Args:
+            timeout_s: How long to wait; None: for ever.
+        """
+        ready, _, _ = select.select([self._read], [], [], timeout_s)
+        numbers = os.read(self._read, 1024) if ready else b""
+        return [signal.Signals(n) for n in numbers if n in NOTICES]
+
+    def wake(self) -> None:
+        """Let `wait` return (any thread)."""
+        os.write(self._write, b"\0")
+
+    def close(self) -> None:
+        """Catch no more: the signals still do nothing (main thread)."""
+        signal.set_wakeup_fd(-1)
+        os.close(self._read)
+        os.close(self._write)

@@ -1,0 +1,69 @@
+"""What a task does first: it finds its run, opens its log, and hands over to `agent/supervise`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_elastic.agent import gang
+from hpc_elastic.agent.lookup import Task, find_task
+from hpc_elastic.agent.signals import Caught
+from hpc_elastic.agent.surroundings import first_spares
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rundir import task_name
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.environment import SlurmEnvironment
+
+
+def start(argv: Sequence[str], caught: Caught) -> int:
+    """Run the agent of one node; return its exit code.
+
+    Args:
+        argv: The arguments of `hpc_elastic.agent.task`.
+        caught: The signals that came since the process was started.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpc_elastic.agent.task")
+    parser.add_argument("array", type=Path, help="<sweep>/.hpc_elastic/array-<k>.json")
+    arguments = parser.parse_args(argv)
+    try:
+        task = find_task(arguments.array, SlurmEnvironment.from_env(os.environ))
+        if task.run.result.exists():
+            print(f"{task.run.path}: the run has ended; nothing to do")
+            return 0
+        task.logs.mkdir(parents=True, exist_ok=True)
+        _log_to(task.logs / "agent.log")
+    except (HpcElasticError, OSError) as e:
+        print(f"hpc_elastic: {e}", file=sys.stderr)
+        return 1
+    print(f"{task.run.path}: logs of this task are in {task.logs}")
+    spares = first_spares(task)  # they import torch while this process does
+    from hpc_elastic.agent.supervise import supervise
+
+    exit_code = supervise(task, caught, spares)
+    if task.in_gang:
+        _leave_gang(task)
+    return exit_code
+
+
+def _leave_gang(task: Task) -> None:
+    """See that the gang's job ends with its run, whatever became of the batch script."""
+    gang.mark_end(task.logs, task.slurm)
+    if 0 < task.slurm.node_id < gang.DEPUTIES and task.run.result.exists():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cancellation is sent to us as well
+        first = task_name(str(task.slurm.job_id), 0, gang=True)
+        gang.end_if_orphaned(task.name, task.run.attempt(first, task.attempt), SlurmClient())
+
+
+def _log_to(path: Path) -> None:
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(
+        level=logging.INFO, format=line, handlers=[logging.FileHandler(path, delay=False)]
+    )
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(errors)

@@ -1,0 +1,109 @@
+"""Tasks that are gone, and are to start again soon (pure).
+
+Slurm holds a task that it requeues for two minutes, however idle the cluster is; and what it ends
+because of a preemption, the time limit or a dead node, it may not requeue at all. A task that
+leaves in good order sees to that itself. One that could not, because its node died or it was killed
+first, is *brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and once for each
+of its attempts. Tasks that the run itself has given back are to stay away, and are left alone.
+
+A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hpc_elastic.rendezvous import slurms_word
+from hpc_elastic.slurm.states import Phase, TaskState, queue_name
+
+SURE_S = 2.0
+"""A requeue changes the task's start time more than once while its last attempt ends."""
+GIVE_UP_S = 60.0
+
+_Attempt = tuple[str, str, int | None]
+"""A task, Slurm's word for its state, and how often it was requeued."""
+
+
+@dataclass
+class Comebacks:
+    """What is known of the tasks that are gone; monotonic seconds of the leader."""
+
+    are_awaited: bool = False
+    """Whether Slurm should be asked about some of them."""
+    _over: frozenset[str] = frozenset()
+    """Tasks that have ended for good."""
+    _seen: dict[_Attempt, float] = field(default_factory=dict)
+    """Since when an attempt is seen that is to be brought back."""
+    _brought: dict[_Attempt, float] = field(default_factory=dict)
+    """When it was."""
+
+    @property
+    def are_due(self) -> bool:
+        """Whether some are to be brought back as soon as Slurm has said so again."""
+        return bool(self._seen)
+
+    def look(self, lost: Collection[str]) -> None:
+        """See whether any are awaited: a round has closed, a task has come, Slurm has answered."""
+        self.are_awaited = any(task not in self._over for task in lost)
+
+    def due(
+        self,
+        view: Mapping[str, TaskState],
+        lost: Mapping[str, int],
+        away: Mapping[str, int],
+        now: float,
+    ) -> tuple[str, ...]:
+        """Return the tasks that are to be brought back now.
+
+        Args:
+            view: Slurm's answer; empty: none.
+            lost: Task -> attempt that was lost.
+            away: Task -> attempt that the run has given back.
+            now: The time.
+        """
+        if not view:
+            return ()
+        gone = set(_gone(view, lost, away))
+        new = gone - self._brought.keys()
+        self._seen = {key: self._seen.get(key, now) for key in new}
+        sure = {key for key, since in self._seen.items() if now - since >= SURE_S}
+        for key in sure:
+            del self._seen[key]
+        self._brought |= dict.fromkeys(sure, now)
+        self._over = frozenset(self._ended(view, gone, now))
+        self.look(lost)
+        return tuple(sorted(task for task, _, _ in sure))
+
+    def returning(self, view: Mapping[str, TaskState]) -> set[str]:
+        """Return the tasks that have ended, as Slurm says, and may yet run again."""
+        return {
+            task
+            for task, state in view.items()
+            if slurms_word.may_return(state) and task not in self._over
+        }
+
+    def _ended(
+        self, view: Mapping[str, TaskState], gone: Collection[_Attempt], now: float
+    ) -> Iterator[str]:
+        for task, state in view.items():
+            if state.phase is Phase.ENDED and not slurms_word.may_return(state):
+                yield task
+        for key in gone:
+            if now - self._brought.get(key, now) >= GIVE_UP_S:
+                yield key[0]
+
+
+def _gone(
+    view: Mapping[str, TaskState], lost: Mapping[str, int], away: Mapping[str, int]
+) -> Iterator[_Attempt]:
+    """Yield the attempts that are to be brought back."""
+    for task, state in view.items():
+        attempt = lost.get(task)
+        if state.phase is Phase.ENDED:
+            wanted = slurms_word.may_return(state) and queue_name(task) == task
+        else:
+            wanted = attempt is not None and state.is_held and away.get(task, -1) < attempt
+            wanted = wanted and not slurms_word.is_lost(state, attempt)
+        if wanted:
+            yield task, state.state, state.restarts

@@ -1,0 +1,75 @@
+"""How long nodes wait in vain before they go back to the queue, and for how long they stay (pure).
+
+Nodes that are too few, or that are not wanted, wait for ``min_wait_s`` times 1 to 2, by chance;
+then they are away for a time that is random and doubles with every time that the run has given all
+its nodes back, as does the range of the wait. Of two runs that hold half of the nodes each, one
+gives way. Without ``min_wait_s`` there is no queue, and nodes are kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpc_elastic.rendezvous.actions import GiveBack
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.rules import Rules
+
+_LONGEST_AWAY_S = 3600.0
+_SHORTEST_AWAY_S = 10.0
+"""A bad node's task is away for this long at least."""
+
+
+@dataclass
+class Patience:
+    """What is known of nodes that were given back; monotonic seconds of the leader."""
+
+    rules: Rules
+    rng: random.Random = field(default_factory=random.Random)
+    given_back: int = 0
+    """How often the run has given all its nodes back since its last round."""
+    away: dict[str, int] = field(default_factory=dict)
+    """Task -> attempt that was given back."""
+    _times: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._times = self.rng.uniform(1.0, 2.0 + self.given_back)
+
+    def is_over(self, waited_s: float) -> bool:
+        """Tell whether nodes have waited long enough."""
+        wait = self.rules.min_wait_s
+        return wait is not None and waited_s >= wait * self._times
+
+    def late(self, joined: Mapping[Agent, float], now: float) -> tuple[Agent, ...]:
+        """Return who has waited for too long; ``joined`` says since when each waits."""
+        if self.rules.min_wait_s is None:
+            return ()
+        return tuple(a for a, since in joined.items() if self.is_over(now - since))
+
+    def time_away(self) -> float:
+        """Return how long nodes are to stay away that go back now."""
+        longest = min(_LONGEST_AWAY_S, (self.rules.min_wait_s or 0.0) * 2.0**self.given_back)
+        return longest * self.rng.uniform(0.5, 1.5)
+
+    def send_away(self, agents: tuple[Agent, ...]) -> GiveBack:
+        """Give back nodes that are not wanted."""
+        return self._away(agents, self.time_away(), everybody=False)
+
+    def send_after(self, agent: Agent, delay_s: float) -> GiveBack:
+        """Give back a node that has come when all were sent away, for so long."""
+        return self._away((agent,), delay_s, everybody=False)
+
+    def send_bad(self, agents: tuple[Agent, ...]) -> GiveBack:
+        """Give back nodes that are to blame for failures: their tasks start elsewhere."""
+        return self._away(agents, max(_SHORTEST_AWAY_S, self.time_away()), everybody=False)
+
+    def send_all(self, agents: tuple[Agent, ...]) -> GiveBack:
+        """Give back all nodes, and let none of the run's start for a while."""
+        delay_s = self.time_away()
+        self.given_back += 1
+        return self._away(agents, delay_s, everybody=True)
+
+    def _away(self, agents: tuple[Agent, ...], delay_s: float, *, everybody: bool) -> GiveBack:
+        self.away |= {a.task: a.attempt for a in agents}
+        return GiveBack(agents, delay_s, all=everybody)

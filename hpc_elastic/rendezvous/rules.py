@@ -1,0 +1,21 @@
+"""The settings that a leader's decisions go by (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the run was submitted with; seconds throughout."""
+
+    min_nodes: int
+    max_nodes: int
+    max_restarts: int
+    start_timeout_s: float
+    last_call_s: float
+    grow: Literal["boundary", "now", "never"] = "boundary"
+    grow_after_s: float = 60.0
+    min_wait_s: float | None = None
+    max_attempts_without_progress: int = 3

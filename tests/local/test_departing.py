@@ -1,0 +1,207 @@
+"""Agents under notice, over real sockets and files: one agreed step, and nobody is waited for."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from group import PATIENCE_S, Group, eventually, kill
+
+from hpc_elastic.agent.boundaries import Boundaries
+from hpc_elastic.control import ControlPage
+from hpc_elastic.rendezvous.notice_files import DEFAULT_LEFT_S, NoticeFiles
+from hpc_elastic.rendezvous.session import Leaving, Session
+
+
+class Worker:
+    """A node's worker, which makes steps and saves where all agree, and its agent's looks."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.session = session
+        self.page = ControlPage.create(folder, 0)
+        self.saved: list[int] = []
+        self.over = threading.Event()
+        self._boundaries = Boundaries(session, [self.page])
+        self._threads = [threading.Thread(target=t) for t in (self._train, self._watch)]
+        for thread in self._threads:
+            thread.start()
+
+    def _train(self) -> None:
+        step = 0
+        while not self.over.wait(0.005):
+            step += 1
+            if self.page.passes(step):
+                self.saved.append(step)
+                self.page.pass_boundary(step)
+
+    def _watch(self) -> None:
+        while not self.over.wait(0.02):
+            self._boundaries.look(time.monotonic())
+
+    def end(self) -> None:
+        """End the worker, wherever it waits."""
+        self.over.set()
+        self.page.hold(0)
+        self.page.propose(0, 0)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Start a worker for each of these sessions; they are ended with the test."""
+    workers: list[Worker] = []
+
+    def start(*sessions: Session) -> list[Worker]:
+        begun = len(workers)
+        workers.extend(Worker(s, tmp_path / f"w{begun + i}") for i, s in enumerate(sessions))
+        new = workers[begun:]
+        eventually(lambda: all((w.page.read().passed or 0) > 3 for w in new))
+        return new
+
+    yield start
+    for worker in workers:
+        worker.end()
+
+
+def training(g: Group, num_agents: int) -> list[Session]:
+    """Agents that have a round."""
+    agents = [g.agent(slot) for slot in range(num_agents)]
+    g.join(*agents)
+    return agents
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train, leads):
+    """Also where the node that is taken is the leader's."""
+    g = group(max_nodes=3, grow="boundary")
+    agents = training(g, 3)
+    workers = train(*agents)
+    leaving = g.leader if leads else g.followers[0]
+    others = [s for s in agents if s is not leaving]
+    leaving.notice("signal", 8.0)
+    eventually(lambda: leaving.leaving and all(s.stop_requested for s in others))
+    assert leaving.leaving == Leaving("signal") and leaving.stop_requested
+    assert leaving.join(1.0) == Leaving("signal")
+    (saved,) = {tuple(w.saved) for w in workers}
+    assert len(saved) == 1
+    assert {w.page.read().passed for w in workers} == set(saved), "no step was made beyond it"
+    began = time.monotonic()
+    assert {r.world_size for r in g.join(*others)} == {2}
+    assert time.monotonic() - began < g.rules.start_timeout_s / 2
+    (released,) = g.events("released")
+    assert len(released["tasks"]) == 1
+
+
+def test_everybody_leaves_at_one_step(group, train):
+    """The whole run is preempted: the leader goes with the others, once they have been told."""
+    g = group(max_nodes=2, grow="boundary")
+    agents = training(g, 2)
+    workers = train(*agents)
+    for s in agents:
+        s.notice("time limit", 60.0)
+    eventually(lambda: all(s.leaving for s in agents))
+    assert len({tuple(w.saved) for w in workers}) == 1 and len(workers[0].saved) == 1
+
+
+def test_a_worker_may_want_a_checkpoint(group, train):
+    """All ranks save at one step, and go on."""
+    g = group(max_nodes=2, grow="boundary")
+    workers = train(*training(g, 2))
+    workers[0].page.want()
+    eventually(lambda: all(w.saved for w in workers))
+    (saved,) = {tuple(w.saved) for w in workers}
+    eventually(lambda: all((w.page.read().passed or 0) > saved[0] + 5 for w in workers))
+    workers[1].page.want()
+    eventually(lambda: all(len(w.saved) == 2 for w in workers))
+    assert workers[0].saved == workers[1].saved
+
+
+def test_a_newcomer_comes_in_at_an_agreed_step(group, train):
+    """Though the script makes no checkpoint of its own for long."""
+    g = group(grow="boundary", grow_after_s=60.0)
+    agents = training(g, 2)
+    workers = train(*agents)
+    late = g.agent(2)
+    waiting = g.threads.submit(late.join, PATIENCE_S)
+    eventually(lambda: all(s.stop_requested for s in agents))
+    assert len({tuple(w.saved) for w in workers}) == 1 and len(workers[0].saved) == 1
+    assert {r.world_size for r in g.join(*agents)} == {3}
+    assert waiting.result(PATIENCE_S).world_size == 3
+
+
+def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
+    """Its workers never asked."""
+    g = group(max_nodes=2, grow="boundary")
+    leaving, other = training(g, 2)
+    leaving.notice("signal", 5.0)
+    eventually(lambda: g.events("notice"))
+    assert leaving.leaving is None
+    leaving.leave_now()
+    eventually(lambda: leaving.leaving and other.stop_requested)
+    assert g.join(other)[0].world_size == 1
+
+
+def test_a_node_that_loses_its_leader_leaves_if_it_is_under_notice(group):
+    """The round is over: it takes no place in another."""
+    g = group(max_nodes=2, grow="boundary")
+    training(g, 2)
+    (leaving,) = g.followers
+    leaving.notice("signal", 60.0)
+    kill(g.leader)
+    eventually(lambda: leaving.leaving)
+
+
+def test_a_node_that_waits_leaves_at_once(group):
+    """Nobody joins meanwhile."""
+    g = group(min_nodes=2)
+    lone = g.agent(0)
+    waiting = g.threads.submit(lone.join, PATIENCE_S)
+    eventually(lambda: g.events("joined"))
+    lone.notice("asked", 600.0)
+    assert waiting.result(PATIENCE_S) == Leaving("asked")
+
+
+# ---- notice files -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["7_1", "node1", "all"])
+def test_a_notice_file_asks_a_node_to_leave(group, name):
+    """By its task, its host, or all; the file is gone once it was passed on."""
+    g = group(max_nodes=2, grow="boundary")
+    agents = training(g, 2)
+    g.run.notices.mkdir()
+    file = g.run.notices / name
+    file.write_text("30\n")
+    eventually(lambda: agents[1].noticed and not file.exists())
+    assert agents[1].noticed.reason == "asked" and agents[1].noticed.left_s == 30.0
+    assert (agents[0].noticed is not None) == (name == "all")
+
+
+@pytest.mark.parametrize(
+    ("text", "left_s"),
+    [("", DEFAULT_LEFT_S), ("12.5", 12.5), ("-3", 0.0), ("soon", DEFAULT_LEFT_S), ("nan", 600.0)],
+)
+def test_what_a_notice_file_holds(tmp_path, text, left_s):
+    """Seconds; nothing, or no number, is ten minutes."""
+    (tmp_path / "40_3").write_text(text)
+    (tmp_path / ".40_4.staged").write_text("1")
+    assert NoticeFiles(tmp_path).read() == {"40_3": left_s}
+
+
+def test_no_notice_folder_is_no_notice(tmp_path):
+    """As nearly always."""
+    assert NoticeFiles(tmp_path / "none").read() == {}
+
+
+def test_a_notice_for_nobody_is_kept_for_a_while(tmp_path):
+    """Its task may be on its way to a new leader."""
+    files = NoticeFiles(tmp_path)
+    file = tmp_path / "40_3"
+    file.write_text("")
+    for _ in range(29):
+        files.passed_on("40_3", to_anybody=False)
+    assert file.exists()
+    files.passed_on("40_3", to_anybody=False)
+    assert not file.exists()

@@ -1,0 +1,67 @@
+"""Nothing that a worker has started outlives it; and nothing else is touched."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+AGENT = textwrap.dedent(
+    """
+    import json, os, subprocess, sys, time
+    import psutil
+    from hpc_elastic.agent import leftovers
+
+    WORKER = '''
+    import os, subprocess, sys, time
+    subprocess.Popen(["sleep", "3600"])                            # in its session
+    subprocess.Popen(["sleep", "3600"], start_new_session=True)    # in another
+    if not os.fork():                                              # a daemon: twice forked
+        os.setsid()
+        if not os.fork():
+            subprocess.Popen(["sleep", "3600"])
+            print("ready", flush=True)
+            time.sleep(3600)
+        os._exit(0)
+    time.sleep(3600)
+    '''
+
+    def start(*argv, **options):
+        return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)
+
+    leftovers.adopt()
+    own = start("sleep", "3600")
+    spare = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
+    worker = start(sys.executable, "-c", WORKER, start_new_session=True)
+    for process in (spare, worker):
+        process.stdout.readline()
+    worker.kill()
+    worker.wait()
+    family = lambda: {p.pid for p in psutil.Process().children(recursive=True)
+                      if p.status() != "zombie"}
+    kept = {own.pid, spare.pid, *(p.pid for p in psutil.Process(spare.pid).children())}
+    num_left = len(family() - kept)
+    ended = leftovers.end(keep=[spare.pid])
+    orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
+    orphan.wait()
+    deadline = time.monotonic() + 30
+    while len(psutil.Process().children()) > 2 and time.monotonic() < deadline:
+        leftovers.reap({spare.pid})
+        time.sleep(0.01)
+    print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
+    print(json.dumps([leftovers.end(), own.poll(), len(family())]))
+    own.kill()
+    """
+)
+
+
+def test_everything_that_descends_from_a_worker_is_ended():
+    """Daemons and sessions of their own, too; not spares, nor the agent's own commands."""
+    done = subprocess.run(
+        [sys.executable, "-c", AGENT], capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = map(json.loads, done.stdout.splitlines())
+    num_left, ended, only_kept, num_children = first
+    assert num_left >= 4 and ended == num_left and only_kept
+    assert num_children == 2, "an adopted process that has ended is let go"
+    assert last == [2, None, 1]

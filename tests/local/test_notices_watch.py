@@ -1,0 +1,197 @@
+"""Signals and the end of the wall time become notices, in a process of its own."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from hpc_elastic.agent import preemption
+from hpc_elastic.agent.notices import Farewell, Notices, Scheduler, Watch
+from hpc_elastic.agent.preemption import Notice, TimeLimit
+from hpc_elastic.control import ControlPage
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rendezvous import session
+from hpc_elastic.slurm.decision import Reason
+
+WATCHED = textwrap.dedent(
+    """
+    import json, os, signal, sys, time
+    from hpc_elastic.agent.signals import Caught
+    caught = Caught()
+    os.kill(os.getpid(), signal.SIGTERM)  # before anybody watches
+    from pathlib import Path
+    from hpc_elastic.agent.notices import Notices, Scheduler, Watch
+    from hpc_elastic.agent.preemption import Terms
+    from hpc_elastic.events import EventLog
+    from hpc_elastic.slurm.decision import Departure
+
+    class Leader:
+        told = []
+        def notice(self, reason, left_s):
+            self.told.append([reason, left_s])
+
+    scheduler = Scheduler(lambda: Departure.EXIT, lambda: None)
+    notices = Notices(EventLog(Path(sys.argv[1]), "7_1"))
+    watch = Watch(caught, Terms(120, 60, 30, signal.SIGUSR2), notices, scheduler)
+    watch.start()
+    while len(Leader.told) < 1:
+        time.sleep(0.01)
+        notices.connect(Leader())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    while notices.current.by - time.monotonic() > 26:
+        time.sleep(0.01)
+    watch.close()
+    print(json.dumps([notices.current.reason.value, Leader.told]))
+    """
+)
+
+
+def test_a_signal_that_came_before_everything_else_is_a_notice(tmp_path):
+    """It ends no process; Slurm is asked what it means, and the deadline comes nearer."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(tmp_path / "7_1.jsonl")],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reason, told = json.loads(done.stdout)
+    assert reason == "signal" and {r for r, _ in told} == {"signal"}
+    assert [e["left_s"] for e in read_events(tmp_path)] == [55.0, 25.0]
+
+
+class Caught:
+    """No signal comes."""
+
+    def __init__(self) -> None:
+        self.waited: list[float | None] = []
+
+
+@pytest.fixture
+def watch_of(tmp_path, monkeypatch):
+    """Return a function that makes a watch whose clock a test sets, and its notices."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr("hpc_elastic.agent.notices.time.monotonic", lambda: clock["now"])
+
+    def make(left: list[float | Exception | None], **fields):
+        def time_left_s() -> float | None:
+            answer = left.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+        scheduler = Scheduler(lambda: None, time_left_s, **fields)
+        terms = preemption.Terms(120, 60, 30, preemption.signal.SIGUSR2)
+        return Watch(Caught(), terms, notices, scheduler), notices, clock
+
+    return make
+
+
+def at(watch: Watch, clock: dict[str, float], now: float) -> float | None:
+    """Let the watch look at a time; return how long it waits then."""
+    clock["now"] = now
+    watch._look_at_clock()
+    return watch._wait_s()
+
+
+def test_the_end_of_the_wall_time_is_a_notice(watch_of):
+    """It is asked for once, and again shortly before the notice is due."""
+    watch, notices, clock = watch_of([3600.0, 123.0])
+    assert at(watch, clock, 0.0) == 3600 - 120 - 2
+    assert at(watch, clock, 3478.0) == pytest.approx(3.0)
+    assert notices.current is None
+    at(watch, clock, 3481.0)
+    assert notices.current == Notice(Reason.TIME_LIMIT, 3601 - 5)
+
+
+def test_a_limit_that_was_extended_is_no_notice(watch_of):
+    """The look shortly before finds it out."""
+    watch, notices, clock = watch_of([3600.0, 7200.0])
+    at(watch, clock, 0.0)
+    at(watch, clock, 3478.0)
+    assert at(watch, clock, 3490.0) > 3600 and notices.current is None
+
+
+def test_what_slurm_told_at_the_start_is_believed_until_then(watch_of):
+    """SLURM_JOB_END_TIME saves a question."""
+    watch, notices, clock = watch_of([2.0], told_left_s=1000.0)
+    assert watch._wait_s() == 1000 - 100 - 2
+    at(watch, clock, 898.0)
+    assert notices.current is not None
+
+
+def test_a_silent_slurm_is_asked_again(watch_of):
+    """And a task without an end is never told of one."""
+    watch, notices, clock = watch_of([SlurmCommandError(["squeue"], 1, "no answer"), None])
+    assert at(watch, clock, 0.0) == 60
+    assert at(watch, clock, 60.0) is None and notices.current is None
+
+
+class Leader:
+    """A session that has heard something, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.noticed: session.Notice | None = None
+        self.told: list[tuple[str, float]] = []
+        self.left = 0
+
+    def notice(self, reason: str, left_s: float) -> None:
+        """Note it."""
+        self.told.append((reason, left_s))
+
+    def leave_now(self) -> None:
+        """Count it."""
+        self.left += 1
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Return a leader, notices, a worker's page, and what they do about a notice."""
+    leader, page = Leader(), ControlPage.create(tmp_path, 0)
+    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    notices.connect(leader)
+    return leader, notices, page, Farewell(leader, notices, [page], since=0.0, saves_itself=True)
+
+
+def test_a_script_can_ask_for_its_node_to_be_left(node):
+    """Its deadline is its word; the run is told once."""
+    leader, notices, page, farewell = node
+    page.passes(1)
+    page.leave(within_s=1e6)
+    farewell.look(0.0)
+    farewell.look(0.1)
+    assert [reason for reason, _ in leader.told] == ["asked"] and not leader.left
+    assert notices.current is not None and page.notice_left_s > 1e5
+
+
+def test_the_leaders_word_is_a_notice(node):
+    """Somebody has put a file there."""
+    leader, notices, page, farewell = node
+    page.passes(1)
+    leader.noticed = session.Notice("asked", 50.0, 1e9)
+    farewell.look(0.0)
+    assert notices.current == Notice(Reason.ASKED, 1e9)
+
+
+def test_the_node_is_left_once_at_its_deadline(node):
+    """Whatever the workers do."""
+    leader, notices, page, farewell = node
+    page.passes(1)
+    notices.add(Notice(Reason.SIGNAL, 100.0))
+    farewell.look(99.0)
+    assert not leader.left
+    farewell.look(100.0)
+    farewell.look(101.0)
+    assert leader.left == 1
+
+
+def test_a_deadline_that_hardly_moves_is_not_told_again(tmp_path):
+    """Two sources of the same thing are one notice."""
+    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    for by in (100.0, 99.5, 90.0):
+        notices.add(Notice(Reason.TIME_LIMIT, by))
+    assert len(read_events(tmp_path)) == 2
+    assert TimeLimit(1.0, 1.0).notice(1.0).by < 1.0

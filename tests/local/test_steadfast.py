@@ -1,0 +1,117 @@
+"""Signals of a notice do nothing to workers and their data loaders; the agent's own ends them."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+from torch.utils.data._utils import signal_handling, worker
+
+from hpc_elastic.agent.steadfast import STOP
+
+WORKER = textwrap.dedent(
+    """
+    import os, signal, subprocess, sys, threading, time
+    from hpc_elastic.agent import steadfast
+    steadfast.stand()
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data._utils import signal_handling
+    steadfast.keep_loaders(signal_handling)
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            while True:
+                time.sleep(3600 if sys.argv[1] == "stuck" else 0.001)
+                yield 1
+
+    def fork(pids):
+        pid = os.fork()
+        if not pid:
+            signal.pause()
+            os._exit(0)
+        pids.append(pid)
+
+    if __name__ == "__main__":
+        loader = iter(DataLoader(Numbers(), num_workers=2))
+        if sys.argv[1] == "stuck":
+            print("stuck", flush=True)
+            sys.stdin.readline()
+            from hpc_elastic.agent.worker import _end
+            _end(7)
+        next(loader)
+        forked = []
+        fork(forked)
+        thread = threading.Thread(target=fork, args=(forked,))
+        thread.start()
+        thread.join()
+        program = subprocess.Popen(["sleep", "3600"])
+        print(*forked, program.pid, flush=True)
+        for line in sys.stdin:
+            print(next(loader).item(), flush=True)
+    """
+)
+
+
+@pytest.fixture
+def started():
+    """Return a function that starts the worker in a mode; nothing of it outlives the test."""
+    running = []
+
+    def start(mode: str) -> subprocess.Popen[str]:
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER, mode], text=True, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        return running[-1]
+
+    yield start
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
+
+
+def test_a_notice_ends_neither_worker_nor_loaders_and_the_agent_ends_both(started):
+    """Forked children and programs have the defaults: whoever started them may end them."""
+    process = started("train")
+    others = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    children = psutil.Process(process.pid).children()
+    loaders = [child for child in children if child not in others]
+    assert len(loaders) == 2
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        for target in (psutil.Process(process.pid), *loaders):
+            target.send_signal(number)
+    for _ in range(20):  # prefetched batches are not enough
+        process.stdin.write("next\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "1\n"
+    assert all(loader.is_running() for loader in loaders)
+    for other in others:
+        other.terminate()
+    os.killpg(process.pid, STOP)  # as the agent does
+    assert process.wait(30) == -STOP
+    assert not psutil.wait_procs(loaders, timeout=30)[1]
+
+
+def test_a_loader_that_is_stuck_does_not_keep_the_worker_from_its_end(started):
+    """multiprocessing would wait for it, its SIGTERM doing nothing."""
+    process = started("stuck")
+    process.stdout.readline()
+    process.stdin.write("end\n")
+    process.stdin.flush()
+    assert process.wait(30) == 7
+
+
+def test_torch_still_sets_a_loaders_handlers_where_we_replace_it():
+    """Otherwise loaders would die of a notice, silently, and the training with them."""
+    assert "_set_worker_signal_handlers" in vars(signal_handling)
+    assert "signal_handling._set_worker_signal_handlers()" in inspect.getsource(worker._worker_loop)

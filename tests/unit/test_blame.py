@@ -1,0 +1,167 @@
+"""What a broken round costs the run, and which hosts are to blame."""
+
+import pytest
+from groups import A, B, C, D, decisions, failure, notes, running, training
+
+from hpc_elastic.rendezvous.actions import EndRun, Exclude, GiveBack, StartRound
+from hpc_elastic.rendezvous.blame import STRIKES, strikes_of
+from hpc_elastic.rendezvous.machine import Machine
+from hpc_elastic.rendezvous.record import Agent, Tally
+
+UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
+
+
+def fails(m: Machine, agent, message: str, now: float) -> list:
+    """Let a worker fail, and all members join again; return what was decided then."""
+    m.worker_failed([failure(agent, message)], agent, now)
+    members = m.members
+    actions = [a for member in members for a in m.join(member, now + 1.0)]
+    return actions + m.slurm_says(running(*members), now + 2.0, now + 2.0)
+
+
+# ---- crash loops --------------------------------------------------------------------------
+
+
+def test_a_crash_loop_ends_the_run_with_its_first_error():
+    """However many restarts are left."""
+    m = training(A, B, max_restarts=100)
+    fails(m, A, "ValueError: first", 10.0)
+    fails(m, B, "ValueError: second", 20.0)
+    ended = fails(m, A, "ValueError: third", 30.0)
+    (end,) = decisions(ended)
+    assert isinstance(end, EndRun) and end.failure.message == "ValueError: first"
+    assert notes(ended, "crash loop")[0].fields == {"attempts": 3, "checkpoint": None}
+
+
+def test_a_new_checkpoint_begins_the_count_anew():
+    """The training gets further, if slowly."""
+    m = training(A, B, max_restarts=100)
+    for i in range(10):
+        m.boundary(A, i, 0, 10.0 * i)
+        assert isinstance(decisions(fails(m, A, "boom", 10.0 * i + 1))[-1], StartRound)
+
+
+def test_a_checkpoint_that_was_made_before_is_no_progress():
+    """The run repeats the same steps."""
+    m = training(A, B, max_restarts=100)
+    for i in range(3):
+        m.boundary(A, 40, 0, 10.0 * i)
+        ended = fails(m, A, "boom", 10.0 * i + 1)
+    assert isinstance(decisions(ended)[-1], StartRound), "the first round made it"
+    assert isinstance(decisions(fails(m, A, "boom", 50.0))[-1], EndRun)
+
+
+def test_losses_neither_count_nor_begin_the_count_anew():
+    """A preemption says nothing about the script."""
+    m = training(A, B, max_restarts=100)
+    for i in range(5):
+        m.gone(B, "preempted", 10.0 * i)
+        m.join(A, 10.0 * i + 1)
+        m.join(B, 10.0 * i + 1)
+        m.slurm_says(running(A, B), 10.0 * i + 2, 10.0 * i + 2)
+    assert m.blame.fruitless == 0
+    fails(m, A, "boom", 100.0)
+    m.gone(B, "preempted", 110.0)
+    m.join(A, 111.0)
+    m.slurm_says(running(A), 112.0, 112.0)
+    assert m.blame.fruitless == 1
+
+
+# ---- bad nodes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "strikes"),
+    [
+        (UNCORRECTABLE, STRIKES),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", STRIKES),
+        ("RuntimeError: CUDA error: unknown error", 1),
+        ("RuntimeError: No CUDA-capable device is detected", 1),
+        ("OSError: [Errno 5] Input/output error", 1),
+        ("CUDA error: device-side assert triggered", 0),
+        ("CUDA error: an illegal memory access was encountered", 0),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", 0),
+        ("NCCL error: remote process exited or there was a network error", 0),
+        ("ValueError: boom", 0),
+    ],
+)
+def test_what_speaks_against_a_host(message, strikes):
+    """Errors that hardware makes; not those that the script makes on any node."""
+    assert strikes_of(failure(A, message)) == strikes
+
+
+def test_a_bus_error_speaks_against_its_host():
+    """A page of memory or of a file could not be read."""
+    assert strikes_of(failure(A, "killed", signal="SIGBUS")) == 1
+
+
+def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
+    """Its agent, which lives, goes back to the queue, and the others go on."""
+    m = training(A, B, max_restarts=0)
+    actions = fails(m, B, UNCORRECTABLE, 10.0)
+    exclude, given_back, start = decisions(actions)
+    assert exclude == Exclude(("node2",), failure(B, UNCORRECTABLE).summary())
+    assert isinstance(given_back, GiveBack) and given_back.agents == (B,)
+    assert given_back.delay_s > 0.0 and not given_back.all
+    assert start == StartRound(2, (A,), 0)
+    assert notes(actions, "excluded")[0].fields["host"] == "node2"
+
+
+def test_two_doubtful_failures_exclude_the_host():
+    """The first may have been chance."""
+    m = training(A, B, max_restarts=100)
+    first = fails(m, B, "CUDA error: unknown error", 10.0)
+    assert not [a for a in first if isinstance(a, Exclude)]
+    again = fails(m, B, "CUDA error: unknown error", 20.0)
+    assert [a.hosts for a in again if isinstance(a, Exclude)] == [("node2",)]
+
+
+def test_min_nodes_are_never_excluded():
+    """The run goes on with what it has, and spends a restart."""
+    m = training(A, B, min_nodes=2)
+    assert decisions(fails(m, B, UNCORRECTABLE, 10.0)) == [StartRound(2, (A, B), 1)]
+
+
+def test_an_agent_that_falls_silent_twice_is_to_blame():
+    """A connection that closes, or a node that leaves, is nobody's fault."""
+    m = training(A, B, C, D)
+    for now in (10.0, 20.0):
+        m.fell_silent(B, "silent", now)
+        actions = [a for agent in (A, C, D) for a in m.join(agent, now + 1)]
+        actions += m.slurm_says(running(A, C, D), now + 1, now + 2)
+        if now == 10.0:
+            assert not [a for a in actions if isinstance(a, Exclude)]
+            m.join(B, now + 3)
+            for agent in (A, C, D):
+                m.join(agent, now + 4)
+            m.slurm_says(running(A, B, C, D), now + 5, now + 5)
+    assert [a.hosts for a in actions if isinstance(a, Exclude)] == [("node2",)]
+
+
+def test_many_that_fall_silent_at_once_are_not_to_blame():
+    """It was the network between them."""
+    m = training(A, B, C, D)
+    m.fell_silent(B, "silent", 10.0)
+    m.fell_silent(C, "silent", 10.0)
+    m.join(A, 10.1)
+    m.join(D, 10.1)
+    assert m.blame.strikes == {}
+
+
+def test_an_agent_on_an_excluded_host_is_sent_back():
+    """Slurm had started it before it knew."""
+    m = training(A, B)
+    fails(m, B, UNCORRECTABLE, 10.0)
+    again = Agent(B.task, 1, B.slot, "node2", 1)
+    exclude, given_back = decisions(m.join(again, 20.0))
+    assert exclude.hosts == ("node2",) and given_back.agents == (again,)
+
+
+def test_the_next_leader_knows_what_the_last_one_knew():
+    """The count, the first error and the strikes are in the record."""
+    m = training(A, B, max_restarts=100)
+    m.boundary(A, 40, 0, 5.0)
+    fails(m, A, "boom", 10.0)
+    fails(m, B, "CUDA error: unknown error", 20.0)
+    first = failure(B, "CUDA error: unknown error")
+    assert m.blame.tally() == Tally(40, 1, first, {"node2": 1}, ())

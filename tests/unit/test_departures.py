@@ -1,0 +1,154 @@
+"""Members whose nodes are to be left: when their round breaks, and that nobody waits for them."""
+
+from groups import A, B, C, decisions, failure, notes, running, training
+
+from hpc_elastic.rendezvous.actions import (
+    Confirm,
+    Hold,
+    Propose,
+    Release,
+    StartRound,
+    StopRound,
+)
+from hpc_elastic.rendezvous.agreement import Answer
+from hpc_elastic.rendezvous.machine import Machine
+from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.regroup import GATHER_S
+
+
+def noticed(*agents, left_s=5.0, **changes) -> Machine:
+    """Two nodes that train, of which these were put under notice at time 10."""
+    m = training(A, B, **{"grow": "boundary", **changes})
+    for agent in agents:
+        m.noticed(agent, "signal", left_s, 10.0)
+    return m
+
+
+def agreed(m: Machine, step: int, now: float) -> None:
+    """Let A and B agree on a step: proposal 1 asks, proposal 2 is confirmed."""
+    for number, ok in ((1, False), (2, True)):
+        for agent in (A, B):
+            actions = m.answered(agent, Answer(number, ok, step - 1, 0.0), now)
+    assert Confirm((A, B), 2) in actions
+
+
+def test_members_are_asked_to_hold_before_a_step_is_proposed():
+    """Whoever is to save there must be held already."""
+    m = training(A, B, grow="boundary")
+    actions = m.noticed(A, "signal", 5.0, 10.0)
+    asked = [a for a in actions if isinstance(a, (Hold, Propose))]
+    assert asked == [Hold((A, B), 1), Propose((A, B), 1, 0)]
+    (note,) = notes(actions, "notice")
+    assert note.fields == {"task": A.task, "host": "node1", "reason": "signal", "left_s": 5.0}
+
+
+def test_the_round_breaks_at_the_agreed_step():
+    """The one that leaves is released, the other is to join again; both are told to stop."""
+    m = noticed(A)
+    agreed(m, 20, 10.5)
+    assert decisions(m.boundary(A, 20, 1, 11.0)) == []
+    assert decisions(m.boundary(B, 20, 1, 11.1)) == [
+        Release((A,)),
+        StopRound((A, B), "node1 leaves (signal), at the checkpoint of step 20"),
+    ]
+    assert m.missing() == [B.task]
+
+
+def test_a_checkpoint_before_the_proposed_step_does_not_count():
+    """Ranks that held there have gone on."""
+    m = noticed(A)
+    agreed(m, 20, 10.5)
+    for agent in (A, B):
+        assert decisions(m.boundary(agent, 15, 1, 11.0)) == []
+
+
+def test_an_announcement_of_the_agreed_step_needs_no_word_of_the_hold():
+    """Whoever was confirmed was asked to hold before."""
+    m = noticed(A)
+    agreed(m, 20, 10.5)
+    m.boundary(A, 20, 0, 11.0)
+    assert isinstance(decisions(m.boundary(B, 20, 0, 11.1))[-1], StopRound)
+
+
+def test_who_was_released_is_not_waited_for():
+    """Whatever Slurm says; and its leave, which comes later, changes nothing."""
+    m = noticed(A)
+    m.gone(A, "its node is to be left", 11.0)
+    m.join(B, 11.1)
+    assert decisions(m.slurm_says(running(A, B), 11.2, 11.2)) == [StartRound(2, (B,), 0)]
+
+
+def test_any_break_releases_the_members_under_notice():
+    """They do not join again, however the round ended; and its failures are consequences."""
+    m = noticed(A, max_restarts=0)
+    broken = m.worker_failed([failure(B)], B, 11.0)
+    assert decisions(broken)[0] == Release((A,))
+    m.join(B, 11.1)
+    assert decisions(m.slurm_says(running(B), 11.2, 11.2)) == [StartRound(2, (B,), 0)]
+
+
+def test_a_released_task_comes_back_as_a_newcomer():
+    """In its next attempt."""
+    m = noticed(A)
+    m.gone(A, "its node is to be left", 11.0)
+    m.join(B, 11.1)
+    m.slurm_says(running(B), 11.2, 11.2)
+    again = Agent(A.task, 1, A.slot, "node7", 1)
+    assert decisions(m.join(again, 20.0)) == [Hold((B,), 2)]
+
+
+def test_with_time_left_others_are_waited_for():
+    """A time limit comes to all nodes, though not in the same second."""
+    m = training(A, B, grow="boundary")
+    assert decisions(m.noticed(A, "time limit", 100.0, 10.0)) == []
+    assert decisions(m.tick(10.0 + GATHER_S - 0.1)) == []
+    assert decisions(m.tick(10.0 + GATHER_S)) == [Hold((A, B), 1)]
+
+
+def test_once_everybody_is_to_leave_nobody_else_is_waited_for():
+    """One checkpoint does for all."""
+    m = training(A, B, grow="boundary")
+    m.noticed(A, "time limit", 100.0, 10.0)
+    assert decisions(m.noticed(B, "time limit", 100.0, 10.1)) == [Hold((A, B), 1)]
+
+
+def test_a_departure_makes_room_for_a_newcomer():
+    """It takes the place in the same break."""
+    m = noticed(A, max_nodes=2)
+    m.join(C, 10.2)
+    agreed(m, 20, 10.5)
+    m.boundary(A, 20, 1, 11.0)
+    stop = decisions(m.boundary(B, 20, 1, 11.1))[-1]
+    assert stop.reason == "node3 joins, node1 leaves (signal), at the checkpoint of step 20"
+
+
+def test_a_newcomer_does_not_break_the_round_while_a_checkpoint_is_agreed_on():
+    """Though the script has not announced any yet."""
+    m = training(A, B, grow="boundary", grow_after_s=3.0)
+    m.join(C, 10.0)
+    agreed(m, 20, 12.5)
+    assert decisions(m.tick(15.0)) == []
+    assert isinstance(decisions(m.tick(15.5))[-1], StopRound), "it announces none at all"
+
+
+def test_nothing_is_agreed_on_once_a_member_is_done():
+    """Its agent has no worker left to ask."""
+    m = training(A, B, grow="boundary")
+    m.finished(A, 9.0)
+    assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if isinstance(a, Propose)]
+
+
+def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
+    """An agent in no round just leaves."""
+    m = training(A, B, grow="boundary", max_nodes=2)
+    m.join(C, 10.0)
+    assert m.noticed(C, "signal", 5.0, 11.0) == []
+
+
+def test_a_worker_may_ask_for_a_checkpoint():
+    """No member holds for it."""
+    m = training(A, B, grow="boundary")
+    assert m.wants_checkpoint(A, 10.0) == [Propose((A, B), 1, 0)]
+    agreed(m, 20, 10.5)
+    for agent in (A, B):
+        assert decisions(m.boundary(agent, 20, 0, 11.0)) == []

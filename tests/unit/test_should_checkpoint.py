@@ -1,0 +1,134 @@
+"""hpc_elastic.preemption: when to save, on all ranks at the same step."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpc_elastic.control import ControlPage
+from hpc_elastic.preemption import Clock, Decision, Period
+
+ALONE = {"page": None, "rank": 0, "world_size": 1, "now": 0.0}
+
+
+def in_run(tmp_path, rank=0):
+    """Return the agent's side of a page, and the decision of the worker that has it."""
+    agent = ControlPage.create(tmp_path, rank)
+    return agent, Decision(ControlPage(tmp_path / f"worker-{rank}"), rank, 4, now=0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"every_steps": 5, "every_s": 3.0}, r"one of .* not \['every_s', 'every_steps'\]"),
+        ({"every_steps": 0}, "every_steps=0: must be above 0"),
+        ({"every_s": -1.0}, "every_s=-1.0: must be above 0"),
+        ({"share": 1.0}, "share=1.0: must be between 0 and 1"),
+    ],
+)
+def test_impossible_periods_are_refused(given, message):
+    """The message names the argument and its value."""
+    with pytest.raises(ValueError, match=message):
+        Period(**given)
+
+
+def test_a_period_of_steps_counts_the_steps_of_the_run():
+    """So that a restart does not shift it; no agreement is needed for that."""
+    decision = Decision(**ALONE)
+    period = Period(every_steps=4)
+    assert [s for s in range(6, 17) if decision.at(s, period, float(s))] == [8, 12, 16]
+
+
+def test_a_period_of_seconds_begins_with_the_last_checkpoint():
+    """Of a process alone."""
+    decision = Decision(**ALONE)
+    period = Period(every_s=10)
+    assert [s for s in range(1, 40) if decision.at(s, period, float(s))] == [10, 20, 30]
+
+
+def test_a_share_of_time_follows_from_what_a_checkpoint_costs():
+    """One that stops the training for 2 s may be made every 100 s at 2 %."""
+    clock, period = Clock(0.0), Period(share=0.02)
+    clock.called(1.0)
+    assert not clock.is_due(period, 29.0)
+    assert clock.is_due(period, 30.0), "the first one, of unknown cost"
+    clock.called(30.0)
+    for now in (31.0, 32.0):
+        clock.called(now)
+    clock.saves(32.0)
+    clock.called(32.0 + 2.0 + 1.0)
+    assert clock.cost_s == pytest.approx(2.0, abs=3.0)
+    assert clock.is_due(period, 32.0 + clock.cost_s / 0.02)
+    assert not clock.is_due(period, 31.9 + clock.cost_s / 0.02)
+
+
+def test_the_cost_of_a_checkpoint_does_not_count_the_step_after_it():
+    """Steps of one second, and a checkpoint of three."""
+    clock, now = Clock(0.0), 0.0
+    for _ in range(20):
+        now += 1.0
+        clock.called(now)
+    clock.saves(now)
+    clock.called(now + 4.0)
+    assert clock.cost_s == pytest.approx(3.0)
+
+
+def test_nothing_given_is_two_percent():
+    """A script that says nothing has checkpoints all the same."""
+    assert Period().interval_s(1.0) == pytest.approx(50.0)
+
+
+def test_in_a_run_the_first_rank_asks_for_a_periodic_checkpoint_once(tmp_path):
+    """And again only where nothing came of it for a while."""
+    agent, decision = in_run(tmp_path)
+    period = Period(every_s=5.0)
+    for tenth in range(100):
+        assert not decision.at(tenth, period, tenth / 10)
+    assert agent.read().wanted == 1
+    for tenth in range(100, 200):
+        decision.at(tenth, period, tenth / 10)
+    assert agent.read().wanted == 2
+
+
+def test_in_a_run_the_other_ranks_do_not_ask(tmp_path):
+    """Their clocks may differ."""
+    agent, decision = in_run(tmp_path, rank=1)
+    decision.at(1, Period(every_s=5.0), 100.0)
+    assert agent.read().wanted == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_in_a_run_every_rank_saves_at_the_agreed_step(tmp_path, rank):
+    """Whatever its own period says."""
+    agent, decision = in_run(tmp_path, rank)
+    agent.propose(1, 12)
+    agent.confirm(1)
+    period = Period(every_steps=10)
+    assert [s for s in range(1, 22) if decision.at(s, period, float(s))] == [10, 12, 20]
+
+
+def test_workers_outside_a_run_can_not_go_by_the_clock():
+    """Said at the first step, with what to do instead."""
+    decision = Decision(None, 0, 2, now=0.0)
+    with pytest.raises(ValueError, match="give every_steps, or start the script with launcher="):
+        decision.at(1, Period(every_s=5.0), 1.0)
+    assert decision.at(4, Period(every_steps=2), 2.0)
+
+
+def test_outside_a_run_everything_may_be_called():
+    """By a script alone: nothing is known, and nothing happens."""
+    script = """
+from hpc_elastic import leave_node, notice_left_s, should_checkpoint
+assert [s for s in range(1, 7) if should_checkpoint(s, every_steps=3)] == [3, 6]
+assert notice_left_s() is None
+leave_node()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_node_can_not_be_left_in_the_past():
+    """The message names the argument."""
+    from hpc_elastic.preemption import leave_node
+
+    with pytest.raises(ValueError, match="within_s=0: must be above 0"):
+        leave_node(within_s=0)

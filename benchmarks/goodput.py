@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -142,6 +143,21 @@ def sandbox_of(name: str) -> Iterator[SlurmSandbox]:
         SlurmSandbox(name).down()
 
 
+def measurements(field: Sequence[Peer], options: argparse.Namespace) -> Iterator[Measurement]:
+    """Measure one peer after the other, or all at the same time, each on a Slurm of its own."""
+    with contextlib.ExitStack() as stack:
+        if not options.together:
+            sandbox = stack.enter_context(sandbox_of(options.sandbox))
+            for peer in field:
+                yield measure(peer, sandbox, options.minutes, options.train_s)
+            return
+        names = [f"{options.sandbox}{number}" for number in range(len(field))]
+        sandboxes = [stack.enter_context(sandbox_of(name)) for name in names]
+        threads = stack.enter_context(ThreadPoolExecutor())
+        minutes, train_s = options.minutes, options.train_s
+        yield from threads.map(lambda p, s: measure(p, s, minutes, train_s), field, sandboxes)
+
+
 def main() -> None:
     """Measure, then print the table and the verdict."""
     options = parse()
@@ -149,13 +165,11 @@ def main() -> None:
     measured: list[Measurement] = []
     progress = Console(stderr=True, highlight=False)
     try:
-        with sandbox_of(options.sandbox) as sandbox:
-            for peer in field.values():
-                m = measure(peer, sandbox, options.minutes, options.train_s)
-                measured.append(m)
-                progress.print(f"{peer.name}: {m.goodput:.1%} of the undisturbed rate")
-                if options.json:
-                    options.json.write_text(as_json(measured))
+        for m in measurements(list(field.values()), options):
+            measured.append(m)
+            progress.print(f"{m.peer}: {m.goodput:.1%} of the undisturbed rate")
+            if options.json:
+                options.json.write_text(as_json(measured))
     finally:
         if measured:
             console = Console(highlight=False, width=options.width)
@@ -178,6 +192,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sandbox", default="goodput", help="its name; it is taken down at the end"
     )
+    parser.add_argument(
+        "--together", action="store_true",
+        help="all peers at the same time, under the same load of this machine",
+    )  # fmt: skip
     parser.add_argument("--width", type=int, default=150, help="of the table")
     parser.add_argument("--json", type=Path, help="write every measurement to this file as well")
     return parser.parse_args()

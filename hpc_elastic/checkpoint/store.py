@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
 _STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-(?P<number>\d+)")
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 512 << 10
+"""Read and checksummed at a time: what fits into a core's own cache."""
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ that it holds under the next leader too, who may be needed at once: the leader's
 one of those that leave. What a broken round costs the run stands in `blame`.
 
 Nodes that wait and are not wanted go back to the queue, and so does a node that is to blame for
-failures. Slurm is asked about a task that was lost until it is back: if it was requeued with Slurm's
-two minutes of delay, or not at all, it is brought back (`comeback`).
+failures. Slurm is asked about a task that was lost until it is back: if it was requeued with two
+minutes of delay, or not at all, it is brought back (`comeback`).
 
 RUNNING -> ENDED    All members are done, or restarts have run out, or somebody closes it.
 
@@ -223,7 +223,8 @@ class Machine:
     ) -> list[Action]:
         """Slurm answered how the tasks of the run are; None: it did not answer."""
         self.muster.slurm_says(view)
-        actions = self._bring_back(view or {}, now)
+        due = self.comebacks.due(view or {}, self.muster.lost, self.patience.away, now)
+        actions: list[Action] = [ClearHolds(due)] if due else []
         members = self.members if self.phase is Phase.RUNNING else self.muster.unsettled
         for agent in list(self.muster.ended(members, asked_at)):
             actions += self.gone(agent, "Slurm says that its task has ended", now)
@@ -375,10 +376,6 @@ class Machine:
         if why is not None:
             return actions + self._break(now, why)
         return actions if admits else actions + self._send_back_parked(now)
-
-    def _bring_back(self, view: Mapping[str, TaskState], now: float) -> list[Action]:
-        due = self.comebacks.due(view, self.muster.lost, self.patience.away, now)
-        return [ClearHolds(due)] if due else []
 
     def _send_back_parked(self, now: float) -> list[Action]:
         late = self.patience.late(self.joined, now)

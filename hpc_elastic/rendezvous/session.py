@@ -89,6 +89,7 @@ class Session(Hearing):
         self._candidacy = candidacy
         self._office = candidacy.office
         self._progress = progress
+        self._beat_s = self._office.liveness.heartbeat_s
         self._following = Following(me, self._office.liveness, time.monotonic())
         self._stream: Stream | None = None
         self._attempt: asyncio.Task[None] | None = None
@@ -171,9 +172,8 @@ class Session(Hearing):
             reason: A few words for the log, such as ``signal``.
             left_s: Seconds that are left.
         """
-        self._call(
-            lambda: self._carry_out(self._following.notice(reason, left_s, time.monotonic()))
-        )
+        now = time.monotonic()
+        self._call(lambda: self._carry_out(self._following.notice(reason, left_s, now)))
 
     def leave_now(self) -> None:
         """Leave because of the notice, without waiting for the round: sets `leaving`."""
@@ -216,10 +216,6 @@ class Session(Hearing):
             if self._listener is not None and self._leader is None:
                 self._listener.close()
             await self._stop_leading()
-
-    @property
-    def _beat_s(self) -> float:
-        return self._office.liveness.heartbeat_s
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):

@@ -118,6 +118,7 @@ class Node(Host):
         if agent is None or agent.over or agent.process.paused:
             return
         world.note(self.task, "is noticed", grace_s)
+        self._sim.monitor.noticed()
         agent.notice(grace_s)
         in_time = max(0.0, grace_s - _RESERVE_S)
         world.after(in_time, agent.process, self._hurry, agent, grace_s)

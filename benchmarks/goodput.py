@@ -6,7 +6,8 @@
 Four nodes of a Slurm sandbox, one worker a node. Once all four have trained for a while, a fixed
 trace (`goodput/trace.py`) takes nodes by jobs of higher priority and gives them back, all four at
 once in the middle, with Slurm's grace of five seconds. Everybody trains the same network in steps
-of the same length (`goodput/workload.py`), saves every 15 seconds, and saves when SIGTERM comes:
+of the same length (`goodput/workload.py`), saves every 15 seconds, and saves when SIGTERM comes.
+One after the other, twelve minutes each:
 
 - hpc_elastic: a run of one to four nodes, with the default settings;
 - submitit + torchrun, a job a node: torchrun --nnodes=1:4 in four tasks of an array;
@@ -101,7 +102,7 @@ def wait_for_all(folder: Path, train_s: float) -> None:
 def report(measured: Sequence[Measurement]) -> Table:
     """Return one line for each peer."""
     table = Table(title="useful samples per available node-second")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     columns = ("of undisturbed", "undisturbed [1/s]", "available [s]", "groups", "steps lost")
     parts = measured[0].account.parts
     for column in (*columns, *parts):

@@ -14,9 +14,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from goodput.trace import NUM_NODES
@@ -25,6 +26,7 @@ from hpc_elastic.testing.slurm_sandbox.state import load
 
 HERE = Path(__file__).parent
 _ports = itertools.count(29600)
+_VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _STORE = """
 import sys, time
 from torch.distributed import TCPStore
@@ -63,7 +65,7 @@ class Ours:
     @contextlib.contextmanager
     def training(self, sandbox: SlurmSandbox, folder: Path) -> Iterator[None]:
         """Submit a run of one to four nodes."""
-        _python(sandbox, folder, HERE / "ours.py", folder, json.dumps(self.settings))
+        _python(sandbox, folder, HERE / "ours.py", json.dumps(self.settings))
         yield
 
     def saved(self, folder: Path) -> int:
@@ -90,7 +92,7 @@ class Submitit:
         store = subprocess.Popen([sys.executable, "-c", _STORE, host, port])
         try:
             how = [f"{host}:{port}", str(self.num_jobs), str(int(self.no_hold))]
-            _python(sandbox, folder, HERE / "supervised.py", folder, *how)
+            _python(sandbox, folder, HERE / "supervised.py", *how, variables=_VARIABLES)
             yield
         finally:
             store.kill()
@@ -104,15 +106,13 @@ class Submitit:
         return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
 
 
-def _python(sandbox: SlurmSandbox, folder: Path, *arguments: str | Path) -> None:
-    """Run a script that submits something."""
-    own = {
-        "PYTHONPATH": str(HERE.parent),
-        "SUBMITIT_PREEMPT_SIGNAL": "TERM",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    env = {**os.environ, **sandbox.env, **own}
-    argv = [sys.executable, *map(str, arguments)]
+def _python(
+    sandbox: SlurmSandbox, folder: Path, script: Path, *arguments: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
+    """Run a script that submits something and leaves what it has to say in the folder."""
+    env = {**os.environ, **sandbox.env, "PYTHONPATH": str(HERE.parent), **variables}
+    argv = [sys.executable, str(script), str(folder), *arguments]
     subprocess.run(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=60)
 
 
@@ -126,7 +126,5 @@ def peers(settings: dict[str, Any]) -> dict[str, Peer]:
         "ours": Ours(settings),
         "submitit": Submitit("submitit + torchrun, a job a node", NUM_NODES),
         "submitit-one-job": Submitit("submitit + torchrun, one job", 1),
-        "submitit-no-hold": Submitit(
-            "submitit + torchrun, a job a node, hold cleared", NUM_NODES, no_hold=True
-        ),
+        "submitit-no-hold": Submitit("submitit + torchrun, hold cleared", NUM_NODES, no_hold=True),
     }

@@ -268,8 +268,11 @@ class Leadership:
 
     def _carry_out(self, action: Action, now: float) -> list[Effect]:
         match action:
-            case Note() | Exclude() | ClearHolds():
+            case Note() | Exclude():
                 return [action]
+            case ClearHolds(tasks):  # it may have waited for a record
+                held = self.machine.not_given_back(tasks)
+                return [ClearHolds(held)] if held else []
             case StopRound(agents, reason):
                 self.estimate.broke(now)
                 note = Note("stop", {"reason": reason})

@@ -269,6 +269,11 @@ class Machine:
         """Agents that wait for a round, and since when, in the order in which they joined."""
         return self.muster.joined
 
+    def not_given_back(self, tasks: Iterable[str]) -> tuple[str, ...]:
+        """Return those tasks that the run has not sent away itself since they were lost."""
+        lost, away = self.muster.lost, self.patience.away
+        return tuple(t for t in tasks if away.get(t, -1) < lost.get(t, 0))
+
     def missing(self) -> list[str]:
         """Name the tasks that a forming round waits for; below min nodes, all that are queued."""
         return self.muster.missing(self.rules.min_nodes)

@@ -101,3 +101,11 @@ def test_a_node_of_a_gang_that_failed_is_not_brought_back_alone():
     m = lost()
     for now in (10.0, 12.0):
         assert says(m, TaskState("9.1", "NODE_FAIL", restarts=0), now) == []
+
+
+def test_a_task_that_was_given_back_meanwhile_is_left_alone():
+    """The decision to bring it back may have waited for a record to be written."""
+    m = lost()
+    assert m.not_given_back([B.task]) == (B.task,)
+    m.patience.away[B.task] = m.muster.lost[B.task]
+    assert m.not_given_back([B.task, "7_9"]) == ("7_9",)

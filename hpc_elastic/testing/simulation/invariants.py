@@ -69,7 +69,7 @@ class Monitor:
         self._scenario = scenario
         self._rules = scenario.rules
         self._world = world
-        self._num_notices = 0
+        self._num_changes = 0
         self._departed: set[int] = set()
         self._confirmed: dict[int, dict[int, int]] = {}
         """Record of a round -> the steps that were confirmed in it, and by which proposal."""
@@ -257,23 +257,24 @@ class Monitor:
         self._departed.add(number)
         self.departures += 1
         if self._scenario.is_quiet:
-            args = (work, self.rounds, self._num_notices)
+            args = (work, self.rounds, self._num_changes)
             self._world.after(self._scenario.forms_again_s, None, self._formed_again, *args)
 
-    def _formed_again(self, work: Work, rounds: int, num_notices: int) -> None:
+    def _formed_again(self, work: Work, rounds: int, num_changes: int) -> None:
         """Those who stay have another round by now.
 
-        Unless a member was noticed after the break: it may not find the new leader to tell it.
+        Unless a node was noticed after the break, which may not find the new leader to tell it, or
+        a task came back, which is waited for.
         """
-        if self._num_notices > num_notices:
+        if self._num_changes > num_changes:
             return
         stay = [a for a in work.members.values() if a.process.alive and not a.over]
         self._check(not stay or self.rounds > rounds, "who was released is waited for",
                     work.record.number, [a.me for a in stay])  # fmt: skip
 
-    def noticed(self) -> None:
-        """A node is to be left."""
-        self._num_notices += 1
+    def changed(self) -> None:
+        """A node is to be left, or a task starts."""
+        self._num_changes += 1
 
     def leaves_too_late(self, agent: AgentProcess, grace_s: float) -> None:
         """An agent has to leave because its time is over, not because its round was stopped."""

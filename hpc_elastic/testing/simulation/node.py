@@ -70,6 +70,7 @@ class Node(Host):
         if wait > 0:
             world.after(wait, None, self._boot, number)
             return
+        self._sim.monitor.changed()
         self._boots += 1
         self._held = False
         self.attempt += 1
@@ -118,7 +119,7 @@ class Node(Host):
         if agent is None or agent.over or agent.process.paused:
             return
         world.note(self.task, "is noticed", grace_s)
-        self._sim.monitor.noticed()
+        self._sim.monitor.changed()
         agent.notice(grace_s)
         in_time = max(0.0, grace_s - _RESERVE_S)
         world.after(in_time, agent.process, self._hurry, agent, grace_s)

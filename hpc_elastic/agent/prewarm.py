@@ -28,8 +28,8 @@ _OUTPUTS = (1, 2)
 _REST = 2.0
 """Seconds of rest for each second of CPU time."""
 _SLICE_S = 0.005
-_ALONG = {"torch": ("torch._dynamo",)}
-"""The first optimizer of a process imports it, which takes as long as torch itself."""
+_ALONG = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
+"""The first optimizer of a process imports the former, which takes as long as torch itself."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMPY_"),

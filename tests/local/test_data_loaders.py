@@ -1,5 +1,7 @@
 """The sampler with real data loaders: processes that read ahead, and torchdata's."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -9,6 +11,9 @@ from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
 
 LENGTH = 60
+FORKS = multiprocessing.get_context("forkserver")
+"""Forks where no other thread is: this process has those of the tests before."""
+FORKS.set_forkserver_preload(["torch"])
 
 
 class Numbers(Dataset):
@@ -31,7 +36,7 @@ def make(loader=DataLoader, rank=0, size=1, num_workers=2, **options):
     """Return a rank's sampler and its loader."""
     sampler = ElasticSampler(LENGTH, 3, batch=ElasticBatch(8, 2, rank, size))
     if num_workers:
-        options = {"multiprocessing_context": "fork", "prefetch_factor": 3, **options}
+        options = {"multiprocessing_context": FORKS, "prefetch_factor": 3, **options}
     return sampler, loader(Numbers(), batch_sampler=sampler, num_workers=num_workers, **options)
 
 
@@ -100,7 +105,9 @@ def test_workers_draw_other_random_numbers_each_epoch():
 
     def drawn(rank):
         sampler = ElasticSampler(4, 3, batch=ElasticBatch(4, None, rank, 2))
-        loader = DataLoader(Draws(), batch_sampler=sampler, num_workers=1)
+        loader = DataLoader(
+            Draws(), batch_sampler=sampler, num_workers=1, multiprocessing_context=FORKS
+        )
         return train(sampler, loader, 2)
 
     first, other = drawn(0), drawn(1)

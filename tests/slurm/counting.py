@@ -20,6 +20,7 @@ from sweeps import ROOT, Sweep
 
 SCRIPT = textwrap.dedent(
     """
+    import os
     import time
     from pathlib import Path
 
@@ -34,6 +35,9 @@ SCRIPT = textwrap.dedent(
     from hpc_elastic.data import ElasticSampler
 
     EPOCHS, PAUSE_S = {epochs}, 0.1
+
+    def say(line):
+        os.write(1, f"{line}\\n".encode())  # in one piece: a thread of the checkpointer logs
 
     @hydra.main(version_base=None, config_path=None)
     def main(cfg):
@@ -52,7 +56,7 @@ SCRIPT = textwrap.dedent(
         state = {"net": net, "optimizer": optimizer, "sampler": sampler}
         checkpoints = Checkpointer(folder / "checkpoints", state)
         resumed = checkpoints.restore() or 0
-        print("resumed", resumed, dist.get_world_size(), flush=True)
+        say(f"resumed {resumed} {dist.get_world_size()}")
         model, hurry = DistributedDataParallel(net), False
         for epoch in sampler.epochs(EPOCHS):
             for batch in sampler.batches(loader):
@@ -60,7 +64,7 @@ SCRIPT = textwrap.dedent(
                 for (x,), weight in batch.parts(model):
                     (weight * nn.functional.mse_loss(model(x), x)).backward()
                 optimizer.step()
-                print("step", batch.step, time.time(), flush=True)
+                say(f"step {batch.step} {time.time()}")
                 hurry = hurry or (folder / "hurry").exists()
                 time.sleep(0 if hurry else PAUSE_S)
                 if should_checkpoint(batch.step, every_steps=every):

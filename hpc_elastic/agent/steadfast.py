@@ -36,7 +36,9 @@ _OF_LOADERS = "_set_worker_signal_handlers"
 def stand() -> None:
     """Withstand the signals of a notice from now on (worker's main thread, at its start)."""
     signals.withstand()
-    signal.signal(STOP, signal.SIG_DFL)  # `nohup` may have started all of this
+    for number in (STOP, signal.SIGQUIT):  # what started all this may ignore them: nohup, `&`
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.register_at_fork(after_in_child=_as_others_do)
     # The last one registered runs first: before multiprocessing, which waits for its children.
     assert multiprocessing.util is not None

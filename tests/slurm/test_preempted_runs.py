@@ -100,6 +100,7 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     ends_right(run)
 
 
+@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")
 def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     """Four runs of a node at once: each comes back by itself, but for the one that is cancelled."""
     limited = start("limited", "+nodes=1", "launcher.time=1")

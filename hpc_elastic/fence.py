@@ -37,21 +37,26 @@ def check() -> None:
             process; the run goes on without it.
         OSError: the run directory can not be read.
     """
-    mine = os.environ.get(VARIABLE)
+    mine = own_record()
     if mine is None:
         return
-    path = Path(mine)
-    newest = last_record(path.parent)
-    if newest > _number(path.name):
+    newest = last_record(mine.parent)
+    if newest > number(mine.name):
         raise CheckpointFencedError(
-            f"this worker belongs to the group of {path}, but record {newest} exists: "
+            f"this worker belongs to the group of {mine}, but record {newest} exists: "
             "another group or another leader has taken over"
         )
 
 
-def record_path(folder: Path, number: int) -> Path:
+def own_record() -> Path | None:
+    """Return the record that formed this worker's group; None outside of a run."""
+    mine = os.environ.get(VARIABLE)
+    return Path(mine) if mine else None
+
+
+def record_path(folder: Path, which: int) -> Path:
     """Return the file of a record."""
-    return folder / f"record.{number}.json"
+    return folder / f"record.{which}.json"
 
 
 def last_record(folder: Path) -> int:
@@ -60,9 +65,10 @@ def last_record(folder: Path) -> int:
     The folder is opened anew, which makes a client of NFS ask the server.
     """
     with os.scandir(folder) as entries:
-        return max((_number(entry.name) for entry in entries), default=0)
+        return max((number(entry.name) for entry in entries), default=0)
 
 
-def _number(name: str) -> int:
+def number(name: str) -> int:
+    """Return the number in the name of a record's file; 0 if it is none."""
     m = _NAME.fullmatch(name)
     return int(m[1]) if m else 0

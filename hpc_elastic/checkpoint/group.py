@@ -7,10 +7,8 @@ needs no collective.
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,5 +81,5 @@ def _device() -> torch.device:
 
 def _record_token() -> str | None:
     """Return the number of the record that formed the worker group; None outside of a run."""
-    m = re.search(r"\.(\d+)\.json$", Path(os.environ.get(fence.VARIABLE, "")).name)
-    return f"r{m[1]}" if m else None
+    record = fence.own_record()
+    return f"r{fence.number(record.name)}" if record else None

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -244,5 +243,5 @@ def lacking_room(
 
 def _run_secret() -> bytes:
     """Return the secret of the run; nothing outside of one."""
-    record = os.environ.get(fence.VARIABLE)
-    return RunDir(Path(record).parent.parent).secret.read_bytes() if record else b""
+    record = fence.own_record()
+    return RunDir(record.parent.parent).secret.read_bytes() if record else b""

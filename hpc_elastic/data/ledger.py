@@ -64,16 +64,15 @@ def origin() -> Origin | None:
 
     ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
     """
-    mine = os.environ.get(fence.VARIABLE)
-    if mine is None:
+    record = fence.own_record()
+    if record is None:
         return None
-    record = Path(mine)
     run = record.parent.parent
     try:
         run_id = RunDir(run).load().run_id
     except RunDirectoryError:
         return None
-    return Origin(run / FOLDER, run_id, int(record.name.split(".")[1]))
+    return Origin(run / FOLDER, run_id, fence.number(record.name))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient, is_refused
@@ -176,9 +176,18 @@ def _ask(
     state = client.tasks([job_of(task)]).get(queue_name(task))
     if run is None:
         return Facts(reason, state, attempt)
-    allowed = run.load().max_requeues
-    left = None if allowed is None else allowed - (attempt or 0)
+    left = _requeues_left(run, attempt or 0)
     return Facts(reason, state, attempt, run_ended=run.result.exists(), requeues_left=left)
+
+
+def _requeues_left(run: RunDir, attempt: int) -> int | None:
+    """Return how often the task may come back; a run that can not be read forbids nothing."""
+    try:
+        allowed = run.load().max_requeues
+    except RunDirectoryError as e:
+        _log.warning("launcher.max_requeues is not looked at: %s", e)
+        return None
+    return None if allowed is None else allowed - attempt
 
 
 def _carry_out(

@@ -166,6 +166,7 @@ def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
     counter = Counter()
     with checkpointer(tmp_path, counter, keep_last=1) as c:
         save_at(c, counter, 1)
+        c.wait()  # else it may make way
         counter.set(2)
         assert c.save(2, urgent=True) is True
         assert Store(tmp_path).steps() == [2, 1]

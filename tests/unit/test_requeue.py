@@ -203,3 +203,11 @@ def test_a_task_comes_back_as_often_as_its_run_allows(tmp_path, attempt, how):
     run = run_of(tmp_path, "7", [(0, 0)], max_requeues=2)
     client = Client(TaskState("7_0", "RUNNING", restarts=attempt))
     assert depart("7_0", client, attempt=attempt, run=run) is how
+
+
+def test_a_run_directory_that_can_not_be_read_keeps_no_task_from_coming_back(tmp_path):
+    """The shared file system may be away just when the node is taken."""
+    run = run_of(tmp_path, "7", [(0, 0)], max_requeues=0)
+    run.spec.unlink()
+    client = Client(TaskState("7_0", "RUNNING", restarts=0))
+    assert depart("7_0", client, attempt=0, run=run) is Departure.REQUEUE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -13,8 +14,12 @@ BLOCK_BYTES = 16 << 20
 
 
 def touched(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return warm buffers for a state."""
-    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    """Return warm buffers for a state, each of which begins at a page."""
+    buffers = {}
+    for name, tensor in tensors.items():
+        memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffers[name] = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).zero_()
+    return buffers
 
 
 def copy_by_memcpy(tensors: dict[str, torch.Tensor], to: dict[str, torch.Tensor]) -> None:
@@ -34,9 +39,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write the bytes in large blocks, and sync."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def write(tensors: dict[str, torch.Tensor], path: Path, *, direct: bool = False) -> None:
+    """Write the bytes in large blocks, and sync; direct: past the page cache."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
     for tensor in tensors.values():
         view = bytes_of(tensor)
         for begin in range(0, len(view), BLOCK_BYTES):

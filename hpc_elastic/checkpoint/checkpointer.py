@@ -44,7 +44,7 @@ from hpc_elastic.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS = 19
 """Of the thread that writes: it gets what the training leaves of the cores."""
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
@@ -160,7 +160,7 @@ class Checkpointer:
             step: Optimizer steps done, at least 0. A step that is committed already, and good,
                 stays as it is.
             urgent: The group is about to end: do only what is needed, and return when it is
-                committed; an earlier save that has hardly begun is given up. Then this worker
+                committed; an earlier save that is not almost written is given up. Then this worker
                 stays here if its agent asks for that (`control.checkpoint_boundary`). By default,
                 whether the agent asks for that.
 
@@ -266,6 +266,8 @@ class Checkpointer:
         """Whether the step is committed, or being written; if it has to be, wait for it."""
         earlier = self._save
         if earlier is not None and earlier.step == save.step and earlier.to_store >= save.to_store:
+            if save.urgent:
+                earlier.make_way()
             if waits:
                 earlier.wait()
             if not earlier.error:

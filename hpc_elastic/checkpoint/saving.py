@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = (0.002, 0.25)
 """Seconds between two looks at the directory, at first and at most."""
+_ALMOST_ALL = 0.9
 _LOOKS_TO_BE_SURE = 4
 """A listing may miss a folder that is renamed meanwhile."""
 
@@ -113,8 +114,12 @@ class Save:
         self._done.wait()
 
     def make_way(self) -> None:
-        """End soon, for an urgent save: finish if most is written, else give up."""
-        if self.image is not None and 2 * self._written < self.image.layout.num_bytes:
+        """End soon, for an urgent save: finish if almost all is written, else give up.
+
+        The urgent one is written faster, for it shares the cores as the training does.
+        """
+        image = self.image
+        if image is not None and self._written < _ALMOST_ALL * image.layout.num_bytes:
             self._give_up.set()
 
     def run(self) -> None:

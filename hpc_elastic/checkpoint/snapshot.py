@@ -20,8 +20,6 @@ from hpc_elastic.checkpoint.state import Flat
 from hpc_elastic.checkpoint.writer import Image, Layout, lay_out
 
 _TOUCH_BYTES = 16 << 20
-_PLAIN_COPY_BYTES = 64 << 10
-"""Larger pieces are copied by memmove, which is faster than torch's loop over elements."""
 
 
 class HostBuffer:
@@ -91,7 +89,9 @@ class Snapshots:
         memory = self._buffer_for(flat).reserve(layout.num_bytes)
         devices = set()
         for piece, to in zip(layout.pieces, self._views_of(memory), strict=True):
-            devices.add(_copy(to, piece.view(flat.tensors[piece.fqn])))
+            source = piece.view(flat.tensors[piece.fqn])
+            to.copy_(source, non_blocking=source.is_cuda)
+            devices.add(source.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -133,14 +133,6 @@ def _views(memory: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
         whole[begin : begin + piece.num_bytes].view(getattr(torch, piece.dtype)).view(piece.sizes)
         for piece, begin in zip(layout.pieces, layout.begins, strict=True)
     ]
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> torch.device:
-    if source.device.type == "cpu" and to.nbytes >= _PLAIN_COPY_BYTES and _is_plain(source):
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), to.nbytes)
-    else:
-        to.copy_(source, non_blocking=source.is_cuda)
-    return source.device
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Writes safetensors files: in large blocks, each checksummed while it is in the cache, and synced.
+"""Writes safetensors files: in large blocks, each checksummed, and synced.
 
 The format is safetensors' own (8 bytes of length, a JSON header, then the data), which any reader
 knows; its `save_file` makes a copy of everything and takes longer than the disk. The header is
@@ -19,13 +19,10 @@ from typing import Any
 
 import xxhash
 
+from hpc_elastic.checkpoint.block_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Part, TensorEntry
 from hpc_elastic.checkpoint.sharding import Piece, dtype_of
 
-BLOCK_BYTES = 16 << 20
-_SMALL_BYTES = 1 << 20
-"""Smaller pieces of memory are gathered before they are written."""
-_PAGE = 4096
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -33,7 +30,6 @@ _NAMES = {
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 
-Buffer = bytes | memoryview
 Watch = Callable[[int], None]
 """Is told after each block how many bytes it had; what it raises ends the writing."""
 
@@ -93,8 +89,8 @@ def write_part(
         OSError: the folder can not be written, or is full.
     """
     shard = folder / f"shard-{rank}.safetensors"
-    blocks = _blocks([memoryview(header_of(image.layout)), *image.data])
-    entry = _write(shard, blocks, sync=sync, watch=watch)
+    data = [memoryview(header_of(image.layout)), *image.data]
+    entry = _write(shard, data, sync=sync, watch=watch)
     part = Part(
         rank=rank,
         files=(entry,),
@@ -109,7 +105,11 @@ def write_part(
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Create a small file, complete or not at all."""
     staged = path.with_name(f".{path.name}.new")
-    _write(staged, [text.encode()], sync=sync, watch=lambda _: None)
+    with staged.open("xb") as f:
+        f.write(text.encode())
+        if sync:
+            f.flush()
+            os.fsync(f.fileno())
     staged.rename(path)
 
 
@@ -123,7 +123,7 @@ def header_of(layout: Layout) -> bytes:
         for piece, begin in zip(layout.pieces, layout.begins, strict=True)
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-(len(text) + 8) // _PAGE) * _PAGE - 8)
+    text = text.ljust(-(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -153,41 +153,22 @@ def _entries(layout: Layout, file: str) -> dict[str, TensorEntry]:
     }
 
 
-def _blocks(data: Iterable[memoryview]) -> Iterator[Buffer]:
-    """Cut large pieces of memory, and gather small ones."""
-    small: list[memoryview] = []
-    gathered = 0
-    for view in data:
-        if len(view) < _SMALL_BYTES:
-            small.append(view)
-            gathered += len(view)
-        if gathered and (len(view) >= _SMALL_BYTES or gathered >= _SMALL_BYTES):
-            yield b"".join(small)
-            small, gathered = [], 0
-        if len(view) >= _SMALL_BYTES:
-            for begin in range(0, len(view), BLOCK_BYTES):
-                yield view[begin : begin + BLOCK_BYTES]
-    if gathered:
-        yield b"".join(small)
-
-
-def _write(path: Path, blocks: Iterable[Buffer], *, sync: bool, watch: Watch) -> FileEntry:
+def _write(path: Path, data: Iterable[memoryview], *, sync: bool, watch: Watch) -> FileEntry:
     checksum, num_bytes = xxhash.xxh3_64(), 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    file = BlockFile(path, direct=sync)
     try:
-        for block in blocks:
+        for block in _blocks(data):
             checksum.update(block)
-            _write_all(fd, block)
+            file.write(block)
             num_bytes += len(block)
             watch(len(block))
-        if sync:
-            os.fsync(fd)
+        file.finish(sync=sync)
     finally:
-        os.close(fd)
+        file.close()
     return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
 
 
-def _write_all(fd: int, block: Buffer) -> None:
-    view = memoryview(block)
-    while view:
-        view = view[os.write(fd, view) :]
+def _blocks(data: Iterable[memoryview]) -> Iterator[memoryview]:
+    for view in data:
+        for begin in range(0, len(view), BLOCK_BYTES):
+            yield view[begin : begin + BLOCK_BYTES]

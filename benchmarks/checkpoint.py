@@ -150,9 +150,6 @@ def show(times: Times, args: argparse.Namespace) -> None:
     def cost(name: str, what: str) -> float:
         return statistics.median(times[name, what])
 
-    def cost(name: str, what: str) -> float:
-        return statistics.median(times[name, what])
-
     def ratio(what: str, floor: str) -> str:
         return f"{cost('ours', what) / cost(floor, what):.2f}"
 

@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -34,9 +35,9 @@ def run_ranks(
             "hpc_elastic.checkpoint.checkpointer",
         ]
     )
-    with context.Manager() as manager:
+    with context.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
-        store = f"/tmp/hpc-elastic-test-{os.getpid()}-{os.urandom(4).hex()}"
+        store = f"{folder}/store"
         processes = [
             context.Process(
                 target=_run, args=(function, rank, world_size, store, results, args),

@@ -5,7 +5,8 @@
 - *blocked*: until the training loop may change the tensors again;
 - *total*: until the checkpoint is on disk (ours: checksummed, synced and committed);
 - *restore*: until the state is filled (ours: verified), *cold*, with nothing of the files in the
-  page cache, and once more, *warm*.
+  page cache, and once more, *warm*. A first one does not count: a virtual machine may have to get
+  the memory for the page cache from its host.
 
 The floors are a copy of the same tensors into warm buffers (the C library's memmove, and torch's
 copy), a plain write and fsync of the same bytes (through the page cache, and past it), and a plain
@@ -71,6 +72,7 @@ def measure(name: str, way: Way, folder: Path, times: Times, *, keep: bool) -> N
 
 def restores(restore: Callable[[], object], folder: Path) -> tuple[float, float]:
     """Return the seconds that reading takes without the page cache's help, and with it."""
+    restore()
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():

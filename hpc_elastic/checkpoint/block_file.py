@@ -89,9 +89,9 @@ class BlockFile:
 
     def _takes_at_once(self, data: memoryview) -> bool:
         """Tell whether a piece can be written from where it is."""
-        if len(data) < _SMALL_BYTES or self._held % PAGE_BYTES:
+        if len(data) < _SMALL_BYTES:
             return False
-        return not self._direct or _is_at_page(data)
+        return not self._direct or (self._held % PAGE_BYTES == 0 and _is_at_page(data))
 
     def _flush(self) -> None:
         self._put(self._buffer[: self._held])

@@ -174,12 +174,9 @@ def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
     assert restored(tmp_path) == 2
 
 
-@pytest.mark.parametrize(("num_elements", "expected"), [(3_000_000, [2]), (300_000, [2, 1])])
-def test_an_urgent_save_gives_up_an_earlier_one(
-    tmp_path, disk, monkeypatch, num_elements, expected, caplog
-):
-    """One that is almost written is finished first."""
-    caplog.set_level(logging.INFO)
+@pytest.fixture
+def hurried(disk, monkeypatch) -> Disk:
+    """Stands still until an urgent save asks the earlier one to make way."""
     make_way = saving.Save.make_way
 
     def make_way_and_go_on(save: saving.Save) -> None:
@@ -187,11 +184,18 @@ def test_an_urgent_save_gives_up_an_earlier_one(
         disk.goes_on.set()
 
     monkeypatch.setattr(saving.Save, "make_way", make_way_and_go_on)
+    return disk
+
+
+@pytest.mark.parametrize(("num_elements", "expected"), [(3_000_000, [2]), (300_000, [2, 1])])
+def test_an_urgent_save_gives_up_an_earlier_one(tmp_path, hurried, num_elements, expected, caplog):
+    """One that is almost written is finished first."""
+    caplog.set_level(logging.INFO)
     counter = Counter(size=num_elements)
     with checkpointer(tmp_path, counter) as c:
         counter.set(1)
         save = ThreadPoolExecutor(1).submit(c.save, 1)
-        assert save.result(PATIENCE_S) and disk.reached.wait(PATIENCE_S)
+        assert save.result(PATIENCE_S) and hurried.reached.wait(PATIENCE_S)
         if expected == [2, 1]:  # its only block is written by now, but not counted
             c._save._written = c._save.image.layout.num_bytes
         counter.set(2)
@@ -200,6 +204,19 @@ def test_an_urgent_save_gives_up_an_earlier_one(
     assert c.failures == 0
     assert ("an urgent one took its place" in caplog.text) == (expected == [2])
     assert names_in(tmp_path) == [f"step-{step:08d}" for step in sorted(expected)]
+
+
+def test_an_urgent_save_does_not_wait_for_a_slow_one_of_the_same_step(tmp_path, hurried, caplog):
+    """It is written anew, in the training's own thread."""
+    caplog.set_level(logging.INFO)
+    counter = Counter(size=3_000_000)
+    with checkpointer(tmp_path, counter) as c:
+        counter.set(1)
+        assert c.save(1) and hurried.reached.wait(PATIENCE_S)
+        assert c.save(1, urgent=True) is True
+    assert Store(tmp_path).steps() == [1]
+    assert "an urgent one took its place" in caplog.text
+    assert names_in(tmp_path) == ["step-00000001"]
 
 
 @pytest.fixture

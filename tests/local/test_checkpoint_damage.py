@@ -1,14 +1,14 @@
 """What is damaged is passed over; a disk that can not be written loses nothing that is there."""
 
-import contextlib
 import logging
 import os
 import random
-import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from disks import full, mounted, read_only
 from savers import Counter, checkpointer, exit_code, fork, in_nursery, names_in, restored, save_at
 
 from hpc_elastic.checkpoint import restoring
@@ -127,42 +127,20 @@ def test_a_checkpoint_that_is_seen_late_is_not_passed_over(tmp_path, monkeypatch
 # ---- disks --------------------------------------------------------------------------------
 
 
-def mount(*arguments: str | Path) -> bool:
-    """Mount a file system; tell whether it worked."""
-    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20).returncode == 0
+HALF_A_CHECKPOINT = 800_000
 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A tmpfs of eight megabytes; a checkpoint has about two."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", folder):
-        pytest.skip("only root may mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
-
-
-@contextlib.contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """Leave room for half a checkpoint."""
-    ballast = disk / "ballast"
-    free = os.statvfs(disk)
-    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - 800_000)))
-    yield
-    ballast.unlink()
-
-
-@contextlib.contextmanager
-def read_only(disk: Path) -> Iterator[None]:
-    """Remount a disk."""
-    assert mount("-o", "remount,ro", disk)
-    yield
-    assert mount("-o", "remount,rw", disk)
+    """Eight megabytes; a checkpoint has about two."""
+    with mounted(tmp_path / "disk", "8m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("state", [full, read_only])
+@pytest.mark.parametrize(
+    "state", [partial(full, room=HALF_A_CHECKPOINT), read_only], ids=["full", "read_only"]
+)
 def test_a_disk_that_can_not_be_written_costs_only_the_attempt(
     small_disk, state, asynchronous, caplog
 ):

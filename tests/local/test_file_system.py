@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from disks import full, mounted, read_only
 from group import PATIENCE_S, SECRET, Group, eventually, kill
 from training import START_S, Training
 
@@ -220,43 +220,11 @@ def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monk
 # ---- a real one that is full, or read-only ------------------------------------------------
 
 
-def mount(*arguments: str | Path) -> bool:
-    """Mount a file system; tell whether it worked."""
-    return subprocess.run(["mount", *arguments], capture_output=True, timeout=20).returncode == 0
-
-
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A tmpfs of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or not mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", folder):
-        pytest.skip("only root may mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True, timeout=20)
-
-
-@contextlib.contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """Fill a disk to the last byte."""
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as f:
-        while f.write(bytes(4096)):
-            pass
-    try:
-        yield
-    finally:
-        ballast.unlink()
-
-
-@contextlib.contextmanager
-def read_only(disk: Path) -> Iterator[None]:
-    """Remount a disk, which works only between two writes of others."""
-    eventually(lambda: mount("-o", "remount,ro", disk))
-    try:
-        yield
-    finally:
-        assert mount("-o", "remount,rw", disk)
+    """One megabyte."""
+    with mounted(tmp_path / "disk", "1m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("state", [full, read_only])

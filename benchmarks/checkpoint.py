@@ -91,7 +91,6 @@ def measure_floors(state: dict, buffers: dict, folder: Path, times: Times) -> No
     note(MEMCPY, "blocked", timed(lambda: floors.copy_by_memcpy(state, buffers)))
     note(TORCH_COPY, "blocked", timed(lambda: floors.copy_by_torch(state, buffers)))
     path = folder / "raw"
-    floors.copy_by_torch(state, buffers)
     note(WRITE, "total", timed(lambda: floors.write(state, path)))
     clean(folder)
     note(DIRECT, "total", timed(lambda: floors.write(buffers, path, direct=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import statistics
 import time
@@ -75,11 +74,10 @@ def segment(steps: Iterator[float], is_over: IsIdle) -> tuple[list[float], float
 
 def our_saves(c: Checkpointer) -> Begin:
     """Return how we save."""
-    number = itertools.count(2)
-    c.save(1, urgent=True)
+    c.save(0, urgent=True)
 
-    def begin(_: int) -> IsIdle:
-        c.save(next(number))
+    def begin(number: int) -> IsIdle:
+        c.save(number)
         return lambda: c.is_idle
 
     return begin

@@ -37,14 +37,14 @@ class BlockFile:
         Raises:
             OSError: it exists, or can not be created.
         """
+        memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._buffer = memoryview(memory)
+        self._held = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         self._direct = False
         if direct:
             with contextlib.suppress(OSError):
                 self._set_direct(on=True)
-        self._memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._buffer = memoryview(self._memory)
-        self._held = 0
 
     def write(self, data: memoryview) -> None:
         """Append bytes; the last of them may stay in the buffer.

@@ -41,9 +41,10 @@ EXIT_PATIENCE_S = 30.0
 
 _log = logging.getLogger(__name__)
 
+_ALMOST_ALL = 0.9
+"""The share of a save from which on it is finished, whatever comes."""
 _LOOK_S = (0.002, 0.25)
 """Seconds between two looks at the directory, at first and at most."""
-_ALMOST_ALL = 0.9
 _LOOKS_TO_BE_SURE = 4
 """A listing may miss a folder that is renamed meanwhile."""
 

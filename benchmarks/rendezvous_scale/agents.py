@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from hpc_elastic.net.stream import Stream, connect
+from hpc_elastic.net.wire import BadFrameError
 from hpc_elastic.rendezvous.agent_effects import Claim, Connect, Effect, HangUp, Look, Say, Tell
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.stream import Stream, connect
-from hpc_elastic.rendezvous.wire import BadFrameError
 from hpc_elastic.rundir import RunDir
 from rendezvous_scale.leading import SECRET, liveness, member
 from rendezvous_scale.process import allow_files

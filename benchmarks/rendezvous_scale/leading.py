@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog
+from hpc_elastic.net.listener import Listener
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Leader, Office
-from hpc_elastic.rendezvous.listener import Listener
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules

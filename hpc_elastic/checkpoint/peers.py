@@ -10,20 +10,15 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-
-import psutil
 
 from hpc_elastic.checkpoint.exchange import gather
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.memory import WORD_BITS, identity
 from hpc_elastic.errors import CheckpointError
-
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
@@ -101,25 +96,3 @@ def _address(version: int, words: Sequence[int]) -> str:
     number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
     kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
     return str(kind(number))
-
-
-def own_addresses() -> Iterator[str]:
-    """Give addresses by which other nodes may reach this one, the best first.
-
-    That of the interface which the process groups are told to use; then that from which MASTER_ADDR
-    is reached.
-    """
-    interfaces = psutil.net_if_addrs()
-    for variable in _INTERFACES:
-        name = os.environ.get(variable, "").lstrip("=").partition(",")[0]
-        for family in (socket.AF_INET, socket.AF_INET6):
-            for known in interfaces.get(name, ()):
-                if known.family == family:
-                    yield known.address.partition("%")[0]
-    with suppress(OSError):
-        host = os.environ.get("MASTER_ADDR", "localhost")
-        family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(there)  # sends nothing
-            yield str(sock.getsockname()[0]).partition("%")[0]
-    yield "127.0.0.1"

@@ -38,8 +38,9 @@ from hpc_elastic.checkpoint.memory import (
     free_bytes,
 )
 from hpc_elastic.checkpoint.neighbour import Receiver, derive_key, push
-from hpc_elastic.checkpoint.peers import Peer, choose_neighbour, meet, own_addresses, told_words
+from hpc_elastic.checkpoint.peers import Peer, choose_neighbour, meet, told_words
 from hpc_elastic.errors import CheckpointError, ConfigError
+from hpc_elastic.net.addresses import own_addresses
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from hpc_elastic.net.listener import Listener
+from hpc_elastic.net.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.diagnosis import waiting_for
@@ -39,14 +41,12 @@ from hpc_elastic.rendezvous.leader_effects import (
     Tell,
 )
 from hpc_elastic.rendezvous.leadership import Leadership, placements
-from hpc_elastic.rendezvous.listener import Listener
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.status import status_of
-from hpc_elastic.rendezvous.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.slurm.states import TaskState
 
 _log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.wire import is_signed, sign
 
 
 @dataclass(frozen=True)

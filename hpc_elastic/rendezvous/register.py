@@ -22,8 +22,8 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.fence import last_record, record_path
+from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.record import Record, unseal
-from hpc_elastic.rendezvous.wire import is_signed, sign
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _NOT_WRITABLE = (errno.EACCES, errno.EROFS)

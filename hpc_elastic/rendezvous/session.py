@@ -18,6 +18,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.net.listener import Listener
+from hpc_elastic.net.stream import Stream, connect
+from hpc_elastic.net.wire import BadFrameError
 from hpc_elastic.rendezvous.agent_effects import (
     Claim,
     Connect,
@@ -42,10 +45,7 @@ from hpc_elastic.rendezvous.heard import (
     Verdict,
 )
 from hpc_elastic.rendezvous.leader import Leader, Office
-from hpc_elastic.rendezvous.listener import Listener
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.stream import Stream, connect
-from hpc_elastic.rendezvous.wire import BadFrameError
 
 __all__ = [
     "Candidacy",

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog
+from hpc_elastic.net.wire import sign
 from hpc_elastic.rendezvous import address
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
@@ -31,7 +32,6 @@ from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.session import Candidacy, Session
-from hpc_elastic.rendezvous.wire import sign
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hpc_elastic.rendezvous.wire import Cipher, new_nonce, session_key
+from hpc_elastic.net.wire import Cipher, new_nonce, session_key
 
 Address = tuple[str, int]
 Attack = Callable[[socket.socket, random.Random], None]

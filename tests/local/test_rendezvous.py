@@ -11,10 +11,10 @@ import time
 import pytest
 from group import PATIENCE_S, SECRET, eventually, kill, open_files
 
+from hpc_elastic.net.stream import connect
+from hpc_elastic.net.wire import BadFrameError
 from hpc_elastic.rendezvous.record import Endpoint, claim
 from hpc_elastic.rendezvous.session import Verdict
-from hpc_elastic.rendezvous.stream import connect
-from hpc_elastic.rendezvous.wire import BadFrameError
 
 
 def test_agents_get_distinct_ranks_in_one_round(group):

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.net.wire import sign
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.record import Agent, Ending, Endpoint, Record, claim, unseal
-from hpc_elastic.rendezvous.wire import sign
 
 SECRET = b"topsecret"
 A, B = Agent("7_0", 0, 0, "node1", 2), Agent("7_1", 3, 1, "nöde2", 2)

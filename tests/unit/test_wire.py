@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.rendezvous.wire import BadFrameError, Cipher, is_signed, session_key, sign
+from hpc_elastic.net.wire import BadFrameError, Cipher, is_signed, session_key, sign
 
 
 def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Cipher, Cipher]:

@@ -13,7 +13,7 @@ from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.worker import load_function, to_json
 from hpc_elastic.config import AgentSettings
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.rendezvous.wire import Cipher
+from hpc_elastic.net.wire import Cipher
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, Protocol
 
-from hpc_elastic.rendezvous.wire import (
+from hpc_elastic.net.wire import (
     MAX_FRAME_BYTES,
     NONCE_BYTES,
     BadFrameError,

@@ -1,0 +1,1 @@
+"""Signed connections between the processes of a run, and addresses to reach them by."""

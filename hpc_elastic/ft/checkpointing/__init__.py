@@ -1,0 +1,1 @@
+"""How a replica that is behind gets the state of its peers."""

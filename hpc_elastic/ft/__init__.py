@@ -1,0 +1,1 @@
+"""Per-step fault tolerance: a training loop that outlives its peers and its coordinator."""

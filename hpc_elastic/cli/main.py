@@ -147,6 +147,40 @@ def _audit(arguments: argparse.Namespace, _: list[str]) -> int:
     return audit_run(arguments.run, as_json=arguments.json)
 
 
+def _add_lighthouse(commands: _Parsers) -> None:
+    lighthouse = commands.add_parser(
+        "lighthouse",
+        help="coordinate fault-tolerant training without this launcher",
+        description="Keep the quorum of hpc_elastic.ft where no run of this launcher does: the "
+        "Managers are given its address in TORCHFT_LIGHTHOUSE. May be killed and started again.",
+    )
+    lighthouse.add_argument(
+        "--bind", default="0.0.0.0:29510", metavar="ADDRESS:PORT", help="(0.0.0.0:29510)"
+    )
+    for name, default, what in (
+        ("--min-replicas", 1, "fewest members of a quorum"),
+        ("--join-timeout-ms", 100, "how long to wait for replicas that do not ask yet"),
+        ("--quorum-tick-ms", 100, "how often to look at the time-outs"),
+        ("--heartbeat-timeout-ms", 5000, "a replica that is silent for longer is lost"),
+    ):
+        lighthouse.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{what} ({default})"
+        )
+
+
+def _lighthouse(arguments: argparse.Namespace, _: list[str]) -> int:
+    from hpc_elastic.cli.lighthouse import lighthouse
+    from hpc_elastic.ft.coordination import LighthouseOptions
+
+    options = LighthouseOptions(
+        arguments.min_replicas,
+        arguments.join_timeout_ms,
+        arguments.quorum_tick_ms,
+        arguments.heartbeat_timeout_ms,
+    )
+    return lighthouse(arguments.bind, options)
+
+
 class _Command(NamedTuple):
     add_to: Callable[[_Parsers], None]
     call: Callable[[argparse.Namespace, list[str]], int]
@@ -158,4 +192,5 @@ _COMMANDS = {
     "verify": _Command(_add_verify, _verify),
     "export": _Command(_add_export, _export),
     "audit": _Command(_add_audit, _audit),
+    "lighthouse": _Command(_add_lighthouse, _lighthouse),
 }

@@ -1,1 +1,90 @@
-"""Per-step fault tolerance: a training loop that outlives its peers and its coordinator."""
+"""Per-step fault tolerance: a training loop that outlives its peers and its coordinator.
+
+    from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+`manager` says how it is used, `protocol` how it works, and `docs/ft.md` what differs from torchft,
+whose names these are. All are loaded when they are first used: the package itself needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
+    from hpc_elastic.ft.data import DistributedSampler
+    from hpc_elastic.ft.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
+    from hpc_elastic.ft.manager import (
+        ExceptionWithTraceback,
+        LeftQuorumError,
+        Manager,
+        WorldSizeMode,
+    )
+    from hpc_elastic.ft.optim import OptimizerWrapper
+    from hpc_elastic.ft.optim import OptimizerWrapper as Optimizer
+    from hpc_elastic.ft.process_group import (
+        ErrorSwallowingProcessGroupWrapper,
+        ManagedProcessGroup,
+        ProcessGroup,
+        ProcessGroupDummy,
+        ProcessGroupGloo,
+        ProcessGroupNCCL,
+    )
+
+__all__ = [
+    "CheckpointTransport",
+    "DiLoCo",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "ErrorSwallowingProcessGroupWrapper",
+    "ExceptionWithTraceback",
+    "HTTPTransport",
+    "LeftQuorumError",
+    "LocalSGD",
+    "ManagedProcessGroup",
+    "Manager",
+    "Optimizer",
+    "OptimizerWrapper",
+    "ProcessGroup",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+    "PureDistributedDataParallel",
+    "WorldSizeMode",
+]
+
+_MODULES = {
+    "checkpointing": ("CheckpointTransport", "HTTPTransport"),
+    "data": ("DistributedSampler",),
+    "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
+    "local_sgd": ("DiLoCo", "LocalSGD"),
+    "manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
+    "optim": ("Optimizer", "OptimizerWrapper"),
+    "process_group": (
+        "ErrorSwallowingProcessGroupWrapper",
+        "ManagedProcessGroup",
+        "ProcessGroup",
+        "ProcessGroupDummy",
+        "ProcessGroupGloo",
+        "ProcessGroupNCCL",
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_OTHER_NAMES = {"Optimizer": "OptimizerWrapper"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what the package offers at its first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    value = getattr(module, _OTHER_NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List what is there and what would be imported."""
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,7 @@ Every message is a JSON object: the dataclass's fields, and its name as ``type``
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 EPOCH_SHIFT = 20
@@ -70,6 +70,7 @@ class Ask:
         shrink_only: Nobody may join now.
         store: ``host:port`` of the group's TCPStore, for the members' process group.
         metadata: What a peer needs to fetch the state, by group rank (one worker: its own alone).
+        number: Counts the asks of a group; the same when one is sent again.
     """
 
     call: int
@@ -81,6 +82,7 @@ class Ask:
     shrink_only: bool
     store: str
     metadata: tuple[str, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class Placements:
-    """Keeper to group: the placement of each of its workers, by group rank."""
+    """Keeper to group: the placement of each of its workers, by group rank.
+
+    Attributes:
+        ranks: By group rank.
+        number: The ask's that it answers: asks and answers may cross.
+    """
 
     ranks: tuple[Placement, ...] = field(default=())
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -279,10 +287,25 @@ _TYPES: dict[str, Any] = {
     )
 }  # fmt: skip
 
+_NESTED: dict[Any, dict[str, Any]] = {
+    Placement: {"sources": Source},
+    Placements: {"ranks": Placement},
+}
+_NAMES = {t: name for name, t in _TYPES.items()}
+_FIELDS = {t: tuple(f.name for f in fields(t)) for t in (*_TYPES.values(), Source)}
+
 
 def pack(message: Message) -> Json:
     """Return a message as a JSON object."""
-    return {"type": type(message).__name__.lower(), **asdict(message)}
+    return {"type": _NAMES[type(message)], **_plain(message)}
+
+
+def _plain(item: Any) -> Json:
+    """Return the fields (`dataclasses.asdict` would copy deeply, for longer than a signature)."""
+    plain = dict(vars(item))
+    for name in _NESTED.get(type(item), ()):
+        plain[name] = tuple(_plain(part) for part in plain[name])
+    return plain
 
 
 def unpack(raw: Json) -> Message:
@@ -302,10 +325,13 @@ def unpack(raw: Json) -> Message:
 
 
 def _build(type_: type[M], raw: Json) -> M:
-    given = {f.name: raw[f.name] for f in fields(type_) if f.name in raw}  # type: ignore[arg-type]
-    if type_ is Placement:
-        given["sources"] = tuple(_build(Source, s) for s in given["sources"])
-    elif type_ is Placements:
-        given["ranks"] = tuple(_build(Placement, p) for p in given["ranks"])
-    lists = {k: tuple(v) for k, v in given.items() if isinstance(v, list)}
-    return type_(**{**given, **lists})
+    nested = _NESTED.get(type_, {})
+    given = {}
+    for name in _FIELDS[type_]:
+        if name in raw:
+            value = raw[name]
+            if isinstance(value, (list, tuple)):
+                part = nested.get(name)
+                value = tuple(_build(part, p) for p in value) if part else tuple(value)
+            given[name] = value
+    return type_(**given)

@@ -19,13 +19,18 @@ class Listener:
     """An open port; `asyncio.Server` would lose a connection that comes just before its end."""
 
     def __init__(self, address: str, port: int = 0) -> None:
-        """Open the port (0: any free one).
+        """Open the port (0: any free one); ``::`` takes IPv4 as well.
 
         Raises:
             OSError: the address is not this node's, or the port is taken.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        self._socket = socket.create_server(
+            (address, port),
+            family=family,
+            backlog=_BACKLOG,
+            dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
+        )
         self._socket.setblocking(False)
         self._open = True
 
@@ -56,6 +61,8 @@ class Listener:
                 self._pause(take)
                 return
             connection.setblocking(False)
+            # asyncio does so only for sockets that name their protocol, which accepted ones do not
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             take(connection)
 
     def _pause(self, take: Callable[[socket.socket], None]) -> None:

@@ -12,6 +12,7 @@ leader      the adapter around `rendezvous.leadership`
 training    the workers of a round; `rank` is one of them, with its control page
 faults      what goes wrong
 invariants  what must hold all the same
+replicas    schedules of a run whose nodes are replicas
 parts       the classes under test; `mutants`: the same with planted bugs
 simulator   one schedule; `campaign`: many
 """

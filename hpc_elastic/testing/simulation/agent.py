@@ -251,7 +251,7 @@ class AgentProcess:
 
     def _begin(self, message: dict[str, Any]) -> None:
         record = self.sim.monitor.accepted(self.me, message)
-        self.work, self.rank = self.sim.work_of(record), None
+        self.work, self.rank = self.sim.work_of(record, self.me), None
         self._heard, self._boundaries = Heard(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.sim.world.rng.random()

@@ -7,24 +7,28 @@ import time
 from collections.abc import Callable, Iterator
 
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.simulator import Outcome, simulate
+from hpc_elastic.testing.simulation.simulator import Outcome, Simulator, simulate
 
 _CHUNK = 500
 
 
-def run_many(first_seed: int, schedules: int, parts: Parts = SOUND) -> Outcome:
+def run_many(
+    first_seed: int, schedules: int, parts: Parts = SOUND, kind: type[Simulator] = Simulator
+) -> Outcome:
     """Run schedules one after the other, in this process."""
     total, started = Outcome(), time.process_time()
     for seed in range(first_seed, first_seed + schedules):
-        total.add(simulate(seed, parts))
+        total.add(simulate(seed, parts, kind))
     total.cpu_s = time.process_time() - started
     return total
 
 
-def find(first_seed: int, schedules: int, parts: Parts) -> str | None:
+def find(
+    first_seed: int, schedules: int, parts: Parts, kind: type[Simulator] = Simulator
+) -> str | None:
     """Return the first failure, or None if all schedules pass."""
     for seed in range(first_seed, first_seed + schedules):
-        for failure in simulate(seed, parts).failures.values():
+        for failure in simulate(seed, parts, kind).failures.values():
             return failure
     return None
 

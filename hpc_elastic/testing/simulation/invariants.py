@@ -123,9 +123,12 @@ class Monitor:
             f"restarts: {self.own_failures} workers failed", before.restarts, record.restarts,
         )  # fmt: skip
         if record.round == before.round:
-            self._check(record.members == before.members, "members without a round", record)
+            self._members(before, record)
         else:
             self._round(record)
+
+    def _members(self, before: Record, record: Record) -> None:
+        self._check(record.members == before.members, "members without a round", record)
 
     def _round(self, record: Record) -> None:
         self.rounds += 1
@@ -176,10 +179,13 @@ class Monitor:
         self._check(at_work is None, "an agent is in two rounds", agent, at_work, number)
         self._accepted[agent] = self._at_work[agent] = number
         self._ranks(agent, told, record)
-        taken = self._taken.setdefault(number, set())
-        self._check(rank not in taken, "a rank was given twice", agent, told)
-        taken.add(rank)
+        self._take(number, agent, rank)
         return record
+
+    def _take(self, number: int, agent: Agent, rank: int) -> None:
+        taken = self._taken.setdefault(number, set())
+        self._check(rank not in taken, "a rank was given twice", agent, rank)
+        taken.add(rank)
 
     def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
         members, rank = record.members, told["group_rank"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.files import Access
 from hpc_elastic.testing.simulation.network import Host
 from hpc_elastic.testing.simulation.scenario import LONGEST_AWAY_S
 
 if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.agent import AgentProcess
     from hpc_elastic.testing.simulation.leader import Leader
     from hpc_elastic.testing.simulation.simulator import Simulator
 
@@ -83,7 +83,7 @@ class Node(Host):
 
     def _start(self) -> None:
         self._sim.world.note(self.task, "starts", self.attempt)
-        self.agent = AgentProcess(self._sim, self)
+        self.agent = self._sim.make_agent(self)
         self.agent.start()
 
     def crash(self, comes_back: bool) -> None:

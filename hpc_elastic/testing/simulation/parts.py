@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.agent.boundaries import Rule, can_save_at
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.leader_effects import Announce
 from hpc_elastic.rendezvous.leadership import Leadership, placements
@@ -18,7 +19,7 @@ class Parts:
     """The protocol's classes, and what its adapters must take care of."""
 
     leadership: type[Leadership] = Leadership
-    following: type[Following] = Following
+    following: Callable[[Agent, Liveness, float], Following] = Following
     can_save_at: Rule = can_save_at
     """How an agent answers a proposal."""
     placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements

@@ -11,14 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.rendezvous.record import Endpoint, Record
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.faults import Faults
 from hpc_elastic.testing.simulation.files import Files
 from hpc_elastic.testing.simulation.invariants import InvariantError, Monitor
 from hpc_elastic.testing.simulation.network import Network
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.scenario import draw
+from hpc_elastic.testing.simulation.scenario import Scenario, draw
 from hpc_elastic.testing.simulation.slurm import Slurm
 from hpc_elastic.testing.simulation.training import Work
 from hpc_elastic.testing.simulation.world import World
@@ -68,8 +69,8 @@ class Simulator:
         self.seed = seed
         self.parts = parts
         self.world = World(seed, whole_trace)
-        self.scenario = draw(self.world.rng)
-        self.monitor = Monitor(self.scenario, self.world)
+        self.scenario = self.draw()
+        self.monitor = self.make_monitor()
         self.network = Network(self.world, self.scenario.longest_delay_s)
         self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
         self.slurm = Slurm(self.world, self.scenario.longest_answer_s, self.scenario.tells_attempts)
@@ -82,6 +83,20 @@ class Simulator:
         self._standing: Work | None = None
         self._stood_after: Counter[int] = Counter()
 
+    # ---- what it is made of -------------------------------------------------------------
+
+    def draw(self) -> Scenario:
+        """Draw the schedule's parameters."""
+        return draw(self.world.rng)
+
+    def make_monitor(self) -> Monitor:
+        """Make what sees to the invariants."""
+        return Monitor(self.scenario, self.world)
+
+    def make_agent(self, host: Node) -> AgentProcess:
+        """Make one attempt of a node's task."""
+        return AgentProcess(self, host)
+
     # ---- what the nodes use -------------------------------------------------------------
 
     def new_endpoint(self, host: Node) -> Endpoint:
@@ -89,8 +104,8 @@ class Simulator:
         self._num_ports += 1
         return Endpoint(str(host.slot), self._num_ports, host.task, host.attempt)
 
-    def work_of(self, record: Record) -> Work:
-        """Return the workers of a round."""
+    def work_of(self, record: Record, member: Agent) -> Work:
+        """Return the workers of a member's round."""
         work = self._works.get(record.number)
         if work is None:
             training = self.scenario.training
@@ -153,8 +168,10 @@ class Simulator:
         if self.files.records and self.files.records[-1].ending is not None:
             heard = not any(n.lives for n in self.nodes)
             return heard and (self.monitor.is_published or all(n.ended for n in self.nodes))
-        if not self._is_enough():
-            return True
+        return not self._is_enough() or self._stands()
+
+    def _stands(self) -> bool:
+        """Tell whether the last round has stood for long enough, whole."""
         work = next((w for w in reversed(self._works.values()) if w.is_whole), None)
         if work is None or work is not self._standing or self._is_any_left_behind(work):
             self._standing, self._stands_since = work, self.world.now
@@ -194,9 +211,9 @@ class Simulator:
         )  # fmt: skip
 
 
-def simulate(seed: int, parts: Parts = SOUND) -> Outcome:
+def simulate(seed: int, parts: Parts = SOUND, kind: type[Simulator] = Simulator) -> Outcome:
     """Run one schedule; what did not hold is in the outcome's ``failures``."""
-    sim = Simulator(seed, parts)
+    sim = kind(seed, parts)
     try:
         sim.run()
     except Exception as e:  # the protocol's own errors are findings too

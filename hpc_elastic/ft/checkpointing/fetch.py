@@ -1,0 +1,311 @@
+"""Fetches a state from its sources, over several connections at once, into memory of the caller.
+
+Each connection has a thread: it gets the layout, then one range after the other (`board`). What the
+sources must have in common is the layout, with the step and all values in it: that of the best
+source that answers counts, and others that differ are left out. A source that fails or is slow is
+left out, too, as long as there is another.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import xxhash
+
+from hpc_elastic.ft.checkpointing import messages, sockets
+from hpc_elastic.ft.checkpointing.board import Board, Fetcher, Piece
+from hpc_elastic.ft.checkpointing.layout import Layout, digest
+from hpc_elastic.ft.checkpointing.messages import AnswerHead, Request, StrangerError
+from hpc_elastic.ft.checkpointing.sockets import Pieces
+from hpc_elastic.ft.checkpointing.transport import HealError, HealTimeoutError
+
+_CONNECT_TIMEOUT_S = 5.0
+_BEST_S = 1.0
+"""So much later than another's may the best source's layout come."""
+_FAILURES = (OSError, StrangerError, HealError)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is fetched, and whence.
+
+    Attributes:
+        sources: `Server.urls` of each, the best first.
+        key: What all replicas know.
+        step: Of the state.
+        timeout_s: For everything.
+        num_connections: In all, if there are fewer sources; one to each at least.
+    """
+
+    sources: Sequence[str]
+    key: bytes
+    step: int
+    timeout_s: float
+    num_connections: int
+
+
+class Fetch:
+    """One fetch: `run` once."""
+
+    def __init__(self, wanted: Wanted, make: Callable[[Layout], Pieces]) -> None:
+        """Prepare it.
+
+        Args:
+            wanted: What and whence.
+            make: Called once with the layout; returns the memory to fill.
+        """
+        self._wanted = wanted
+        self._make = make
+        self._client = messages.new_token()
+        self._until = time.monotonic() + wanted.timeout_s
+        self._changed = threading.Condition()
+        self._sockets: dict[Fetcher, socket.socket] = {}
+        self._live = set(_fetchers(wanted))
+        self._layouts: dict[int, tuple[Layout, str]] = {}
+        self._chosen: int | None = None
+        self._first_layout_at = float("inf")
+        self._failures: dict[int, str] = {}
+        self._board: Board | None = None
+        self._digest = ""
+        self._memory = Pieces([])
+        self._stopped = False
+        self._fatal: BaseException | None = None
+
+    def run(self) -> None:
+        """Return once the memory is filled; nothing is written into it after that, or an error.
+
+        Raises:
+            HealError: no source could give all of it; the message says why, source by source.
+            HealTimeoutError: none did in time.
+        """
+        threads = [
+            threading.Thread(target=self._fetch, args=(who,), name="heal-fetch", daemon=True)
+            for who in sorted(self._live, key=lambda w: (w.number, w.source))
+        ]
+        for thread in threads:
+            thread.start()
+        with self._changed:
+            while not self._is_over() and (left := self._until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            aborted, live = self._stopped, {who.source for who in self._live}
+        self.abort()
+        for thread in threads:
+            thread.join()
+        self._raise_unless_complete(aborted=aborted, live=live)
+
+    def abort(self) -> None:
+        """End it, at once (any thread)."""
+        with self._changed:
+            self._stopped = True
+            for connection in self._sockets.values():
+                sockets.cut(connection)
+            self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        complete = self._board is not None and self._board.is_complete
+        return complete or self._stopped or not self._live or self._fatal is not None
+
+    def _raise_unless_complete(self, *, aborted: bool, live: set[int]) -> None:
+        if self._fatal:
+            raise self._fatal
+        if self._board and self._board.is_complete:
+            return
+        if aborted:
+            raise HealError("the fetch of the state was aborted: the quorum is broken")
+        for source in live:
+            late = "has not sent all" if source in self._layouts else "has not offered its state"
+            self._failures.setdefault(source, f"{late} in time")
+        text = "; ".join(f"{self._name(i)}: {why}" for i, why in sorted(self._failures.items()))
+        text = f"the state of step {self._wanted.step} could not be fetched: {text}"
+        raise (
+            HealTimeoutError(f"{text} ({self._wanted.timeout_s:.3g} s)")
+            if live
+            else HealError(text)
+        )
+
+    def _name(self, source: int) -> str:
+        return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._wanted.sources[source])
+
+    def _fetch(self, who: Fetcher) -> None:
+        try:
+            self._work(who, self._connect(who))
+        except _FAILURES as e:
+            self._fail(who, str(e) or type(e).__name__)
+        except BaseException as e:  # a state of ours that does not fit, or a bug
+            with self._changed:
+                self._fatal = self._fatal or e
+        finally:
+            with self._changed:
+                self._live.discard(who)
+                connection = self._sockets.pop(who, None)
+                self._changed.notify_all()
+            if connection:
+                sockets.close(connection)
+
+    def _fail(self, who: Fetcher, why: str) -> None:
+        with self._changed:
+            if self._stopped:
+                return
+            self._live.discard(who)
+            known = self._failures.setdefault(who.source, why) is not why
+            if self._live and not known:
+                _log.warning("healing goes on without %s: %s", self._name(who.source), why)
+            others = sorted(w.source for w in self._live)
+            if who.source not in others and not self._board:
+                self._layouts.pop(who.source, None)
+            if not self._board:
+                return
+            self._board.give_back(who)
+            if others and self._board.owner not in others:
+                self._board.own(others[0])
+
+    def _connect(self, who: Fetcher) -> socket.socket:
+        """Connect to the first of the source's addresses that answers as ours."""
+        failure: Exception = HealError("it has no address")
+        for url in self._wanted.sources[who.source].split(","):
+            try:
+                return self._introduce(who, url)
+            except (OSError, StrangerError) as e:
+                failure = e
+                if self._stopped:
+                    break
+        raise failure
+
+    def _introduce(self, who: Fetcher, url: str) -> socket.socket:
+        where = urlsplit(url)
+        host, port = where.hostname or "", where.port or 0
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        connection = socket.socket(found[0][0], socket.SOCK_STREAM)
+        with self._changed:
+            if old := self._sockets.get(who):
+                sockets.close(old)
+            self._sockets[who] = connection
+            if self._stopped:
+                raise ConnectionAbortedError("aborted")
+        connection.settimeout(min(_CONNECT_TIMEOUT_S, self._left()))
+        connection.connect(found[0][4])
+        sockets.prepare(connection, self._left())
+        token = where.path.strip("/")
+        self._announce(who, self._ask(connection, self._request(token, "layout")))
+        return connection
+
+    def _left(self) -> float:
+        return max(0.001, self._until - time.monotonic())
+
+    def _request(self, token: str, verb: messages.Verb, piece: Piece | None = None) -> Request:
+        begin, end = (piece.begin, piece.end) if piece else (0, 0)
+        return Request(
+            token, verb, self._wanted.step, self._client, messages.new_token(),
+            self._left() + 1.0, self._digest if piece else "", begin, end,
+        )  # fmt: skip
+
+    def _ask(self, connection: socket.socket, request: Request) -> bytes:
+        """Return the body of the answer.
+
+        Raises:
+            HealError: the source refuses, and says why.
+        """
+        key = self._wanted.key
+        sockets.send(connection, [request.seal(key)])
+        head = AnswerHead.parse(sockets.receive_head(connection))
+        body = sockets.receive(connection, head.num_bytes)
+        head.check(key, request.nonce, body)
+        if head.status != messages.OK:
+            raise HealError(body.decode(errors="replace"))
+        return body
+
+    def _announce(self, who: Fetcher, raw: bytes) -> None:
+        """Take a source's layout, and wait until there is memory for that which counts."""
+        layout = Layout.from_json(raw)
+        with self._changed:
+            self._first_layout_at = min(self._first_layout_at, time.monotonic())
+            self._layouts[who.source] = layout, digest(raw)
+            self._changed.notify_all()
+            while self._chosen is None and not self._stopped:
+                left = self._first_layout_at + _BEST_S - time.monotonic()
+                best = min(self._layouts)
+                if left <= 0 or not any(w.source < best for w in self._live):
+                    self._chosen = best
+                else:
+                    self._changed.wait(left)
+            chosen = None if self._digest else self._chosen
+            if chosen is not None:
+                layout, self._digest = self._layouts[chosen]
+        if chosen is not None:
+            self._begin(layout, chosen)
+        with self._changed:
+            while not self._board and not self._is_over():
+                self._changed.wait()
+            if self._digest != digest(raw):
+                raise HealError("its state is not that of the best source")
+
+    def _begin(self, layout: Layout, chosen: int) -> None:
+        memory = self._make(layout)  # outside of the lock, for `abort`
+        with self._changed:
+            live = {w.source for w in self._live}
+            owner = chosen if chosen in live else min(live)
+            self._memory = memory
+            self._board = Board(layout.small_bytes, layout.num_bytes, owner)
+            self._changed.notify_all()
+
+    def _work(self, who: Fetcher, connection: socket.socket) -> None:
+        token = self._token(who)
+        while (piece := self._next(who)) is not None:
+            self._receive(connection, self._request(token, "data", piece))
+            with self._changed:
+                assert self._board
+                self._board.finish(who, time.monotonic())
+                self._changed.notify_all()
+
+    def _token(self, who: Fetcher) -> str:
+        return urlsplit(self._wanted.sources[who.source].split(",")[0]).path.strip("/")
+
+    def _next(self, who: Fetcher) -> Piece | None:
+        """Return what to fetch next; None if all is done or the fetch is over."""
+        with self._changed:
+            while self._board and not self._is_over():
+                now = time.monotonic()
+                if piece := self._board.take(who, now):
+                    return piece
+                slow, left = self._board.latest(who, now)
+                if slow and slow in self._sockets:
+                    sockets.cut(self._sockets[slow])
+                self._changed.wait(left or 1.0)
+            return None
+
+    def _receive(self, connection: socket.socket, request: Request) -> None:
+        key, sums = self._wanted.key, []
+        sockets.send(connection, [request.seal(key)])
+        head = AnswerHead.parse(sockets.receive_head(connection))
+        if head.status != messages.OK or head.num_bytes != request.num_body_bytes:
+            body = sockets.receive(connection, min(head.num_bytes, messages.MAX_HEAD_BYTES))
+            head.check(key, request.nonce, body)
+            raise HealError(body.decode(errors="replace"))
+        head.check(key, request.nonce)
+        for begin, end in request.blocks():
+            sums.append(self._receive_block(connection, begin, end))
+        rest = head.num_bytes - (request.end - request.begin)
+        messages.check_sums(key, request.nonce, sums, sockets.receive(connection, rest))
+
+    def _receive_block(self, connection: socket.socket, begin: int, end: int) -> bytes:
+        views = list(self._memory.cut(begin, end))
+        sockets.receive_into(connection, views)
+        checksum = xxhash.xxh3_64()
+        for view in views:
+            checksum.update(view)
+        return checksum.digest()
+
+
+def _fetchers(wanted: Wanted) -> list[Fetcher]:
+    sources = len(wanted.sources)
+    each = max(1, -(-wanted.num_connections // sources))
+    return [Fetcher(source, number) for source in range(sources) for number in range(each)]

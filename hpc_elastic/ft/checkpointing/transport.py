@@ -1,0 +1,84 @@
+"""What a Manager asks of a healing transport; a user may bring one of his own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from hpc_elastic.errors import HpcElasticError
+
+T = TypeVar("T")
+
+
+class HealError(HpcElasticError):
+    """The state could not be fetched from a peer, or is damaged; the step may be tried again."""
+
+
+class HealTimeoutError(HealError, TimeoutError):
+    """A peer did not give its state, or did not fetch ours, in time; the message names it."""
+
+
+class CheckpointTransport(ABC, Generic[T]):
+    """Moves the state of a replica that is ahead to one that is behind.
+
+    The Manager of each worker has one. All methods but `abort` are called by one thread at a time.
+    """
+
+    multi_source: bool = False
+    """Whether `recv_checkpoint` takes the metadata of several sources: a JSON list, the best first.
+
+    Then each source is told of all destinations that may come to it.
+    """
+
+    @abstractmethod
+    def metadata(self) -> str:
+        """Return what a peer's transport needs to fetch from this one (sent with each ask)."""
+
+    @abstractmethod
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+    ) -> None:
+        """Send the state, or begin to offer it: may return before it is sent.
+
+        Args:
+            dst_ranks: Replica ranks of those that may fetch it.
+            step: Steps committed in this state.
+            state_dict: The state; it is not changed until `disallow_checkpoint` has returned.
+            timeout: How long they may take.
+        """
+
+    def disallow_checkpoint(self) -> None:  # as torchft's: not all need it
+        """Return once nobody reads the offered state any more, so that it may change."""
+
+    @abstractmethod
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Return the state of a peer.
+
+        Args:
+            src_rank: Replica rank of the (best) source.
+            metadata: What its `metadata` returned; with `multi_source` a JSON list of several.
+            step: Which step it must be at.
+            timeout: How long it may take.
+
+        Raises:
+            HealError: it could not be had; nothing of the own state has been changed, unless the
+                transport was told to receive in place.
+        """
+
+    def abort(self) -> None:
+        """Give up whatever is under way, at once, and until `resume` (any thread).
+
+        The quorum is broken: whoever we wait for may be dead. `recv_checkpoint` raises, and
+        `disallow_checkpoint` returns; both leave no byte under way when they do.
+        """
+
+    def resume(self) -> None:
+        """Allow transfers again: a new quorum begins. Call it before asking if it is broken."""
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Release everything; nothing may be called after it.
+
+        Args:
+            wait: Whether to return only after all threads have ended.
+        """

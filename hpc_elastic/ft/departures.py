@@ -1,0 +1,62 @@
+"""Who leaves the quorum as announced, when, and whether the state goes with them (pure).
+
+A group under notice leaves at a switch. Where no quorum stands that it is in, it is let go when it
+asks; but first it is waited for those previous members that live, to see whether one of them has
+the state that it has. If nobody who stays has it, it is a member once more, so that they heal from
+it, and leaves at the switch after that. That takes a while: with less than `ENOUGH_TO_HEAL_S` left
+it goes at once. ``last`` says that the newest state goes with it, so that it has to be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_elastic.ft.protocol import Ask
+from hpc_elastic.ft.quorum import Roll
+
+ENOUGH_TO_HEAL_S = 5.0
+
+
+def at_switch(roll: Roll, now: float) -> tuple[frozenset[str], bool]:
+    """Return which members leave at a switch that is confirmed now, and whether they are the last.
+
+    If all are to leave and a newcomer waits, nobody does: the newcomer is let in first.
+    """
+    assert roll.standing is not None
+    stay, notices = roll.standing.stay, roll.notices
+    leaves = frozenset(r for r in stay if r in notices)
+    is_last = len(leaves) == len(stay)
+    has_newcomers = any(r not in stay for r in roll.asks)
+    if is_last and has_newcomers and all(_has_time(roll, r, now) for r in leaves):
+        return frozenset(), False
+    return leaves, is_last
+
+
+def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:
+    """Yield who of those that ask is let go, no quorum standing that it is in, and if as last."""
+    if not roll.notices:
+        return
+    standing = roll.standing
+    stands = standing is not None and standing.stands
+    leaving = [r for r in roll.asks if r in roll.notices and not (stands and roll.is_member(r))]
+    if not leaving:
+        return
+    silent = standing.silent if standing is not None else {}
+    stay_silent = bool(roll.num_missing) or any(r not in roll.notices for r in silent)
+    stayers = [a for r, a in roll.asks.items() if r not in roll.notices]
+    newest = max(roll.asks[r].step for r in leaving)
+    for replica in leaving:
+        ask = roll.asks[replica]
+        if stands or _is_held(ask, stayers):
+            yield replica, False
+        elif not _has_time(roll, replica, now) or not (silent or stay_silent or stayers):
+            yield replica, not stay_silent and ask.step == newest and ask.step > 0
+
+
+def _is_held(ask: Ask, stayers: list[Ask]) -> bool:
+    same = (ask.step, ask.lineage)
+    return any(a.step > ask.step or (a.step, a.lineage) == same for a in stayers)
+
+
+def _has_time(roll: Roll, replica: str, now: float) -> bool:
+    return roll.notices[replica] - now >= ENOUGH_TO_HEAL_S

@@ -1,0 +1,163 @@
+"""NCCL in a process that outlives its peers: aborted without a crash, configured again in place.
+
+NCCL's operations run on the GPU: a peer's death leaves a kernel that spins for ever. Only
+``ncclCommAbort`` ends it, from any thread, and it makes the whole communicator useless; so `abort`
+does that, and the next `configure` makes a new one. torch's own watchdog would end the process
+after a time-out, and so its time-out is put far off: a `Watch` of ours looks at each operation's
+deadline, and aborts the group.
+
+An operation's `wait` only orders streams, as with torch. Whoever wants to know whether a step has
+succeeded calls `errored`, which waits for the stream.
+
+Environment, set here unless it is set already, before the first group is made:
+``TORCH_NCCL_ASYNC_ERROR_HANDLING=0`` (torch's watchdog must not end the process) and
+``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (how long a communicator may take to come up).
+
+Private to torch, and named in a test: ``Backend._set_default_timeout``, ``ProcessGroup.
+_register_backend`` and ``_set_default_backend``.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup as TorchProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Work
+
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft import meeting
+from hpc_elastic.ft.attempt import Attempt
+from hpc_elastic.ft.named_work import NamedWork, named
+from hpc_elastic.ft.pg_wrapper import DEFAULT_TIMEOUT
+from hpc_elastic.ft.reconfigure import Live, Place, ReconfigurableProcessGroup
+from hpc_elastic.ft.watch import Watch
+
+_NEVER = timedelta(days=7)  # torch's watchdog ends the process; the Watch aborts the group instead
+_OLDEST = (2, 26)
+
+
+class ProcessGroupNCCL(ReconfigurableProcessGroup):
+    """A reconfigurable group over NCCL, for tensors on the current CUDA device.
+
+    Every member sets its device (`torch.cuda.set_device`) before the first `configure`.
+    """
+
+    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        """Have no members yet.
+
+        Raises:
+            ConfigError: there is no NCCL here, or one that can not be aborted safely.
+        """
+        _require_nccl()
+        super().__init__(timeout)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        seconds = str(max(1, round(timeout.total_seconds())))
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", seconds)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return its name."""
+        return "hpc-elastic-nccl"
+
+    def errored(self) -> Exception | None:
+        """Wait for the current stream, then return why the group was aborted; None if it was not.
+
+        An operation that hangs is aborted at its time-out, and so is this.
+        """
+        if self._error is None and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return self._error
+
+    def _build(self, attempt: Attempt[Live], place: Place) -> Live:
+        where = meeting.parse(place.store_addr)
+        store = meeting.connect(where, attempt)
+        met = meeting.Meeting(store, where.prefix, place.world_size, attempt)
+        _muster(met, place)
+        attempt.waits_for = "NCCL's communicator"
+        # NCCL keeps its store for later communicators, and so gets one that outlives the attempt.
+        backend = _backend(PrefixStore(where.prefix, store), place)
+        group = NCCLGroup(place, backend, Watch(self._late))
+        group.set_timeout(self._timeout)
+        return group
+
+    def _late(self, why: str) -> None:
+        self.abort(why=why)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
+        live, parent = self._live, self.parent
+        try:
+            work = getattr(parent, name)(*args, **kwargs)
+        except RuntimeError as e:
+            raise named(e, name, self) from e
+        if isinstance(live, NCCLGroup):
+            live.watch.add(work, name, live.timeout_s)
+        return NamedWork(work, name, self)
+
+
+class NCCLGroup:
+    """One group of torch's, and the watch over its operations."""
+
+    def __init__(self, place: Place, backend: Any, watch: Watch) -> None:
+        self.place = place
+        self.watch = watch
+        self.timeout_s = 0.0
+        self._backend = backend
+        self._pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
+        self._pg._set_default_backend(TorchProcessGroup.BackendType.NCCL)
+        nccl = TorchProcessGroup.BackendType.NCCL
+        self._pg._register_backend(torch.device("cuda"), nccl, backend)
+
+    @property
+    def pg(self) -> TorchProcessGroup:
+        """What does the operations."""
+        return self._pg
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of later operations."""
+        self.timeout_s = timeout.total_seconds()
+
+    def abort(self) -> None:
+        """End the kernels on the GPU, and all that waits for them."""
+        self.watch.stop()
+        self._backend.abort()
+
+    def close(self) -> None:
+        """End it once its operations have completed."""
+        self.watch.stop()
+        # abort() and not shutdown(): that waits for peers, which may be gone.
+        torch.cuda.current_stream().synchronize()
+        self._backend.abort()
+
+
+def _require_nccl() -> None:
+    if not dist.is_nccl_available():
+        raise ConfigError("pg", "ProcessGroupNCCL", "this torch has no NCCL; use ProcessGroupGloo")
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if tuple(version[:2]) < _OLDEST:
+        remedy = f"its abort can hang; use NCCL {'.'.join(map(str, _OLDEST))} or later"
+        raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
+
+
+def _muster(met: meeting.Meeting, place: Place) -> None:
+    """Wait until all members are there, since NCCL's own waiting can not be interrupted."""
+    met.set(f"here/{place.rank}", b"1")
+    for rank in range(place.world_size):
+        met.get(f"here/{rank}")
+
+
+def _backend(store: Any, place: Place) -> Any:
+    from torch.distributed import ProcessGroupNCCL as TorchNCCL
+
+    options: Any = TorchNCCL.Options()
+    options.config.blocking = 0  # or else abort() waits for what it is to end
+    options._timeout = _NEVER
+    if place.global_ranks:
+        options.global_ranks_in_group = place.global_ranks
+    if place.quorum_id is not None:
+        options.group_name = f"ft_quorum_{place.quorum_id}_rank_{place.group_rank or 0}"
+    backend = TorchNCCL(store, place.rank, place.world_size, options)
+    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return backend

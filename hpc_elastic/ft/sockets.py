@@ -1,0 +1,92 @@
+"""The TCP connections of one gloo group, found among all of this process, to cut them.
+
+Gloo can not be interrupted: its `abort` leaves a collective waiting for a peer that is silent. But
+it fails at once when a connection breaks, and so we break our own. They are found exactly: gloo
+publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to the
+store); a connection of the group has either our listener as its own end, or a peer's as the other.
+Kept are duplicates, so that the number of a descriptor that gloo has closed, and somebody else
+opened, is never touched. The listener itself is left alone: gloo ends the process if it is shut.
+
+Where several ranks of a group live in one process, their connections can not be told apart: whoever
+aborts one of them aborts all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_FDS = Path("/proc/self/fd")
+_DRAIN_BYTES = 1 << 20
+
+
+def raw_address(family: int, address: tuple[object, ...]) -> bytes:
+    """Return the bytes with which a ``sockaddr`` of this address begins; empty if it is no IP."""
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return b""
+    start = struct.pack("=H", family) + struct.pack("!H", address[1])
+    ip = socket.inet_pton(family, str(address[0]).partition("%")[0])
+    return start + ip if family == socket.AF_INET else start + b"\0\0\0\0" + ip
+
+
+def connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
+    """Return a duplicate of each connection of a group.
+
+    Args:
+        own: What gloo published for this rank; it holds its listener's address.
+        peers: What it published for the others.
+    """
+    found: dict[int, socket.socket] = {}
+    for sock in _duplicates(own, peers):
+        inode = os.fstat(sock.fileno()).st_ino
+        if inode in found:  # a duplicate of ours, or of somebody who does the same
+            sock.close()
+        else:
+            found[inode] = sock
+    return list(found.values())
+
+
+def cut(kept: Collection[socket.socket]) -> None:
+    """Break connections, and forget them.
+
+    What was sent still arrives. What was received and not read yet is thrown away, so that nothing
+    is written into a tensor once this has returned (but by a reduction that is under way).
+    """
+    for sock in kept:
+        with suppress(OSError):  # the peer was faster
+            sock.shutdown(socket.SHUT_RDWR)
+    for sock in kept:
+        with suppress(OSError):
+            while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
+                pass
+        sock.close()
+
+
+def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            # Only sockets: to close a duplicate of a file would drop the process's locks on it.
+            is_socket = str(entry.readlink()).startswith("socket:")
+            if not is_socket or not _ours(int(entry.name), own, peers):
+                continue
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
+            if _ours(sock.fileno(), own, peers):
+                yield sock
+            else:
+                sock.close()
+
+
+def _ours(fd: int, own: bytes, peers: Collection[bytes]) -> bool:
+    sock = socket.socket(fileno=fd)
+    try:
+        there = raw_address(sock.family, sock.getpeername())
+        here = raw_address(sock.family, sock.getsockname())
+    except (OSError, ValueError, TypeError, IndexError):  # not connected, or no IP
+        return False
+    finally:
+        sock.detach()
+    return bool(here) and (here in own or any(there in peer for peer in peers))

@@ -1,0 +1,32 @@
+"""A deterministic simulator of the quorum, for tests and `benchmarks/simulate.py --ft`.
+
+scenario     the parameters of one random schedule, and the bound within which all make steps
+worker       a training process and its link, as the Manager goes through its steps
+meeting      the process group of a quorum: collectives that need all members
+group        a node: the server of the replica group, and the life of its workers
+coordinator  the adapter around `ft.keeper`, and the election of the next one
+faults       what goes wrong
+monitor      what must hold all the same
+parts        the classes under test; `mutants`: the same with planted bugs
+simulator    one schedule; `campaign`: many
+
+World and network are those of `testing.simulation`.
+"""
+
+from hpc_elastic.testing.simulation.ft.campaign import find, run_in_parallel, run_many
+from hpc_elastic.testing.simulation.ft.mutants import MUTANTS
+from hpc_elastic.testing.simulation.ft.parts import SOUND, Parts
+from hpc_elastic.testing.simulation.ft.simulator import Outcome, Simulator, format_trace, simulate
+
+__all__ = [
+    "MUTANTS",
+    "SOUND",
+    "Outcome",
+    "Parts",
+    "Simulator",
+    "find",
+    "format_trace",
+    "run_in_parallel",
+    "run_many",
+    "simulate",
+]

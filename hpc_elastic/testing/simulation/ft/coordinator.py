@@ -1,0 +1,165 @@
+"""The adapter around `ft.keeper`, and who keeps the quorum after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.ft.keeper import Send
+from hpc_elastic.ft.protocol import NO_QUORUM, Farewell, Placements, Propose
+from hpc_elastic.testing.simulation.ft.group import Group, Server
+from hpc_elastic.testing.simulation.network import SERVER, Connection, Host
+from hpc_elastic.testing.simulation.world import Process
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.ft.simulator import Simulator
+
+_LIGHTHOUSE_SLOT = 1000
+
+
+class KeeperProcess:
+    """One keeper, in its epoch."""
+
+    def __init__(self, sim: Simulator, host: Host, epoch: int, lost: list[str]) -> None:
+        self.process = Process()
+        self.host = host
+        self._sim = sim
+        rules = sim.scenario.rules
+        self.keeper = sim.parts.keeper(epoch, lost_members=lost, rules=rules)
+        self._connections: dict[str, Connection] = {}
+        self._members: tuple[str, ...] = ()
+        self._dismissed: set[str] = set()
+        self._formed = NO_QUORUM
+        self._tick()
+
+    def _tick(self) -> None:
+        self._send(self.keeper.tick(self._sim.world.now))
+        self._sim.world.after(self._sim.scenario.tick_s, self.process, self._tick)
+
+    def accept(self, server: Server) -> Connection:
+        """A group connects."""
+        connection = self._sim.network.connect(server, self)
+        name = server.host.name  # type: ignore[attr-defined]
+        connection.peer = name
+        before = self._connections.get(name)
+        if before is not None and self._sim.world.rng.random() < 0.5:
+            self.lost(before)
+        self._connections[name] = connection
+        self._send(self.keeper.arrived(name, self._sim.world.now))
+        return connection
+
+    def received(self, connection: Connection, message: Any) -> None:
+        """A group says something."""
+        if self._connections.get(connection.peer) is connection:
+            self._send(self.keeper.said(connection.peer, message, self._sim.world.now))
+
+    def lost(self, connection: Connection, why: str = "its connection is gone") -> None:
+        """A connection has ended."""
+        if self._connections.get(connection.peer) is connection:
+            del self._connections[connection.peer]
+            self._dismissed.add(connection.peer)
+            self._send(self.keeper.left(connection.peer, why, self._sim.world.now))
+
+    def silent(self, name: str, server: Server | None = None) -> None:
+        """A group has not been heard of for long."""
+        connection = self._connections.get(name)
+        if connection is not None and server in (None, connection.ends[0]):
+            connection.close(SERVER)
+            self.lost(connection, "it is silent")
+
+    def known_lost(self, name: str) -> None:
+        """The run knows that a group's node is dead."""
+        if name not in self._connections:
+            self._send(self.keeper.left(name, "its node is dead", self._sim.world.now))
+
+    def _send(self, sends: list[Send]) -> None:
+        if not sends:
+            return
+        placed = {s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, Placements)}
+        self._dismissed.update(s.replica for s in sends if isinstance(s.message, Farewell))
+        self._check(placed)
+        for send in sends:
+            self._sim.world.note("keeper", f"to {send.replica}", send.message)
+            self._sim.monitor.switches += isinstance(send.message, Propose)
+            connection = self._connections.get(send.replica)
+            if connection is not None:
+                connection.send(SERVER, send.message)
+
+    def _check(self, placed: dict[str, Any]) -> None:
+        if not placed:
+            return
+        first = next(iter(placed.values()))
+        if len(placed) < first.replica_world_size or first.quorum_id == self._formed:
+            return  # told again
+        self._formed = first.quorum_id
+        monitor = self._sim.monitor
+        live = [g.name for g in self._sim.groups if self._could_ask(g) and g.name not in placed]
+        monitor.formed(first.quorum_id, list(placed), live)
+        monitor.placed(placed)
+        self._members = tuple(placed)
+        self._dismissed.clear()
+
+    def _could_ask(self, group: Group) -> bool:
+        worker = group.worker
+        name, members = group.name, self._members
+        if name not in members or name in self._dismissed or name not in self._connections:
+            return False
+        return group.takes_part and worker is not None and worker.is_settled and not worker.is_done
+
+
+class Coordinator:
+    """The keeper of the moment, and the elections."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.keeper: KeeperProcess | None = None
+        self.epoch = 0
+        self._sim = sim
+        self._lighthouse = Host(_LIGHTHOUSE_SLOT)
+
+    def elect(self, lost: tuple[str, ...] = ()) -> None:
+        """Another keeper begins, on a node that lives; later, if there is none."""
+        if self.keeper is not None:
+            return
+        host: Host = self._lighthouse
+        if self._sim.scenario.is_run:
+            live = [g for g in self._sim.groups if g.up]
+            if not live:
+                self._sim.world.after(0.2, None, self.elect, lost)
+                return
+            host = self._sim.world.rng.choice(live)
+        self.epoch += 1 if self._sim.parts.epochs_rise or not self.epoch else 0
+        dead = [n for n in lost if not any(g.name == n and g.up for g in self._sim.groups)]
+        self._sim.world.note("keeper", f"epoch {self.epoch} on {host.slot}, lost", dead)
+        self.keeper = KeeperProcess(self._sim, host, self.epoch, dead)
+
+    def kill(self, lost: tuple[str, ...] = ()) -> None:
+        """The keeper dies."""
+        keeper, self.keeper = self.keeper, None
+        if keeper is None:
+            return
+        self._sim.world.note("keeper", "dies")
+        keeper.process.alive = False
+        self._sim.network.crashed(keeper.process, False, lambda: self._sim.world.rng.random() < 0.5)
+        self._sim.world.after(0.1 + 2 * self._sim.world.rng.random(), None, self.elect, lost)
+
+    def host_died(self, group: Group, silently: bool) -> None:
+        """A node is dead; the keeper may have been on it."""
+        if self.keeper is not None and self.keeper.host is group:
+            self.kill((group.name,))
+        elif not silently and self._sim.scenario.is_run:
+            self._sim.world.after(1.0, None, self._known_lost, group)
+
+    def _known_lost(self, group: Group) -> None:
+        if self.keeper is not None and not group.up:
+            self.keeper.known_lost(group.name)
+
+    def silent(self, group: Group, server: Server | None = None) -> None:
+        """A group could not be heard for as long as a keeper waits."""
+        if self.keeper is not None:
+            self.keeper.silent(group.name, server)
+
+    def reachable_from(self, group: Group) -> KeeperProcess | None:
+        """Return the keeper, if there is one and nothing is in the way."""
+        keeper = self.keeper
+        if keeper is None or self._sim.network.is_cut(group, keeper.host):
+            return None
+        return keeper

@@ -1,0 +1,190 @@
+"""Planted bugs: each breaks one rule of the quorum, and the simulator must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpc_elastic.ft import recovery
+from hpc_elastic.ft.keeper import Keeper, Send
+from hpc_elastic.ft.protocol import Ask, At, Farewell, Here, Lost, Placements, Propose
+from hpc_elastic.ft.quorum import Standing
+from hpc_elastic.ft.steps import Steps
+from hpc_elastic.ft.switch import State
+from hpc_elastic.testing.simulation.ft.parts import Parts
+
+
+class WaitsForNobody(Keeper):
+    """Forms a quorum of those that ask, whoever else lives."""
+
+    def _ask(self, replica: str, ask: Ask, now: float) -> list[Send]:
+        sends = super()._ask(replica, ask, now)
+        standing = self._roll.standing
+        if standing is not None and not standing.stands:
+            standing.silent.clear()
+        return sends
+
+
+class TellsNobody(Keeper):
+    """Notices that a member is lost, and keeps it to itself."""
+
+    def _lost(self, replica: str, lost: Lost, now: float) -> list[Send]:
+        super()._lost(replica, lost, now)
+        return []
+
+
+class IgnoresFailures(Keeper):
+    """Lets the others wait for a member whose step failed."""
+
+    def _break(self, why: str, besides: str = "") -> list[Send]:
+        sends = super()._break(why, besides)
+        return [] if "step that failed" in why else sends
+
+    def _reported(self, replica: str, broken: Any, now: float) -> list[Send]:
+        return []
+
+
+class ConfirmsTooEarly(Keeper):
+    """Confirms a call as soon as one member has agreed to it."""
+
+    def _at(self, replica: str, at: At, now: float) -> list[Send]:
+        if at.ok and at.number == self._switch.number and self._switch.call:
+            self._switch.awaited.intersection_update({replica})
+        return super()._at(replica, at, now)
+
+
+class LetsGoAtOnce(Keeper):
+    """Does not wait, before it lets a member go, until the others have come to the call."""
+
+    def _ask(self, replica: str, ask: Ask, now: float) -> list[Send]:
+        if replica in self._leaves and self._roll.is_member(replica):
+            self._roll.retire(replica)
+            return [Send(replica, Farewell(last=False))]
+        return super()._ask(replica, ask, now)
+
+
+class ForgetsTheLast(Keeper):
+    """Does not say that the newest state leaves."""
+
+    def _advance(self, now: float) -> list[Send]:
+        return [
+            replace(s, message=Farewell()) if isinstance(s.message, Farewell) else s
+            for s in super()._advance(now)
+        ]
+
+
+class TakesBackAtOnce(Keeper):
+    """Does not know, with a new keeper, that a call may have been confirmed to some."""
+
+    def _here(self, replica: str, here: Here, now: float) -> list[Send]:
+        sends = super()._here(replica, here, now)
+        return [*sends, Send(replica, Propose(here.quorum_id, 0, 0))]
+
+    def _follow(self, now: float) -> list[Send]:
+        return self._break("a member asks for another, after a step that failed")
+
+
+class GreetsNobody(Keeper):
+    """Lets a newcomer go ahead before members of the last quorum have come back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], greet_s=0.0)})
+
+
+class BlamesTheDead(Keeper):
+    """Takes a dead leader for a member, though it had left before."""
+
+    def _adopt(self, here: Here, now: float) -> list[Send]:
+        sends = super()._adopt(here, now)
+        if self._roll.lost:
+            self._standing.over = "the leader is dead"
+        return sends
+
+
+def _any_token(
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, Ask]
+) -> dict[str, Placements]:
+    """Equal steps count as equal states."""
+    alike = {m: replace(a, lineage="?") for m, a in asks.items()}
+    placed = recovery.place(quorum_id, members, alike)
+    return {
+        m: replace(p, ranks=tuple(replace(r, lineage=asks[m].lineage) for r in p.ranks))
+        for m, p in placed.items()
+    }
+
+
+class CountsSteps(Keeper):
+    """Takes members at the same step for equal, whatever their histories are."""
+
+    _place = staticmethod(_any_token)
+
+
+def _all_count(
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, Ask]
+) -> dict[str, Placements]:
+    """All members count in the mean, those that heal as well."""
+    placed = recovery.place(quorum_id, members, asks)
+    return {
+        m: replace(p, ranks=tuple(replace(r, cohort_size=r.replica_world_size) for r in p.ranks))
+        for m, p in placed.items()
+    }
+
+
+class CountsAll(Keeper):
+    """Says that all members contribute while some heal."""
+
+    _place = staticmethod(_all_count)
+
+
+class AgreesToAll(Steps):
+    """Says ok to a call that it has begun."""
+
+    def proposed(self, propose: Propose, now: float) -> At | None:  # noqa: D102
+        at = super().proposed(propose, now)
+        return replace(at, ok=True) if at is not None else None
+
+
+class RunsPast(Steps):
+    """Does not wait at a proposed call."""
+
+    @property
+    def undecided(self) -> bool:  # noqa: D102
+        return False
+
+    def settle(self, call: int) -> None:  # noqa: D102
+        pass
+
+
+class AdoptsAnything(Keeper):
+    """Goes on with an older quorum of which somebody tells it."""
+
+    def _adopt(self, here: Here, now: float) -> list[Send]:
+        standing = self._roll.standing
+        if standing is not None and here.quorum_id != standing.quorum_id:
+            adopted = Standing.adopt(here.quorum_id, here.replica_world_size, now)
+            self._roll.standing = adopted
+            self._switch.state = State.IDLE
+            return []
+        return super()._adopt(here, now)
+
+
+MUTANTS: Mapping[str, tuple[Parts, str]] = {
+    "epochs do not rise": (Parts(epochs_rise=False), "a quorum id came again"),
+    "groups do not say where they are": (Parts(says_here=False), "costs a step|not all make"),
+    "waits for nobody": (Parts(WaitsForNobody), "a minority"),
+    "tells nobody": (Parts(TellsNobody), "not all make steps|for ever"),
+    "ignores failures": (Parts(IgnoresFailures), "not all make steps"),
+    "confirms too early": (Parts(ConfirmsTooEarly), "costs a step|not all make steps"),
+    "lets go at once": (Parts(LetsGoAtOnce), "costs a step|leaves unnoticed"),
+    "forgets the last": (Parts(ForgetsTheLast), "leaves unnoticed"),
+    "takes back at once": (Parts(TakesBackAtOnce), "costs a step|not all make steps"),
+    "greets nobody": (Parts(GreetsNobody), "costs a step"),
+    "blames the dead": (Parts(BlamesTheDead), "costs a step|not all make steps"),
+    "counts steps": (Parts(CountsSteps), "different states|another state|two histories"),
+    "counts all": (Parts(CountsAll), "the mean counts others|cohort"),
+    "agrees to all": (Parts(steps=AgreesToAll), "costs a step|not all make steps"),
+    "runs past": (Parts(steps=RunsPast), "costs a step|not all make steps"),
+    "adopts anything": (Parts(AdoptsAnything), "minority|came again|not all make"),
+}
+"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

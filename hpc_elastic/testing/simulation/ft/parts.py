@@ -1,0 +1,24 @@
+"""The parts under test, as one value: so that a test can plant a bug in one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_elastic.ft.keeper import Keeper
+from hpc_elastic.ft.steps import Steps
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The protocol's classes, and what its adapters must take care of."""
+
+    keeper: type[Keeper] = Keeper
+    steps: type[Steps] = Steps
+    epochs_rise: bool = True
+    """Whether each keeper has a higher epoch than the one before."""
+    says_here: bool = True
+    """Whether groups tell a new keeper which quorum they are in."""
+
+
+SOUND = Parts()
+"""The product."""

@@ -1,0 +1,171 @@
+"""One random schedule: a few replica groups in virtual time, and all that can go wrong.
+
+The protocol's own classes run here: `ft.keeper` and `ft.steps`, and through them `ft.quorum`,
+`ft.switch`, `ft.departures` and `ft.recovery`. The servers of the groups, the process groups and
+the Manager are models of theirs. All chance comes from one seed, so what fails fails again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpc_elastic.ft.protocol import Placement
+from hpc_elastic.testing.simulation.ft.coordinator import Coordinator
+from hpc_elastic.testing.simulation.ft.faults import Faults
+from hpc_elastic.testing.simulation.ft.group import Group
+from hpc_elastic.testing.simulation.ft.meeting import Meeting
+from hpc_elastic.testing.simulation.ft.monitor import Monitor
+from hpc_elastic.testing.simulation.ft.parts import SOUND, Parts
+from hpc_elastic.testing.simulation.ft.scenario import draw
+from hpc_elastic.testing.simulation.ft.worker import Doing
+from hpc_elastic.testing.simulation.invariants import InvariantError
+from hpc_elastic.testing.simulation.network import Network
+from hpc_elastic.testing.simulation.world import World
+
+_LOOK_EVERY_S = 0.5
+_COMMITS = 2
+
+
+@dataclass
+class Outcome:
+    """What became of one schedule, or of many."""
+
+    schedules: int = 0
+    cpu_s: float = 0.0
+    virtual_s: float = 0.0
+    events: int = 0
+    checks: int = 0
+    quorums: int = 0
+    commits: int = 0
+    failed_steps: int = 0
+    heals: int = 0
+    proposals: int = 0
+    farewells: int = 0
+    dropped: int = 0
+    """Quorums that left live members behind."""
+    keepers: int = 0
+    stood: int = 0
+    """Schedules in which all were in one quorum in the end."""
+    faults: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+    """Seed -> what did not hold, with the last lines of the trace."""
+
+    def add(self, other: Outcome) -> None:
+        """Count another outcome in."""
+        for name, value in vars(other).items():
+            if isinstance(value, dict):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+class Simulator:
+    """The world of one schedule."""
+
+    def __init__(self, seed: int, parts: Parts = SOUND, whole_trace: bool = False) -> None:
+        self.seed = seed
+        self.parts = parts
+        self.world = World(seed, whole_trace)
+        self.scenario = draw(self.world.rng)
+        self.monitor = Monitor(self.scenario, self.world)
+        self.network = Network(self.world, self.scenario.longest_delay_s)
+        self.coordinator = Coordinator(self)
+        self.groups = [Group(self, slot) for slot in range(self.scenario.num_groups)]
+        self.faults = Faults(self)
+        self._meetings: dict[int, Meeting] = {}
+        self._stood = False
+
+    def meeting(self, place: Placement) -> Meeting:
+        """Return the process group of a quorum."""
+        meeting = self._meetings.get(place.quorum_id)
+        if meeting is None:
+            meeting = self._meetings[place.quorum_id] = Meeting(place, self.world, self.monitor)
+        return meeting
+
+    def run(self) -> None:
+        """Run the schedule.
+
+        Raises:
+            InvariantError: something happened that must never happen.
+        """
+        scenario, rng = self.scenario, self.world.rng
+        for group in self.groups:
+            late = group.slot >= len(self.groups) - scenario.num_late
+            latest = scenario.calm_after_s if late else 1.0
+            self.world.after(latest * rng.random(), None, group.boot)
+        self.world.after(1.0 * rng.random(), None, self.coordinator.elect)
+        self.faults.plan()
+        self.world.run(scenario.calm_after_s)
+        self.world.note("world", "is calm from now on")
+        self.faults.heal()
+        self._wait_for_progress()
+
+    def _wait_for_progress(self) -> None:
+        begun = {g.name: g.worker.commits if g.worker else 0 for g in self.groups}
+        lives = {g.name: g.worker for g in self.groups}
+        end = self.world.now + self.scenario.bound_s
+        while not self._is_well(begun, lives):
+            if self.world.now > end:
+                raise InvariantError(self._complaint())
+            self.world.run(self.world.now + _LOOK_EVERY_S)
+
+    def _live(self) -> list[Group]:
+        return [g for g in self.groups if not g.is_over and not g.is_done]
+
+    def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
+        """Tell whether all that live are in one quorum and have made steps there."""
+        live = self._live()
+        if any(g.server is not None and g.server.notice_at is not None for g in live):
+            return False
+        if len(live) < self.scenario.rules.min_replicas:
+            return True
+        workers = [g.worker for g in live if g.worker is not None]
+        if len(workers) < len(live):
+            return False
+        ids = {w.steps.quorum_id for w in workers}
+        made = all(
+            w.commits >= _COMMITS + (begun[g.name] if lives[g.name] is w else 0)
+            for g, w in zip(live, workers, strict=True)
+        )
+        same = len(ids) <= 1 and all(w.is_settled for w in workers)
+        self._stood = same and made and bool(workers)
+        return same and made
+
+    def _complaint(self) -> str:
+        at = [
+            (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.call, w.commits)
+            for g in self._live()
+            if (w := g.worker) is not None and w.doing is not Doing.OVER
+        ]
+        return f"not all make steps {self.scenario.bound_s:.0f} s after all was healed: {at}"
+
+    def outcome(self) -> Outcome:
+        """Return the numbers of the schedule."""
+        m = self.monitor
+        return Outcome(
+            1, 0.0, self.world.now, self.world.num_events, m.num_checks, m.quorums, m.commits,
+            m.failed_steps, m.heals, m.switches, m.farewells, m.dropped, self.coordinator.epoch,
+            int(self._stood), self.faults.count,
+        )  # fmt: skip
+
+
+def simulate(seed: int, parts: Parts = SOUND) -> Outcome:
+    """Run one schedule; what did not hold is in the outcome's ``failures``."""
+    sim = Simulator(seed, parts)
+    try:
+        sim.run()
+    except Exception as e:  # the protocol's own errors are findings too
+        outcome = sim.outcome()
+        what = f"seed {seed}: {type(e).__name__}: {e}"
+        outcome.failures[seed] = f"{what}\n{sim.scenario}\n{format_trace(sim)}"
+        return outcome
+    return sim.outcome()
+
+
+def format_trace(sim: Simulator) -> str:
+    """Return the trace as text."""
+    return "\n".join(
+        f"{now:9.3f}  {who:6}  {what} {detail}" for now, who, what, detail in sim.world.trace
+    )

@@ -1,0 +1,190 @@
+"""Schedules of a run whose nodes are replicas (``ft=true``): each trains by itself.
+
+The quorum of the replicas has a simulator of its own; here a node's workers depend on nobody, and
+what is to be shown is that nobody stops them. The invariants that differ:
+
+Records    Members change without a round where they depart; a round may have fewer than min nodes.
+Rounds     Each member that is placed is a group of its own.
+Survival   An agent is told to stop its workers only if they have failed, or if a record has been
+           made, since they were placed, that does not name it as a member.
+Progress   In the calm all that live and reach each other become members, with their workers, and
+           stay it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpc_elastic.rendezvous.following import Following
+from hpc_elastic.rendezvous.leader_effects import Effect
+from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership, placements_alone
+from hpc_elastic.testing.simulation.agent import AgentProcess
+from hpc_elastic.testing.simulation.invariants import Monitor
+from hpc_elastic.testing.simulation.node import Node
+from hpc_elastic.testing.simulation.parts import Parts
+from hpc_elastic.testing.simulation.scenario import Scenario
+from hpc_elastic.testing.simulation.simulator import Simulator
+from hpc_elastic.testing.simulation.training import Work
+
+_Standing = tuple[tuple[Agent, int], ...]
+"""Who is at work, and by which record."""
+
+
+class ReplicaMonitor(Monitor):
+    """Sees to what holds for replicas."""
+
+    def is_member(self, agent: Agent, record: Record) -> bool:
+        """Tell whether a record names an agent as a member that is not lost."""
+        return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
+
+    def told_to_stop_itself(self, agent: Agent, *, failed: bool) -> None:
+        """An agent is told to stop its workers, which have failed or not."""
+        since = self._accepted[agent]
+        left = any(
+            not self.is_member(agent, record)
+            for number, record in self._by_number.items()
+            if number > since
+        )
+        self._check(failed or left, "a survivor is stopped", agent, since)
+
+    def _members(self, before: Record, record: Record) -> None:
+        fewer = set(record.members) <= set(before.members)
+        self._check(fewer, "members without a round", before, record)
+
+    def _round(self, record: Record) -> None:
+        self.rounds += 1
+        size, tasks = len(record.members), {m.task for m in record.members}
+        self._check(len(tasks) == size, "a task twice in a round", record)
+        self._check(1 <= size <= self._rules.max_nodes, "a round's size", record)
+
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
+        self._check(agent in record.members, "a place for an agent that is no member", agent)
+        alone = (told["group_size"], told["first_rank"], told["world_size"])
+        self._check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
+
+    def _take(self, number: int, agent: Agent, rank: int) -> None:
+        """Every replica has rank 0; that none is placed twice by a record is seen already."""
+
+
+class ReplicaProcess(AgentProcess):
+    """One attempt of a task, whose workers are a replica."""
+
+    def notice(self, left_s: float) -> None:
+        """The node has to be left: the quorum lets it go soon."""
+        super().notice(left_s)
+        soon = min(1.0, 0.3 * left_s) * self.sim.world.rng.random()
+        self.sim.world.after(soon, self.process, self.leave_now)
+
+    def _told(self, message: dict[str, Any]) -> None:
+        if message["type"] == "stop" and self.work is not None:
+            monitor = self.sim.monitor
+            assert isinstance(monitor, ReplicaMonitor)
+            monitor.told_to_stop_itself(self.me, failed=self._has_failed)
+        super()._told(message)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether its workers train."""
+        return self.work is not None and self.rank is not None and self._is_at(self.work)
+
+
+class ReplicaSimulator(Simulator):
+    """The world of one schedule of a run with ``ft=true``."""
+
+    _standing_members: _Standing = ()
+
+    def draw(self) -> Scenario:
+        """Draw the parameters of any schedule, without what is asked of the workers together."""
+        scenario = super().draw()
+        training = replace(scenario.training, asks=False, wants_every_s=None, announced_by="nobody")
+        rules = replace(scenario.rules, ft=True, grow="now")
+        return replace(scenario, training=training, rules=rules)
+
+    def make_monitor(self) -> ReplicaMonitor:
+        """Make what sees to the invariants."""
+        return ReplicaMonitor(self.scenario, self.world)
+
+    def make_agent(self, host: Node) -> ReplicaProcess:
+        """Make one attempt of a node's task."""
+        return ReplicaProcess(self, host)
+
+    def work_of(self, record: Record, member: Agent) -> Work:
+        """Return the workers of one replica: they are alone."""
+        alone = replace(record, members=(member,))
+        return Work(alone, self.world, self.network, self.scenario.training, self.monitor)
+
+    def _stands(self) -> bool:
+        """Tell whether all who can be members are at work, and have been for long enough."""
+        agents = [n.agent for n in self.nodes if n.lives and n.slot != self.network.isolated]
+        working = tuple(
+            (a.me, a.work.record.number)
+            for a in agents
+            if isinstance(a, ReplicaProcess) and a.at_work and a.work is not None
+        )
+        wanted = min(len(agents), self.scenario.rules.max_nodes)
+        members = set(self.files.records[-1].members) if self.files.records else set()
+        whole = len(working) == wanted and {me for me, _ in working} == members
+        if not (working and whole) or working != self._standing_members:
+            self._standing_members = working if whole else ()
+            self._stands_since = self.world.now
+            return False
+        assert self._stands_since is not None
+        if self.world.now - self._stands_since < self.scenario.confirm_s:
+            return False
+        self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
+        return True
+
+
+REPLICAS = Parts(
+    leadership=ReplicaLeadership,
+    following=partial(Following, stays=True),
+    placements=placements_alone,
+)
+"""The product."""
+
+
+class _CountsByTheLastRound(ReplicaLeadership):
+    """Goes by the last round's record for everybody's reports."""
+
+    def _record_of(self, agent: Agent) -> int | None:
+        return self.round_record
+
+
+class _StopsThoseWhoAreHere(ReplicaLeadership):
+    """Takes who is here under the next leader for a newcomer that has to start anew."""
+
+    def _events(self, agent: Agent, message: dict[str, Any], now: float) -> Any:
+        if message["type"] == "here":
+            self.machine.roster = type(self.machine.roster)()
+        return super()._events(agent, message, now)
+
+
+class _DepartsWithoutRecord(ReplicaLeadership):
+    """Forgets to record that a member has gone."""
+
+    def _do(self, actions: Any, now: float) -> list[Effect]:
+        kept = [a for a in actions if type(a).__name__ != "Depart"]
+        return super()._do(kept, now)
+
+
+REPLICA_MUTANTS = {
+    "stops at the leader's death": (
+        replace(REPLICAS, following=Following), "a survivor is stopped",
+    ),
+    "counts by the last round": (
+        replace(REPLICAS, leadership=_CountsByTheLastRound), "no round stands|not everybody hears",
+    ),
+    "stops those who are here": (
+        replace(REPLICAS, leadership=_StopsThoseWhoAreHere), "a survivor is stopped|no round",
+    ),
+    "departs without a record": (
+        replace(REPLICAS, leadership=_DepartsWithoutRecord), "no round stands",
+    ),
+    "places all in one group": (
+        Parts(leadership=ReplicaLeadership, following=partial(Following, stays=True)), "KeyError",
+    ),
+}  # fmt: skip
+"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

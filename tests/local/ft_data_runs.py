@@ -1,0 +1,69 @@
+"""A script whose replicas count samples: what each has been trained, to the last one."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+LENGTH, GLOBAL_BATCH, NUM_EPOCHS = 90, 8, 3
+KILLED_AT, AWAITED_AT = 9, 20
+GIVE_UP_S = 120
+
+
+def train(folder: str) -> list[float]:
+    """Train; return how often each sample was trained, as the parameters know it.
+
+    The first replica is killed after some steps, and comes back; the others wait for it once, so
+    that some steps are left for it.
+    """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from hpc_elastic import ft
+    from hpc_elastic.data import ElasticBatch, ElasticSampler
+
+    torch.set_num_threads(1)
+    counts = torch.zeros(LENGTH, dtype=torch.float64)
+    manager = ft.Manager(
+        pg=ft.ProcessGroupGloo(),
+        load_state_dict=lambda state: counts.copy_(state["counts"]),
+        state_dict=lambda: {"counts": counts},
+        min_replica_size=1,
+    )
+    batch_size = ElasticBatch(GLOBAL_BATCH, micro_batch=3)
+    sampler = ElasticSampler(LENGTH, 1, batch=batch_size, manager=manager)
+    data = TensorDataset(torch.arange(LENGTH))
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=1, persistent_workers=True)
+    is_back = came_back(Path(folder))
+    for _ in sampler.epochs(NUM_EPOCHS):
+        for batch in sampler.batches(loader):
+            manager.start_quorum()
+            gradient = torch.zeros_like(counts)
+            for (numbers,), weight in batch.parts():
+                gradient[numbers] += weight / len(numbers)
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                counts += gradient * batch.num_samples
+            if sampler.step == KILLED_AT and os.environ["REPLICA_GROUP_ID"] == "0" and not is_back:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sampler.step == AWAITED_AT and not is_back:
+                wait_for(Path(folder, "back"))
+    manager.shutdown()
+    return counts.tolist()
+
+
+def came_back(folder: Path) -> bool:
+    """Tell whether this replica has been killed before."""
+    if os.environ["REPLICA_GROUP_ID"] != "0":
+        return False
+    begun, back = folder / "begun", folder / "back"
+    is_back = begun.exists()
+    (back if is_back else begun).touch()
+    return is_back
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    until = time.monotonic() + GIVE_UP_S
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)

@@ -1,0 +1,256 @@
+"""Plays a schedule of faults to real processes, and collects what they tell."""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ft_verdict
+from ft.crew import Crew, Member
+from ft.libraries import OURS, Lighthouse
+from ft_schedule import Fault, Schedule
+from ft_verdict import Commit, Life
+
+PATIENCE_S = 60.0
+LAST_STEPS = 20
+"""All make so many steps more once they are told to stop, so that they are told in time."""
+NOTICE_S = 30.0
+_COUNT = itertools.count()
+_MARK = "HPC_ELASTIC_TEST_STAGE"
+
+
+class Stage:
+    """One training: a lighthouse, and a process for each slot, which may die and come back."""
+
+    def __init__(self, crew: Crew, plan: Schedule, library: str = OURS) -> None:
+        self._crew = crew
+        self._plan = plan
+        self._lighthouse = Lighthouse(library, by_cli=True)
+        self._due: list[tuple[float, Fault]] = []
+        self._cast: dict[int, Member] = {}
+        self._agents: dict[int, Member] = {}
+        self._paths: dict[int, str] = {}
+        self._leaving: set[int] = set()
+        self._hit: set[str] = set()
+        self._stopped: set[int] = set()
+        self._dark = False
+        self.everybody: list[Member] = []
+
+    def play(self) -> list[Life]:
+        """Play the schedule, put everything in order, and let all end at one step."""
+        try:
+            self._lighthouse.start()
+            for slot in range(self._plan.slots - self._plan.late):
+                self._enter(slot)
+            self._crew.need(self._has_begun, "a first step", PATIENCE_S)
+            self._faults()
+            self._crew.need(self._is_whole, "all make steps together again", PATIENCE_S)
+            self._finish()
+            return [_life(member, member.name in self._hit) for member in self.everybody]
+        finally:
+            self._crew.end(*self.everybody, *self._agents.values())
+            self._lighthouse.kill()
+
+    def _faults(self) -> None:
+        begun = time.monotonic()
+        self._due = [(begun + fault.at_s, fault) for fault in self._plan.faults]
+        while self._due:
+            self._due.sort(key=lambda due: due[0])
+            moment, fault = self._due.pop(0)
+            self._crew.listen(max(0.0, moment - time.monotonic()))
+            getattr(self, f"_{fault.kind}")(fault)
+
+    def _later(self, fault: Fault, kind: str) -> None:
+        moment = time.monotonic() + fault.length_s
+        self._due.append((moment, Fault(0.0, kind, fault.slot, 0.0, fault.place)))
+
+    # ---- what a fault does ----------------------------------------------------------------
+
+    def _kill(self, fault: Fault) -> None:
+        if self._may_lose(fault.slot):
+            self._hit.add(self._cast[fault.slot].name)
+            self._cast.pop(fault.slot).signal(signal.SIGKILL)
+            self._later(fault, "enter")
+
+    def _node(self, fault: Fault) -> None:
+        if self._may_lose(fault.slot):
+            self._kill(fault)
+            if (agent := self._agents.pop(fault.slot, None)) is not None:
+                self._crew.end(agent)
+
+    def _notice(self, fault: Fault) -> None:
+        if self._may_lose(fault.slot):
+            self._agents[fault.slot].tell({"notice": NOTICE_S})
+            self._leaving.add(fault.slot)
+            self._later(fault, "left")
+
+    def _left(self, fault: Fault) -> None:
+        """Wait for the end of who is under notice; somebody new comes in its place."""
+        agent, worker = self._agents.pop(fault.slot), self._cast.pop(fault.slot)
+        self._crew.need(lambda: agent.first("left") is not None, "it leaves as announced")
+        self._crew.end(agent, worker)
+        self._leaving.remove(fault.slot)
+        self._enter(fault)
+
+    def _stop(self, fault: Fault) -> None:
+        if self._may_lose(fault.slot):
+            self._hit.add(self._cast[fault.slot].name)
+            self._cast[fault.slot].signal(signal.SIGSTOP)
+            self._stopped.add(fault.slot)
+            self._later(fault, "continue")
+
+    def _continue(self, fault: Fault) -> None:
+        self._cast[fault.slot].signal(signal.SIGCONT)
+        self._stopped.remove(fault.slot)
+
+    def _coordinator(self, fault: Fault) -> None:
+        if not self._dark:
+            self._dark = True
+            self._lighthouse.kill()
+            self._later(fault, "light")
+
+    def _light(self, fault: Fault) -> None:
+        self._lighthouse.start()
+        self._dark = False
+
+    def _slow(self, fault: Fault) -> None:
+        if (member := self._cast.get(fault.slot)) is not None and member.lines is not None:
+            member.tell({"kind": fault.kind, "length_s": fault.length_s, "place": fault.place})
+
+    _hold = _slow
+
+    def _join(self, fault: Fault) -> None:
+        self._enter(self._plan.slots - 1)
+
+    def _enter(self, fault: Fault | int) -> None:
+        slot = fault if isinstance(fault, int) else fault.slot
+        agent = self._agent_of(slot) if self._plan.agents else ""
+        member = self._crew.start(
+            self._lighthouse.library, "live", lighthouse=self._lighthouse.address, agent=agent,
+            slot=slot, numbers=self._plan.numbers, step_s=self._plan.step_s[slot],
+            sync=self._plan.sync,
+        )  # fmt: skip
+        self._cast[slot] = member
+        self.everybody.append(member)
+
+    def _agent_of(self, slot: int) -> str:
+        """Return the socket of a slot's agent, which expects a new worker."""
+        if slot in self._agents:
+            self._agents[slot].tell({"expect": True})
+            return self._paths[slot]
+        self._paths[slot] = str(self._crew.folder / f"agent{next(_COUNT)}")
+        agent = self._agents[slot] = self._crew.start(
+            self._lighthouse.library, "agent", lighthouse=self._lighthouse.address,
+            replica_id=f"slot{slot}:{next(_COUNT)}", path=self._paths[slot],
+        )  # fmt: skip
+        self._crew.need(lambda: agent.gone or agent.first("serves"), "an agent serves")
+        return self._paths[slot]
+
+    # ---- what holds -----------------------------------------------------------------------
+
+    def _may_lose(self, slot: int) -> bool:
+        """Whether the state is safe without that one: somebody else has it, and runs."""
+        member = self._cast.get(slot)
+        out = self._stopped | self._leaving
+        if member is None or member.lines is None or slot in out:
+            return False
+        others = [m for s, m in self._cast.items() if s != slot and s not in out]
+        newest = max((_step(m) for m in self._cast.values()), default=0)
+        return any(m.name not in self._hit and _step(m) >= newest - 1 > 0 for m in others)
+
+    def _has_begun(self) -> bool:
+        self._look_for_crashes()
+        return all(_step(member) >= 2 for member in self._cast.values())
+
+    def _is_whole(self) -> bool:
+        self._look_for_crashes()
+        members = list(self._cast.values())
+        return len(members) == self._plan.slots and all(
+            [c["commit"][3] for c in m.events[-5:] if "commit" in c] == [len(members)] * 5
+            for m in members
+        )
+
+    def _finish(self) -> None:
+        members = list(self._cast.values())
+        stop_at = max(_step(member) for member in members) + LAST_STEPS
+        for member in members:
+            member.tell({"stop_at": stop_at})
+
+        def done() -> bool:
+            self._look_for_crashes()
+            return all(member.first("final") is not None for member in members)
+
+        self._crew.need(done, f"all end at step {stop_at}", PATIENCE_S)
+
+    def _look_for_crashes(self) -> None:
+        for member in (*self._cast.values(), *self._agents.values()):
+            if member.gone:
+                raise AssertionError(f"{member.name} has ended: {member.error}")
+
+
+def _step(member: Member) -> int:
+    return next((e["commit"][0] for e in reversed(member.events) if "commit" in e), 0)
+
+
+def _life(member: Member, hit: bool) -> Life:
+    life = Life(member.name, hit)
+    for event in member.events:
+        if "commit" in event:
+            life.commits.append(Commit(*event["commit"]))
+        if event.get("wrong"):
+            life.wrong.append(event["wrong"])
+        if "failed" in event:
+            life.failed.append(f"step {event['failed']}: {event['why']}")
+        if "final" in event:
+            life.final = (event["final"], event["step"])
+    return life
+
+
+def verdict(plan: Schedule, lives: list[Life]) -> list[str]:
+    """Return what is wrong with how a schedule went."""
+    found = ft_verdict.judge(lives)
+    if plan.is_soft:
+        found += ft_verdict.failures(lives)
+    if plan.is_soft and all(fault.kind != "notice" for fault in plan.faults):
+        found += ft_verdict.dropped(lives, plan.slots)
+    return found
+
+
+def left_over(mark: str) -> list[int]:
+    """Return the processes that carry a stage's mark, but for this one."""
+    entry = f"{_MARK}={mark}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if entry in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@contextmanager
+def theatre(folder: Path) -> Iterator[Crew]:
+    """A crew for many schedules; nothing of it is left in the end, helpers of dead workers either.
+
+    Raises:
+        AssertionError: processes were left.
+    """
+    mark = str(folder)
+    os.environ[_MARK] = mark
+    try:
+        crew = Crew(folder, "ft_replica")
+        try:
+            yield crew
+        finally:
+            crew.close()
+        deadline = time.monotonic() + 10.0
+        while (pids := left_over(mark)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        words = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+        assert not pids, f"processes are left: {words}"
+    finally:
+        del os.environ[_MARK]

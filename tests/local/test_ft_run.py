@@ -1,0 +1,52 @@
+"""Runs with ``ft=true`` on this machine: real agents, leaders and workers, which die."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from replica_training import Replicas
+
+from hpc_elastic.events import read_events
+
+
+@pytest.fixture
+def replicas(tmp_path) -> Iterator[Callable[..., Replicas]]:
+    """Makes runs, and ends them."""
+    made: list[Replicas] = []
+
+    def make(nodes: str, folder: Path = tmp_path, **settings: object) -> Replicas:
+        made.append(Replicas(folder, nodes, **settings))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+def test_neither_a_dead_worker_nor_a_dead_leader_stops_the_others(replicas):
+    """A worker that dies is started again alone, and learns the state; the leader's death is less.
+
+    The other workers go on in their processes, and what the first of them returns is the result.
+    """
+    run = replicas("2:3", max_restarts=1)
+    run.train(3, 0, 1, 2)
+    leader = run.leader()
+    failing, other = (slot for slot in (0, 1, 2) if slot != leader)
+    pids = run.pids(leader, other)
+    (killed,) = run.pids(failing)[0]
+    os.kill(killed, signal.SIGKILL)
+    run.train(2, leader, other)
+    run.train(3, 0, 1, 2)
+    healed = [line for line in run.lines(failing) if line["pid"] != killed]
+    assert healed[0]["step"] > 0
+    os.kill(run.agents()[leader], signal.SIGKILL)
+    run.train(2, failing, other)
+    assert run.pids(leader, other) == pids and len(run.pids(failing)[0]) == 2
+    assert run.leader() != leader
+    stop = run.finish(other)
+    result = run.results.result(60)
+    assert (result.by_rank, result.restarts) == ({0: stop}, 1)
+    rounds = [e for e in read_events(run.run.path / "events") if e["kind"] == "round"]
+    assert [e["nodes"] for e in rounds] == [3, 3], "one for all, and one for who came back"

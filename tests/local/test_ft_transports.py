@@ -1,0 +1,566 @@
+"""A replica that is behind gets the state of its peers, whatever happens to them on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ft_relay import Relay
+
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft.checkpointing import HealError, HealTimeoutError, HTTPTransport
+from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
+
+KEY = b"the run's"
+LONG = timedelta(seconds=60)
+STEP = 5
+NUM_MB = 24
+
+
+def make_state(value: float = 1.0, **values: object) -> dict[str, object]:
+    """Return a state of some large tensors and a small one."""
+    big = {f"w{i}": torch.full((NUM_MB * 1000 * 250 // 3,), value + i) for i in range(3)}
+    return {"model": {**big, "small": torch.full((5,), value)}, "lineage": "abc", **values}
+
+
+def is_equal(a: dict, b: dict) -> bool:
+    """Tell whether two states have the same tensors."""
+    return all(a["model"][k].equal(b["model"][k]) for k in {*a["model"], *b["model"]})
+
+
+@pytest.fixture
+def transport() -> Iterator[Callable[..., HTTPTransport]]:
+    """Makes transports, and ends them."""
+    made: list[HTTPTransport] = []
+
+    def make(key: bytes = KEY, **options: object) -> HTTPTransport:
+        made.append(HTTPTransport(LONG, key=key, **options))
+        return made[-1]
+
+    yield make
+    for t in made:
+        t.shutdown()
+
+
+@pytest.fixture
+def source(transport) -> Callable[..., HTTPTransport]:
+    """Makes transports that offer a state to one destination."""
+
+    def make(state: object, step: int = STEP, **options: object) -> HTTPTransport:
+        t = transport(**options)
+        t.send_checkpoint([1], step, state, LONG)
+        return t
+
+    return make
+
+
+@pytest.fixture
+def relay() -> Iterator[Callable[..., Relay]]:
+    """Makes stretches of network, and ends them."""
+    made: list[Relay] = []
+
+    def make(of: HTTPTransport, on_bytes: Callable[[bytes, int], bytes | None]) -> Relay:
+        made.append(Relay(of.metadata().split(",")[-1], on_bytes))
+        return made[-1]
+
+    yield make
+    for r in made:
+        r.close()
+
+
+def fetch(t: HTTPTransport, *metadata: str, timeout: timedelta = LONG) -> dict:
+    """Heal from sources, the best first."""
+    return t.recv_checkpoint(0, json.dumps(metadata), STEP, timeout)
+
+
+class InThread(threading.Thread):
+    """Calls a function in a thread; `result` waits for it."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._call, self._value, self._error = call, None, None
+        self.start()
+
+    def run(self) -> None:
+        """Call it."""
+        try:
+            self._value = self._call()
+        except Exception as e:
+            self._error = e
+
+    def result(self) -> object:
+        """Return or raise what the function did; it must come to an end."""
+        self.join(20)
+        assert not self.is_alive()
+        if self._error:
+            raise self._error
+        return self._value
+
+
+def cut_after(num_bytes: int) -> Callable[[bytes, int], bytes | None]:
+    """End all connections once so many bytes have passed."""
+    return lambda data, before: data if before < num_bytes else None
+
+
+class StallAfter:
+    """Nothing more comes once so many bytes have passed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.reached = threading.Event()
+        self.end = threading.Event()
+
+    def __call__(self, data: bytes, before: int) -> bytes | None:
+        """Pass the bytes on, or wait."""
+        if before < self._num_bytes:
+            return data
+        self.reached.set()
+        self.end.wait(60)
+        return None
+
+
+@pytest.fixture
+def stall() -> Iterator[Callable[[int], StallAfter]]:
+    """Makes networks that stand still after so many bytes."""
+    made: list[StallAfter] = []
+
+    def make(num_bytes: int) -> StallAfter:
+        made.append(StallAfter(num_bytes))
+        return made[-1]
+
+    yield make
+    for s in made:
+        s.end.set()
+
+
+def test_a_replica_gets_the_state_of_one_peer(transport, source):
+    """Everything in it is equal, and in memory of its own."""
+    state = make_state(tuple=(1, None))
+    a = source(state)
+    got = transport().recv_checkpoint(0, a.metadata(), STEP, LONG)
+    a.disallow_checkpoint()
+    state["model"]["small"].zero_()
+    assert got["tuple"] == (1, None)
+    assert is_equal(got, make_state())
+
+
+def test_a_state_without_tensors_is_fetched(transport, source):
+    """A state may be values alone, or nothing."""
+    assert fetch(transport(), source({"a": 1}).metadata()) == {"a": 1}
+    assert fetch(transport(), source(None).metadata()) is None
+
+
+def test_several_peers_give_their_parts(transport, source, relay):
+    """Of three sources at the same state, each sends some of it."""
+    passed = [0, 0, 0]
+
+    def count(i: int) -> Callable[[bytes, int], bytes]:
+        def on_bytes(data: bytes, _before: int) -> bytes:
+            passed[i] += len(data)
+            return data
+
+        return on_bytes
+
+    urls = [relay(source(make_state()), count(i)).url for i in range(3)]
+    assert is_equal(fetch(transport(), *urls), make_state())
+    assert all(passed)
+    assert sum(passed) < 1.1 * NUM_MB * 1e6
+
+
+def test_small_tensors_come_from_the_best_source(transport, source):
+    """Replicas may differ in them (running means, random generators): they are not mixed."""
+    a, b = make_state(1.0), make_state(2.0)
+    got = fetch(transport(), source(a).metadata(), source(b).metadata())
+    assert got["model"]["small"].tolist() == [1.0] * 5
+
+
+def test_if_the_best_source_fails_small_tensors_come_from_the_next(transport, source, relay):
+    """Then all of them do, those that had come too."""
+    small = {f"s{i}": torch.full((8000,), 1.0) for i in range(600)}  # three ranges
+    other = {k: v + 1 for k, v in small.items()}
+    cut = relay(source(small), cut_after(12_000_000))
+    got = fetch(transport(), cut.url, source(other).metadata())
+    assert all(v.eq(2.0).all() for v in got.values())
+
+
+@pytest.mark.parametrize("after", [0, 100, 2_000, 9_000_000])
+@pytest.mark.parametrize("best_fails", [True, False])
+def test_a_source_that_dies_is_replaced_by_the_others(transport, source, relay, after, best_fails):
+    """At whatever byte its connections end."""
+    dying = relay(source(make_state()), cut_after(after)).url
+    urls = [dying, source(make_state()).metadata()]
+    assert is_equal(fetch(transport(), *(urls if best_fails else urls[::-1])), make_state())
+
+
+@pytest.mark.parametrize("after", [100, 9_000_000])
+def test_a_source_that_stands_still_is_replaced_by_the_others(
+    transport, source, relay, stall, after
+):
+    """Long before the time-out."""
+    stopped = relay(source(make_state()), stall(after)).url
+    got = fetch(transport(), source(make_state()).metadata(), stopped)
+    assert is_equal(got, make_state())
+
+
+def flip_at(at: int) -> Callable[[bytes, int], bytes]:
+    """Damage one byte on its way."""
+
+    def on_bytes(data: bytes, before: int) -> bytes:
+        if not before <= at < before + len(data):
+            return data
+        return data[: at - before] + bytes([data[at - before] ^ 1]) + data[at - before + 1 :]
+
+    return on_bytes
+
+
+@pytest.mark.parametrize("at", [20, 130, 1000, 9_000_000])
+def test_damage_is_noticed(transport, source, relay, at):
+    """In the head, in the layout and in the bytes; another source gives what is right."""
+    damaged = relay(source(make_state()), flip_at(at)).url
+    with pytest.raises(HealError, match=r"127.0.0.1:\d+: "):
+        fetch(transport(num_chunks=1), damaged)
+    damaged = relay(source(make_state()), flip_at(at)).url
+    got = fetch(transport(), damaged, source(make_state()).metadata())
+    assert is_equal(got, make_state())
+
+
+def test_a_source_with_another_state_is_left_out(transport, source):
+    """Equal steps are not enough: every value in the state has to be equal."""
+    a, b = source(make_state()), source(make_state(2.0) | {"lineage": "other"})
+    assert is_equal(fetch(transport(), a.metadata(), b.metadata()), make_state())
+    a, b = source(make_state()), source(make_state(2.0), step=STEP + 1)
+    assert is_equal(fetch(transport(), b.metadata(), a.metadata()), make_state())
+
+
+def test_another_step_is_refused_by_name(transport, source):
+    """The error says which step is offered."""
+    with pytest.raises(HealError, match=f"it offers step 4, not {STEP}"):
+        fetch(transport(), source(make_state(), step=4).metadata())
+
+
+@pytest.mark.parametrize("on", ["source", "destination"])
+def test_who_does_not_know_the_key_gets_nothing(transport, source, on):
+    """Nor is anything taken from him; the error says what is wrong."""
+    keys = {"source": KEY, "destination": KEY, on: b"a stranger's"}
+    a = source(make_state(), key=keys["source"])
+    with pytest.raises(HealError, match="does not know our key"):
+        fetch(transport(key=keys["destination"]), a.metadata())
+
+
+def test_an_impostor_at_a_source_s_address_is_found_out(transport, source, relay):
+    """An answer to another request, though signed with the key, is none to ours."""
+    answers: list[bytes] = []
+    first = relay(source({"a": 1}), lambda data, _: answers.append(data) or data)
+    fetch(transport(num_chunks=1), first.url)
+    second = relay(source({"a": 1}), lambda _data, _before: answers[0])
+    with pytest.raises(HealError, match="not signed with our key"):
+        fetch(transport(num_chunks=1), second.url)
+
+
+def test_a_request_counts_once(transport, source, relay):
+    """A copy of one that was seen on the network is refused."""
+    a = source(make_state())
+    seen = relay(a, lambda data, _: data)
+    fetch(transport(num_chunks=1), seen.url)
+    request = seen.requests.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+    with ask(a, request) as s:
+        assert s.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 5000,
+        b"x" * 5000,
+        b"GET /a/b?c HTTP/1.1\r\nX-Mac: 1\r\n\r\n",
+    ],
+)
+def test_strangers_are_turned_away(transport, source, text):
+    """They are told no, or nothing; peers are served meanwhile."""
+    a = source(make_state())
+    with ask(a, text) as s:
+        with contextlib.suppress(ConnectionResetError):
+            assert re.match(rb"HTTP/1.1 403|$", s.recv(100))
+        assert is_equal(fetch(transport(), a.metadata()), make_state())
+
+
+def ask(a: HTTPTransport, text: bytes) -> socket.socket:
+    """Send bytes to a transport."""
+    port = int(re.search(r":(\d+)/", a.metadata())[1])
+    s = socket.create_connection(("127.0.0.1", port), 20)
+    s.sendall(text)
+    return s
+
+
+def test_any_address_of_a_source_will_do(transport, source):
+    """Those where nobody listens, or somebody else does, are passed over."""
+    a, other = source(make_state()), source(make_state(2.0))
+    token = a.metadata().rpartition("/")[2]
+    wrong = re.sub(r"/[0-9a-f]+$", f"/{token}", other.metadata().split(",")[-1])
+    urls = f"http://127.0.0.1:1/{token},{wrong},{a.metadata()}"
+    assert is_equal(fetch(transport(), urls), make_state())
+
+
+def test_a_fetch_waits_for_the_offer(transport):
+    """The destination may be first."""
+    a, b = transport(), transport()
+    waiting = InThread(lambda: fetch(b, a.metadata()))
+    a.send_checkpoint([1], STEP, make_state(), LONG)
+    assert is_equal(waiting.result(), make_state())
+
+
+def test_time_is_up_for_a_source_that_offers_nothing(transport):
+    """The error names the peer, and is a TimeoutError."""
+    a = transport()
+    with pytest.raises(HealTimeoutError, match=r"127.0.0.1:\d+: has not offered its state in time"):
+        fetch(transport(), a.metadata(), timeout=timedelta(seconds=0.2))
+
+
+def test_time_is_up_for_a_source_that_stands_still(transport, source, relay, stall):
+    """The only source is waited for until then."""
+    stopped = relay(source(make_state()), stall(9_000_000)).url
+    with pytest.raises(TimeoutError, match="has not sent all in time"):
+        fetch(transport(), stopped, timeout=timedelta(seconds=0.5))
+
+
+def test_the_state_may_change_once_all_that_were_announced_have_it(transport):
+    """`disallow_checkpoint` waits for those that have not come yet."""
+    a, state = transport(), make_state()
+    a.send_checkpoint([1, 2], STEP, state, LONG)
+
+    def change() -> None:
+        a.disallow_checkpoint()
+        for tensor in state["model"].values():
+            tensor.zero_()
+
+    changed = InThread(change)
+    for _ in range(2):
+        assert is_equal(fetch(transport(), a.metadata()), make_state())
+    changed.result()
+    assert not state["model"]["small"].any()
+
+
+def test_a_destination_that_dies_is_not_waited_for(transport, source, relay, stall):
+    """It is done when its connections are gone."""
+    a = source(make_state())
+    network = stall(9_000_000)
+    b, url = transport(), relay(a, network).url
+    healing, waiting = InThread(lambda: fetch(b, url)), InThread(a.disallow_checkpoint)
+    assert network.reached.wait(20)
+    b.abort()
+    network.end.set()
+    waiting.result()
+    with pytest.raises(HealError, match="aborted"):
+        healing.result()
+
+
+def test_a_destination_has_its_time_and_no_more(transport, relay, stall):
+    """One that stands still is waited for until the time-out of the offer."""
+    a, network = transport(), stall(9_000_000)
+    a.send_checkpoint([1], STEP, make_state(), timedelta(seconds=0.5))
+    healing = InThread(lambda: fetch(transport(), relay(a, network).url))
+    a.disallow_checkpoint()
+    network.end.set()
+    with pytest.raises(HealError):
+        healing.result()
+
+
+def test_abort_ends_all_waiting_at_once(transport, source):
+    """A source that waits for a destination, and one that waits for an offer."""
+    a, b, silent = source(make_state()), transport(), transport()
+    waiting, healing = (
+        InThread(a.disallow_checkpoint),
+        InThread(lambda: fetch(b, silent.metadata())),
+    )
+    a.abort()
+    b.abort()
+    waiting.result()
+    with pytest.raises(HealError, match="aborted"):
+        healing.result()
+
+
+def test_abort_holds_until_resume(transport, source):
+    """What begins after an abort of the same quorum ends at once; after `resume` all goes on."""
+    a, b = source(make_state()), transport()
+    for t in (a, b):
+        t.abort()
+    with pytest.raises(HealError, match="aborted"):
+        fetch(b, a.metadata())
+    a.send_checkpoint([1], STEP, make_state(2.0), LONG)
+    a.disallow_checkpoint()
+    for t in (a, b):
+        t.resume()
+    a.send_checkpoint([1], STEP, make_state(), LONG)
+    assert is_equal(fetch(b, a.metadata()), make_state())
+
+
+def test_a_fetch_given_up_is_not_taken_for_the_next(transport, source):
+    """A destination that went away while it waited does not count as served."""
+    a, b = transport(), transport()
+    given_up = InThread(lambda: fetch(b, a.metadata()))
+    b.abort()
+    with pytest.raises(HealError):
+        given_up.result()
+    a.send_checkpoint([1], STEP, make_state(), LONG)
+    waiting = InThread(a.disallow_checkpoint)
+    assert is_equal(fetch(transport(), a.metadata()), make_state())
+    waiting.result()
+
+
+def test_in_place_fills_the_tensors_of_this_replica(transport, source):
+    """No second state is made."""
+    own = make_state(0.0)
+    b = transport(state_dict=lambda: own, in_place=True)
+    got = fetch(b, source(make_state()).metadata())
+    assert all(got["model"][k] is own["model"][k] for k in own["model"])
+    assert is_equal(own, make_state())
+
+
+def test_arguments_that_can_not_work_are_refused():
+    """By name, before anything is opened."""
+    with pytest.raises(ConfigError, match="num_chunks"):
+        HTTPTransport(LONG, num_chunks=-1)
+    with pytest.raises(ConfigError, match="in_place"):
+        HTTPTransport(LONG, in_place=True)
+
+
+def test_fifty_heals_leave_no_thread_and_no_file_open(transport):
+    """Nor do heals that fail."""
+    a, b, silent = transport(), transport(), transport()
+    before = None
+    for i in range(50):
+        a.send_checkpoint([1], STEP, {"w": torch.ones(1000)}, LONG)
+        if i % 5:
+            fetch(b, a.metadata(), silent.metadata() if i == 8 else "http://127.0.0.1:1/0")
+        else:
+            a.abort()
+        a.disallow_checkpoint()
+        a.resume()
+        now = settled(before)
+        before = before or now
+    assert now == before
+
+
+def settled(expected: tuple[int, int] | None) -> tuple[int, int]:
+    """Return how many threads and open files there are, once they are as expected."""
+    for _ in range(500):
+        found = threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
+        if expected is None or found == expected:
+            break
+        threading.Event().wait(0.01)
+    return found
+
+
+def test_a_transport_that_is_shut_down_leaves_nothing(transport, source):
+    """Its threads have ended when it returns, those with a peer connected too."""
+    before = threading.active_count()
+    a = source(make_state())
+    with ask(a, b"GET") as s:
+        a.shutdown()
+        assert threading.active_count() == before
+        assert not s.recv(1)
+
+
+class Pair:
+    """Two gloo process groups that are each other's peers, in one process."""
+
+    def __init__(self) -> None:
+        store = dist.HashStore()
+        making = [InThread(lambda r=r: self._make(store, r)) for r in range(2)]
+        self.groups = [m.result() for m in making]
+
+    def _make(self, store: dist.Store, rank: int) -> dist.ProcessGroup:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=20)
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    """Makes two process groups."""
+    return Pair()
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_process_group_carries_a_state(pair, in_place):
+    """Everything in it is equal; in place there is no second state."""
+    state, own = make_state(t=(1, torch.ones(2, 3).t(), torch.empty(0))), make_state(0.0)
+    a = PGTransport(pair.groups[0], LONG, CPU)
+    b = PGTransport(pair.groups[1], LONG, CPU, (lambda: own) if in_place else None)
+    sending = InThread(lambda: a.send_checkpoint([1], STEP, state, LONG))
+    got = b.recv_checkpoint(0, a.metadata(), STEP, LONG)
+    sending.result()
+    a.disallow_checkpoint()
+    assert is_equal(got, state)
+    assert got["t"][1].equal(torch.ones(3, 2))
+    assert is_equal(got, own) == in_place
+
+
+def test_a_process_group_refuses_another_step(pair):
+    """The error names both steps."""
+    a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
+    sending = InThread(lambda: a.send_checkpoint([1], 4, {"a": 1}, LONG))
+    with pytest.raises(HealError, match=f"sends step 4, not {STEP}"):
+        b.recv_checkpoint(0, a.metadata(), STEP, LONG)
+    sending.result()
+
+
+def test_a_process_group_whose_peer_is_silent_names_it(pair):
+    """Time is up."""
+    b = PGTransport(pair.groups[1], LONG, CPU)
+    with pytest.raises(HealError, match="replica 0 did not send its state"):
+        b.recv_checkpoint(0, "<n/a>", STEP, timedelta(seconds=0.2))
+
+
+@pytest.fixture
+def mesh() -> Iterator[object]:
+    """A device mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_is_healed_from_the_same_rank_s_shard(transport, source, mesh):
+    """It needs this replica's own for its mesh; without, the error says so."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    def make(value: float) -> dict[str, DTensor]:
+        return {"w": distribute_tensor(torch.full((4, 2), value), mesh, [Shard(0)])}
+
+    a = source(make(1.0))
+    own = make(0.0)
+    got = fetch(transport(state_dict=lambda: own), a.metadata())["w"]
+    assert isinstance(got, DTensor)
+    assert got.placements == (Shard(0),)
+    assert got.to_local().eq(1).all()
+    assert own["w"].to_local().eq(0).all()
+    fetch(transport(state_dict=lambda: own, in_place=True), a.metadata())
+    assert own["w"].to_local().eq(1).all()
+    with pytest.raises(HealError, match=r"/w is a DTensor.*state_dict="):
+        fetch(transport(), a.metadata())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: this machine has none")
+def test_a_state_on_a_gpu_is_served_from_there(transport, source):
+    """It comes as tensors on the CPU, which load into those on the GPU."""
+    weights = torch.arange(5_000_000, device="cuda")
+    got = fetch(transport(), source({"w": weights, "s": weights[:3]}).metadata())
+    assert got["w"].device.type == "cpu"
+    assert got["w"].equal(weights.cpu())
+    assert got["s"].tolist() == [0, 1, 2]

@@ -1,0 +1,51 @@
+"""The benchmark of fault tolerance: what its tables say follows from its samples."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from ft.crew import Member, Step
+from ft.report import Row, cell
+from ft.rounds import exponent
+from ft.training import delays, has_gone_on, longest_gap, median_step
+
+
+def member(*ended, participants=2, failed=()):
+    """A worker whose steps take half a second each."""
+    made = Member("m", Path("log"))
+    made.steps = [Step(t - 0.5, t, t not in failed, participants, i) for i, t in enumerate(ended)]
+    return made
+
+
+def test_delay_is_to_the_end_of_a_step_begun_after_the_fault():
+    """A commit whose step had begun before does not count, nor does a failed step."""
+    found = delays([member(10.0, 10.4, 11.0, 12.0, failed=(11.0,))], since=10.2)
+    assert found == [pytest.approx(1.8)]
+    assert has_gone_on([member(10.0, 12.0)], 10.2)
+    assert not has_gone_on([member(10.0, 12.0), member(10.0)], 10.2)
+
+
+def test_gaps_reach_to_both_ends():
+    """A replica that has stopped committing has a gap until the end."""
+    m = member(10.0, 11.0, 12.5, 20.0)
+    assert longest_gap(m, 9.8, 13.0) == pytest.approx(1.5)
+    assert longest_gap(m, 9.8, 19.0) == pytest.approx(6.5)
+    assert median_step([m], 2) == pytest.approx(1.5)
+
+
+def test_row_knows_whether_its_targets_are_met():
+    """A limit and a share of the peer's count both; more may be better."""
+    assert Row("", "", "s", [0.1, 0.2, 0.3], [0.5], limit=0.2, of_peer=0.5).met is True
+    assert Row("", "", "s", [0.3], [0.5], limit=0.4, of_peer=0.5).met is False
+    assert Row("", "", "GB/s", [4.0], [2.0], limit=3.0, more_is_better=True).met is True
+    assert Row("", "", "s", [], [0.5], limit=0.2).met is None
+    assert Row("", "", "s", [1.0], [0.5]).ratio == 2.0
+    assert cell([1.0, 2.0, 4.0]).startswith("2 ")
+
+
+def test_exponent_of_a_power():
+    """The growth exponent of a power law is its power."""
+    assert exponent([(n, 3 * n**1.5) for n in (16, 64, 256)]) == pytest.approx(1.5)

@@ -1,0 +1,140 @@
+"""What a keeper makes of a quorum that one before it has formed."""
+
+from ft_asks import Groups, broken, placements
+
+from hpc_elastic.ft.keeper import Keeper
+from hpc_elastic.ft.protocol import EPOCH_SHIFT, NO_QUORUM, Confirm, Here, Propose
+
+OLD = (3 << EPOCH_SHIFT) + 1
+"""A quorum of a keeper before."""
+
+
+def test_members_of_an_older_keepers_quorum_go_on():
+    """They are told nothing but to forget what it may have proposed."""
+    groups = Groups(epoch=4)
+    assert groups.come_back(OLD, "a", "b") == {}
+    told = groups.wait(0.05)
+    assert told == {n: [Propose(OLD, 0, 0)] for n in "ab"}
+    assert groups.wait(3600.0) == {}
+
+
+def test_nothing_is_taken_back_before_all_are_there():
+    """One of them may have been told of a confirmation that the others were not."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", size=2)
+    assert groups.wait(0.05) == {}
+
+
+def test_a_half_confirmed_switch_is_carried_out():
+    """One member asks, having failed nothing: so do the others, at the same call."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", "b")
+    assert groups.ask("a", quorum_id=OLD, call=7, step=7) == {}
+    told = groups.wait(0.05)
+    number = (4 << EPOCH_SHIFT) + 1
+    assert told == {"b": [Propose(OLD, number, 7)]}
+    assert groups.answer(6, "b") == {"b": [Confirm(OLD, number)]}
+    told = groups.ask("b", quorum_id=OLD, call=7, step=7)
+    assert list(placements(told)) == ["a", "b"]
+
+
+def test_if_a_member_is_past_that_call_the_quorum_is_broken():
+    """It waits in a collective for the one that asks."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", "b")
+    groups.wait(0.05)
+    groups.ask("a", quorum_id=OLD, call=7)
+    assert "b" in broken(groups.answer(7, "b", ok=False))
+
+
+def test_a_member_that_does_not_come_back_is_lost():
+    """After a while; the others are told."""
+    groups = Groups(epoch=4, come_back_s=5.0)
+    groups.come_back(OLD, "a", "b", size=3)
+    assert groups.wait(4.9) == {}
+    told = groups.wait(0.2)
+    assert broken(told).keys() == {"a", "b"}
+    groups.ask("a", quorum_id=OLD)
+    assert list(placements(groups.ask("b", quorum_id=OLD))) == ["a", "b"]
+
+
+def test_a_leader_that_is_dead_is_not_waited_for():
+    """All others are there but for as many as are known to be dead."""
+    keeper = Keeper(4, lost_members=["c"])
+    groups = Groups(keeper=keeper)
+    groups.come_back(OLD, "a", "b", size=3)
+    assert "c" in broken(groups.wait(0.4))["a"]
+    groups.ask("a", quorum_id=OLD)
+    assert list(placements(groups.ask("b", quorum_id=OLD))) == ["a", "b"]
+
+
+def test_a_dead_leader_that_had_left_before_costs_nothing():
+    """All members of the quorum are there."""
+    groups = Groups(keeper=Keeper(4, lost_members=["c"]))
+    groups.come_back(OLD, "a", "b", size=2)
+    assert broken(groups.wait(10.0)) == {}
+
+
+def test_a_member_that_never_came_may_be_known_to_be_dead():
+    """The run has heard that its node is gone."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", size=2)
+    groups.leave("b", "its node is down")
+    assert "a" in broken(groups.wait(0.4))
+    assert list(placements(groups.ask("a", quorum_id=OLD))) == ["a"]
+
+
+def test_a_quorum_that_was_broken_stays_so():
+    """Whoever has not heard of it is told."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", size=2)
+    groups.arrive("b")
+    told = groups.say("b", Here(OLD, 1, 2, 3, broken=True))
+    assert list(broken(told)) == ["a"]
+
+
+def test_who_comes_from_an_older_quorum_is_told_that_it_is_over():
+    """The newest one counts, whoever comes first."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", size=2)
+    told = groups.come_back(OLD + 1, "b", "c")
+    assert list(broken(told)) == ["a"]
+    groups.arrive("d")
+    assert list(broken(groups.say("d", Here(OLD, 1, 2, 3, broken=False)))) == ["d"]
+
+
+def test_a_newcomer_waits_until_all_members_are_back():
+    """Then there is a switch, as always."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", size=2)
+    groups.arrive("n")
+    assert groups.say("n", Here(NO_QUORUM, 0, 0, 0, broken=False)) == {}
+    assert groups.ask("n") == {}
+    groups.arrive("b")
+    groups.say("b", Here(OLD, 1, 2, 3, broken=False))
+    told = groups.wait(0.05)
+    assert {p.call for n in "ab" for p in told[n] if isinstance(p, Propose)} == {0}
+
+
+def test_a_member_that_reconnects_to_the_same_keeper_stays_one():
+    """Its connection was replaced; a confirmed switch is told again."""
+    groups = Groups()
+    first = groups.form("a", "b")
+    groups.arrive("c")
+    groups.ask("c")
+    groups.agree("a", "b")
+    groups.arrive("a")
+    told = groups.say("a", Here(first, 0, 2, 3, broken=False))
+    assert told == {"a": [Confirm(first, 2)]}
+
+
+def test_what_is_proposed_is_taken_back_when_a_member_reconnects():
+    """It may have missed it, and all agree anew."""
+    groups = Groups()
+    first = groups.form("a", "b")
+    groups.arrive("c")
+    groups.ask("c")
+    groups.answer(3, "a", "b")
+    groups.arrive("a")
+    told = groups.say("a", Here(first, 0, 2, 3, broken=False))
+    assert [m for n in "ab" for m in told[n]] == [Propose(first, 0, 0)] * 2

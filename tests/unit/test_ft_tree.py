@@ -1,0 +1,277 @@
+"""A state becomes JSON and bytes, and comes back with the same types, values and ties."""
+
+import json
+from collections import Counter, OrderedDict, defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft.checkpointing import layout as layouts
+from hpc_elastic.ft.checkpointing.layout import Layout, State, Target, digest
+from hpc_elastic.ft.checkpointing.transport import HealError
+
+
+def through(state, like=None, *, in_place=False):
+    """Take a state apart, copy its bytes by the stream's places, and put it together."""
+    sent = State(state, step=3)
+    layout = Layout.from_json(sent.layout.to_json())
+    assert layout == sent.layout
+    stream = bytearray(layout.num_bytes)
+    for spec, raw in zip(layout.specs, sent.raw, strict=True):
+        stream[spec.begin : spec.begin + spec.num_bytes] = raw.numpy().tobytes()
+    target = Target(layout, lambda: like, in_place=in_place)
+    for begin, view in target.views():
+        view[:] = stream[begin : begin + len(view)]
+    return target.state()
+
+
+VALUES = {
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, -1, 1 << 80],
+    "floats": [0.1, -0.0, float("inf"), 1e-320],
+    "complex": 1 - 2j,
+    "texts": ["", "ä/b~", "\ud800"],
+    "bytes": [b"", b"\x00\xff", bytearray(b"a")],
+    "nested": {"a": [(), ((1,), []), {2: "int", "2": "text", (1, "x"): None, None: 0, 1.5: 1}]},
+    "sets": [{1, 2}, frozenset([3])],
+    "counter": Counter(a=2, b=1),
+    "ordered": OrderedDict(b=1, a=2),
+    "order of keys": {"b": 1, "a": 2},
+    "looks marked": ["!", "tuple", [1]],
+    "marked keys": {"!": {"!": "tuple"}},
+    "marked tuple": ("!", "tuple", [1]),
+}
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_values_come_back_equal_and_of_the_same_type(key):
+    """Values of Python's own types are what they were."""
+    back = through({key: VALUES[key]})[key]
+    assert back == VALUES[key]
+    assert type(back) is type(VALUES[key])
+    assert repr(back) == repr(VALUES[key])
+
+
+def test_a_not_a_number_comes_back():
+    """NaN is no JSON, and is sent nevertheless."""
+    assert np.isnan(through([float("nan")])[0])
+
+
+def test_a_defaultdict_comes_back_as_a_dict():
+    """Its factory is code, which is not sent."""
+    back = through({"d": defaultdict(list, {1: [2]})})["d"]
+    assert type(back) is dict
+    assert back == {1: [2]}
+
+
+def test_equal_sets_are_the_same_text():
+    """Their order differs from process to process, and peers are compared by the text."""
+    a, b = set(), set()
+    for word in "abcdefghijkl":
+        a.add(word)
+    for word in reversed("abcdefghijkl"):
+        b.add(word)
+    assert State(a, 1).layout.to_json() == State(b, 1).layout.to_json()
+    assert through(a) == a
+
+
+def test_numpy_and_torch_values_come_back():
+    """NumPy's numbers and arrays, and torch's types, devices and sizes keep their types."""
+    state = [
+        np.float32(0.1), np.int64(-3), np.bool_(True), np.datetime64("2020-01-01"),
+        torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]),
+    ]  # fmt: skip
+    back = through(state)
+    assert back == state
+    assert [type(v) for v in back] == [type(v) for v in state]
+    array = np.arange(6, dtype=np.uint16).reshape(2, 3).T
+    array.flags.writeable = False
+    back = through({"a": array})["a"]
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array)
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
+    torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+def test_tensors_of_all_types_come_back(dtype):
+    """Bytes, type and shape are the same, for scalars and empty tensors too."""
+    raw = torch.randint(0, 2, (4 * dtype.itemsize,), dtype=torch.uint8)
+    tensors = [raw.view(dtype), raw.view(dtype)[1], torch.empty(0, 3, dtype=dtype)]
+    for back, sent in zip(through(tensors), tensors, strict=True):
+        assert (back.dtype, back.shape) == (sent.dtype, sent.shape)
+        assert (
+            back.contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(sent.contiguous().view(-1).view(torch.uint8))
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: t.t(),
+        lambda t: t[:, ::2],
+        lambda t: t[1:3],
+        lambda t: t[:1].expand(5, 6),
+        lambda t: t.reshape(1, 2, 2, 6).contiguous(memory_format=torch.channels_last),
+        lambda t: t.to(torch.complex64).conj(),
+        lambda t: torch.nn.Parameter(t),
+        lambda t: t.requires_grad_() * 2,
+    ],
+    ids=[
+        "transposed",
+        "strided",
+        "sliced",
+        "expanded",
+        "channels-last",
+        "conjugated",
+        "parameter",
+        "graph",
+    ],
+)
+def test_views_come_back(make):
+    """Whatever its strides are, a tensor has the same values; dense ones keep the strides."""
+    sent = make(torch.arange(24.0).reshape(4, 6))
+    back = through([sent])[0]
+    assert back.equal(sent)
+    assert type(back) is torch.Tensor
+    assert not back.requires_grad
+    if layouts.memory.is_dense(sent.shape, sent.stride()):
+        assert back.stride() == sent.stride()
+
+
+def test_tied_tensors_stay_tied_and_are_sent_once():
+    """The same memory in two places is the same tensor in both again."""
+    w = torch.ones(3, 3)
+    state = {"a": w, "b": w, "c": w.t(), "d": [w.clone()]}
+    assert len(State(state, 1).raw) == 3
+    back = through(state)
+    assert back["a"] is back["b"]
+    assert back["a"] is not back["d"][0]
+
+
+def test_an_optimizer_and_a_scheduler_come_back():
+    """Their state dicts load into fresh ones, which go on as the old ones would."""
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
+        return model, adam, torch.optim.lr_scheduler.MultiStepLR(adam, [2, 3])
+
+    def train(model, adam, scheduler):
+        for i in range(2):
+            adam.zero_grad()
+            model(torch.full((4, 4), float(i)) + torch.eye(4)).sum().backward()
+            adam.step()
+            scheduler.step()
+
+    old, new = make(), make()
+    train(*old)
+    for part, state in zip(new, through([part.state_dict() for part in old]), strict=True):
+        part.load_state_dict(state)
+    train(*old)
+    train(*new)
+    for a, b in zip(old[0].state_dict().values(), new[0].state_dict().values(), strict=True):
+        assert a.equal(b)
+    assert old[2].state_dict() == new[2].state_dict()
+
+
+def test_in_place_fills_the_own_tensors_that_fit():
+    """Those of the same form are filled where they are; others are new."""
+    own = {
+        "w": torch.zeros(3, 4).t(),
+        "b": torch.zeros(2),
+        "a": np.zeros(2),
+        "s": torch.zeros(4)[::2],
+    }
+    sent = {"w": torch.ones(3, 4).t(), "b": torch.ones(3), "a": np.ones(2), "s": torch.ones(2)}
+    back = through(sent, own, in_place=True)
+    assert back["w"] is own["w"]
+    assert back["a"] is own["a"]
+    assert own["w"].equal(sent["w"])
+    assert back["b"].equal(sent["b"])
+    assert own["b"].equal(torch.zeros(2))
+    assert back["s"].equal(torch.ones(2))
+
+
+def test_keys_with_one_path_are_not_taken_for_each_other():
+    """The keys 1 and "1" have the same path, and each gets its own tensor."""
+    own = {1: torch.zeros(2), "1": torch.zeros(2)}
+    back = through({1: torch.ones(2), "1": torch.full((2,), 2.0)}, own, in_place=True)
+    assert back[1].tolist() == [1, 1]
+    assert back["1"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (object(), "object"),
+        (lambda: None, "function"),
+        (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "meta"),
+        (np.array(["text"]), "U4"),
+    ],
+    ids=["object", "function", "sparse", "meta", "text-array"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_what_can_not_be_sent_is_named(value, word):
+    """The error names the path of the object, and what it is."""
+    with pytest.raises(ConfigError, match=r"state: /user/0/x.*" + word):
+        State({"user": [{"x": value}]}, 1)
+
+
+def test_an_object_as_a_key_is_named():
+    """Keys are values of Python's own types."""
+    with pytest.raises(ConfigError, match="key <object"):
+        State({"user": {object(): 1}}, 1)
+
+
+def test_small_tensors_stand_first():
+    """They are at the beginning of the stream, whatever is between them."""
+    big, small = torch.zeros(layouts.SMALL_BYTES + 1, dtype=torch.uint8), torch.zeros(7)
+    found = State([big, small, big.clone(), small.clone()], 1).layout
+    assert found.small_bytes == 2 * small.nbytes
+    assert [s.begin < found.small_bytes for s in found.specs] == [False, True, False, True]
+
+
+def test_the_digest_tells_states_of_other_forms_steps_and_values_apart():
+    """What is no tensor is a part of it, and so is the step; the tensors' contents are not."""
+
+    def of(state, step=1):
+        return digest(State(state, step).layout.to_json())
+
+    assert of({"a": torch.ones(2), "v": 1}) == of({"a": torch.zeros(2), "v": 1})
+    others = [of({"a": torch.ones(2), "v": 2}), of({"a": torch.ones(3), "v": 1})]
+    others += [of({"a": torch.ones(2), "v": 1}, step=2), of({"b": torch.ones(2), "v": 1})]
+    assert of({"a": torch.ones(2), "v": 1}) not in others
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{}", b'{"specs":[{}]}', b'{"specs":[],"step":1}', b"\xff"]
+)
+def test_what_is_no_layout_is_refused(raw):
+    """A damaged layout is an error of its own."""
+    with pytest.raises(HealError):
+        Layout.from_json(raw)
+
+
+@pytest.mark.parametrize(
+    "value", [["!"], ["!", "nothing", 1], ["!", "tuple", 1], ["!", "float", "x"]]
+)
+def test_what_no_encoder_wrote_is_refused(value):
+    """A damaged tree is an error of its own."""
+    layout = Layout(1, json.loads(json.dumps({"a": value})), (), 0, 0)
+    with pytest.raises(HealError):
+        Target(layout, in_place=False).state()

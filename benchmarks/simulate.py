@@ -3,9 +3,11 @@
 
     python benchmarks/simulate.py --schedules 1000000
     python benchmarks/simulate.py --seed 4711 --trace
+    python benchmarks/simulate.py --ft --schedules 50000
 
 The first runs so many schedules, prints what was in them, and ends with 1 if an invariant did not
-hold in one; the second shows one schedule whole. No torch, no Slurm, no network is needed.
+hold in one; the second shows one schedule whole. With ``--ft`` it is the quorum of fault tolerance
+instead of the rendezvous. No torch, no Slurm, no network is needed.
 """
 
 from __future__ import annotations
@@ -15,23 +17,28 @@ import os
 import sys
 import time
 from collections import Counter
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
 
-from hpc_elastic.testing.simulation import Outcome, Simulator, format_trace, run_in_parallel
+from hpc_elastic.testing import simulation
+from hpc_elastic.testing.simulation import ft
 
 SHOWN_FAILURES = 5
+
+Total = simulation.Outcome | ft.Outcome
 
 
 def main() -> int:
     """Run the schedules; return the exit code."""
     args = parse_args()
+    what = ft if args.ft else simulation
     if args.trace:
-        return show(args.seed)
+        return show(what, args.seed)
     started = time.monotonic()
     progress = Progress(args.schedules)
-    total = run_in_parallel(args.seed, args.schedules, args.processes, progress)
+    total = what.run_in_parallel(args.seed, args.schedules, args.processes, progress)
     Console().print(table(total, time.monotonic() - started, args.processes))
     for failure in list(total.failures.values())[:SHOWN_FAILURES]:
         print(f"\n{failure}")
@@ -44,19 +51,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--ft", action="store_true", help="the quorum, not the rendezvous")
     parser.add_argument("--trace", action="store_true", help="show one schedule, event by event")
     return parser.parse_args()
 
 
-def show(seed: int) -> int:
+def show(what: ModuleType, seed: int) -> int:
     """Run one schedule and print all that happens in it."""
-    sim = Simulator(seed, whole_trace=True)
+    sim = what.Simulator(seed, whole_trace=True)
     complaint = None
     try:
         sim.run()
     except Exception as e:  # a schedule may fail in the protocol's own code
         complaint = f"{type(e).__name__}: {e}"
-    print(sim.scenario, format_trace(sim), sep="\n")
+    print(sim.scenario, what.format_trace(sim), sep="\n")
     print(complaint or "everything held")
     return 1 if complaint else 0
 
@@ -68,7 +76,7 @@ class Progress:
         self._schedules = schedules
         self._told = time.monotonic()
 
-    def __call__(self, total: Outcome) -> None:
+    def __call__(self, total: Total) -> None:
         """Say it, if the last time was long ago."""
         if time.monotonic() - self._told >= 30:
             self._told = time.monotonic()
@@ -76,11 +84,30 @@ class Progress:
             print(f"{total.schedules} of {self._schedules}, {failures} failed", file=sys.stderr)
 
 
-def table(total: Outcome, wall_s: float, processes: int) -> Table:
+def table(total: Total, wall_s: float, processes: int) -> Table:
     """Return the totals as a table."""
-    rows = Table("what", "how many", title="Random schedules of the rendezvous")
+    of_ft = isinstance(total, ft.Outcome)
+    title = f"Random schedules of the {'quorum' if of_ft else 'rendezvous'}"
+    rows = Table("what", "how many", title=title)
     rows.columns[1].justify = "right"
-    for what, value in {
+    counted = of_quorums(total) if isinstance(total, ft.Outcome) else of_rounds(total)
+    for what, value in counted.items():
+        rows.add_row(what, f"{value:,}")
+    rows.add_section()
+    for kind, num in sorted(total.faults.items()):
+        rows.add_row(f"fault: {kind}", f"{num:,}")
+    rows.add_section()
+    rows.add_row("failures", f"{len(total.failures):,}")
+    seeds = ", ".join(map(str, sorted(total.failures)[:10]))
+    rows.add_row("their seeds", seeds or "-")
+    rows.add_row("wall seconds", f"{wall_s:.1f} on {processes} processes")
+    rows.add_row("processor ms per schedule", f"{1e3 * total.cpu_s / total.schedules:.2f}")
+    return rows
+
+
+def of_rounds(total: simulation.Outcome) -> dict[str, float]:
+    """Return what is counted in schedules of the rendezvous."""
+    return {
         "schedules": total.schedules,
         "virtual hours": round(total.virtual_s / 3600, 1),
         "events": total.events,
@@ -96,18 +123,26 @@ def table(total: Outcome, wall_s: float, processes: int) -> Table:
         "after so many virtual seconds, 99 %": percentile(total.stood_after, 0.99),
         "after so many virtual seconds, longest": percentile(total.stood_after, 1.0),
         "invariant checks": total.checks,
-    }.items():
-        rows.add_row(what, f"{value:,}")
-    rows.add_section()
-    for kind, num in sorted(total.faults.items()):
-        rows.add_row(f"fault: {kind}", f"{num:,}")
-    rows.add_section()
-    rows.add_row("failures", f"{len(total.failures):,}")
-    seeds = ", ".join(map(str, sorted(total.failures)[:10]))
-    rows.add_row("their seeds", seeds or "-")
-    rows.add_row("wall seconds", f"{wall_s:.1f} on {processes} processes")
-    rows.add_row("processor ms per schedule", f"{1e3 * total.cpu_s / total.schedules:.2f}")
-    return rows
+    }
+
+
+def of_quorums(total: ft.Outcome) -> dict[str, float]:
+    """Return what is counted in schedules of the quorum."""
+    return {
+        "schedules": total.schedules,
+        "virtual hours": round(total.virtual_s / 3600, 1),
+        "events": total.events,
+        "quorums": total.quorums,
+        "keepers": total.keepers,
+        "steps committed, by each replica": total.commits,
+        "steps that failed": total.failed_steps,
+        "states healed": total.heals,
+        "proposals of a switch": total.proposals,
+        "replicas that left as announced": total.farewells,
+        "quorums that left a live member behind": total.dropped,
+        "all in one quorum when all was calm": total.stood,
+        "invariant checks": total.checks,
+    }
 
 
 def percentile(seconds: Counter[int], share: float) -> int:

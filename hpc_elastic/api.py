@@ -60,6 +60,7 @@ def launch(
     nodes: int | str = 1,
     nproc_per_node: Nproc = "auto",
     launcher: Literal["local", "slurm"] = "local",
+    ft: bool = False,
     run_dir: str | Path | None = None,
     **settings: Any,
 ) -> LaunchResult:
@@ -71,6 +72,8 @@ def launch(
         nodes: How many, such as ``4`` or ``"1:4"``.
         nproc_per_node: Workers of each node.
         launcher: Processes on this machine, or a Slurm job array.
+        ft: Each node is a replica group of its own, whose workers outlive the other nodes'; for
+            functions that train with `hpc_elastic.ft`.
         run_dir: An empty or new folder, on the shared file system; None makes one in ``runs/``.
         **settings: ``launcher.*`` as in the config: ``partition="gpu"``, ``max_restarts=0``,
             ``rendezvous={"join_timeout_s": 60}``.
@@ -92,6 +95,7 @@ def launch(
     config = {
         "nodes": nodes,
         "nproc_per_node": nproc_per_node,
+        "ft": ft,
         "launcher": {**settings, "backend": launcher},
     }
     checked = resolve(config, overrides=["nodes="])

@@ -172,3 +172,5 @@ class RunSettings:
     nodes: NodeRange
     nproc_per_node: Nproc
     launcher: SlurmSettings | LocalSettings
+    ft: bool = False
+    """Each node is a replica group of its own, whose workers outlive the other nodes'."""

@@ -11,7 +11,19 @@
     |  |- CheckpointNotFoundError (FileNotFoundError)    there is none, or not the one asked for
     |  |- CheckpointCorruptError         what is stored is damaged
     |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
-    `- WorkerGroupError                  the training itself failed: first failure, and victims
+    |- WorkerGroupError                  the training itself failed: first failure, and victims
+    |
+    |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
+    |- LeftQuorumError                   this replica has left, as it was announced
+    |- DamagedStateError                 a state received in place is half of another, for good
+    |- QuorumBrokenError                 a member was lost, or has reported an error
+    |- GroupServerGoneError (ConnectionError)    the process that speaks for the workers is dead
+    |- HealError                         a peer's state could not be fetched
+    |  `- HealTimeoutError (TimeoutError)
+    `- ProcessGroupError (RuntimeError)  a collective between replicas failed
+       |- NotConfiguredError
+       |- AbortedError
+       `- CollectiveTimeoutError (TimeoutError)
 
 Rendezvous errors are torch's own (torch.distributed.elastic.rendezvous), because torch's agent
 acts on their types.

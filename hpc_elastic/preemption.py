@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_elastic.control import ControlPage, own_page
@@ -136,11 +137,40 @@ class Decision:
             page.want()
 
 
+Rule = Callable[[int, bool], bool]
+"""(step, whether this process's own period says that a checkpoint is due) -> whether to save."""
+
+
 class _Own:
     """This process's decision, made on first use."""
 
     decision: Decision | None = None
     period: Period | None = None
+    rule: Rule | None = None
+    clock: Clock | None = None
+
+
+def answer_by(rule: Rule | None) -> None:
+    """Let somebody else answer `should_checkpoint` in this process (`hpc_elastic.ft.Manager`).
+
+    A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
+    its ranks say the same, is for its Manager to see to.
+
+    Args:
+        rule: The rule; None: ask the control page again.
+    """
+    _Own.rule = rule
+    _Own.clock = None if rule is None else Clock(time.monotonic())
+
+
+def _by_rule(rule: Rule, step: int, period: Period, now: float) -> bool:
+    clock = _Own.clock
+    assert clock is not None
+    clock.called(now)
+    yes = rule(step, period.is_due(step) or clock.is_due(period, now))
+    if yes:
+        clock.saves(time.monotonic())
+    return yes
 
 
 def should_checkpoint(
@@ -171,6 +201,8 @@ def should_checkpoint(
         HpcElasticError: the agent is silent; the group is lost.
     """
     now = time.monotonic()
+    if _Own.rule is not None:
+        return _by_rule(_Own.rule, step, Period(every_steps, every_s, share), now)
     decision, period = _Own.decision, _Own.period
     if decision is None or period is None:
         period = _Own.period = Period(every_steps, every_s, share)

@@ -92,6 +92,8 @@ class RunSpec:
     notice_signal: Literal["USR1", "USR2"] = "USR2"
     gang: bool = False
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
+    ft: bool = False
+    """Each node is a replica group of its own (`hpc_elastic.ft`)."""
     env: dict[str, str] = field(default_factory=dict)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)

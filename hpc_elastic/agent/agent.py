@@ -38,6 +38,7 @@ from hpc_elastic.agent import leftovers
 from hpc_elastic.agent.boundaries import Boundaries
 from hpc_elastic.agent.notices import Farewell, Notices
 from hpc_elastic.agent.processes import RoundLogs, made_from
+from hpc_elastic.agent.replica import Replica, ReplicaFarewell
 from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.agent.surroundings import is_training
@@ -70,6 +71,7 @@ class Workplace:
         notices: Where a notice for this node is found.
         saves_itself: Whether under notice there is sense in waiting for a script that does not
             say when it saves.
+        replica: The node's, where its workers are one (``ft=true``).
     """
 
     place: Place
@@ -78,6 +80,7 @@ class Workplace:
     settings: AgentSettings
     notices: Notices
     saves_itself: bool = True
+    replica: Replica | None = None
 
 
 class RunAgent(LocalElasticAgent):
@@ -173,16 +176,25 @@ class RunAgent(LocalElasticAgent):
         os.environ[ROUND_VARIABLE] = str(self._round.number)
         record = fence.record_path(self._workplace.run.rdzv, self._round.record)
         os.environ[fence.VARIABLE] = str(record)
+        if self._workplace.replica is not None:
+            os.environ.update(self._workplace.replica.environment(self._round))
+            self._workplace.replica.expect_workers()
         with made_from(self._spares):
             return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _listen(self, pages: list[ControlPage]) -> None:
         """Begin to pass on what the workers of a round and their leader tell each other."""
         self._boundaries = Boundaries(self._session, pages)
-        self._farewell = Farewell(
-            self._session, self._workplace.notices, pages,
-            since=self._started_at, saves_itself=self._workplace.saves_itself,
-        )  # fmt: skip
+        replica, notices = self._workplace.replica, self._workplace.notices
+        if replica is not None:
+            self._farewell = ReplicaFarewell(
+                replica, self._session, notices, pages, since=self._started_at
+            )
+        else:
+            self._farewell = Farewell(
+                self._session, notices, pages,
+                since=self._started_at, saves_itself=self._workplace.saves_itself,
+            )  # fmt: skip
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)

@@ -137,13 +137,17 @@ class Farewell:
             self._shown = notice.by
             for page in self._pages:
                 page.give_notice(notice.by)
-        why = preemption.why_leave_now(
-            notice, workers, now=now, age_s=now - self._since, saves_itself=self._saves_itself
-        )
+        why = self._why_leave(notice, workers, now)
         if why is not None:
             _log.warning("this node is left now: %s", why)
             self._leaves = True
             self._leader.leave_now()
+
+    def _why_leave(self, notice: Notice, workers: list[Progress], now: float) -> str | None:
+        """Tell why to wait no longer; None: wait."""
+        return preemption.why_leave_now(
+            notice, workers, now=now, age_s=now - self._since, saves_itself=self._saves_itself
+        )
 
     def _hear_of(self, workers: Sequence[Progress]) -> None:
         """Take in what the leader knows, and what the workers' scripts want."""

@@ -23,6 +23,7 @@ from hpc_elastic.agent.agent import RunAgent, Workplace
 from hpc_elastic.agent.lookup import Task
 from hpc_elastic.agent.notices import Notices, Scheduler, Watch
 from hpc_elastic.agent.preemption import Terms, spread_s
+from hpc_elastic.agent.replica import Replica, keepers
 from hpc_elastic.agent.report import Place
 from hpc_elastic.agent.signals import Caught
 from hpc_elastic.agent.spares import Spares
@@ -137,6 +138,7 @@ class _Node:
         self._interface = _interface(task)
         self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
         self._agent: RunAgent | None = None
+        self._replica: Replica | None = None
 
     def run(self, spares: Spares) -> int:
         """Return the task's exit code."""
@@ -177,8 +179,9 @@ class _Node:
         return TAKEN
 
     def _run_agent(self, session: Session, spares: Spares) -> int:
+        stores = RoundStores(self._interface.address) if self._replica is not None else None
         handler = SlurmRendezvousHandler(
-            session, self._spec.run_id, self._spec.rendezvous.join_timeout_s
+            session, self._spec.run_id, self._spec.rendezvous.join_timeout_s, stores=stores
         )
         workplace = Workplace(
             place=Place(self._task.name, self._task.slurm.node_name, self._task.logs),
@@ -187,6 +190,7 @@ class _Node:
             settings=self._spec.agent,
             notices=self._notices,
             saves_itself=self._spec.launcher == "slurm",
+            replica=self._replica,
         )
         spares.resize(self._nproc if self._spec.agent.spares else 0)
         self._agent = RunAgent(self._worker_spec(handler), handler, workplace, spares)
@@ -211,7 +215,9 @@ class _Node:
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
         office = self._office(self._tasks, task.run.secret.read_bytes())
         candidacy = Candidacy(self._interface.address, office, self._tasks.is_running)
-        return Session(me, candidacy, progress=self._progress)
+        if self._spec.ft:
+            self._replica = Replica(me, self._control, self._spec.max_nodes)
+        return Session(me, candidacy, progress=self._progress, group=self._replica)
 
     def _office(self, tasks: RunTasks, secret: bytes) -> Office:
         """Return what this node would lead the run with."""
@@ -224,6 +230,7 @@ class _Node:
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
                 min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
                 max_attempts_without_progress=spec.max_attempts_without_progress,
+                ft=spec.ft,
             ),
             liveness=Liveness.of(
                 settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
@@ -233,6 +240,7 @@ class _Node:
             make_journal=lambda: Journal(run, spec.run_id, events),
             world=RunWorld(run, tasks, RoundStores(self._interface.address)),
             notices=NoticeFiles(run.notices),
+            make_keeper=keepers(spec.min_nodes),
         )  # fmt: skip
 
     def _progress(self) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
 
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
+RESULTS_VARIABLE = "HPC_ELASTIC_RESULTS"
+"""Name of the folder with what the workers return; without it, it is the round's."""
 SPARE_VARIABLE = "HPC_ELASTIC_SPARE"
 """Set for a process that is started ahead of its use (`hpc_elastic.agent.spares`)."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -151,7 +153,8 @@ def _load_module(name: str) -> types.ModuleType:
 
 
 def _write_value(run: RunDir, value: Any) -> None:
-    folder = run.results / f"round-{os.environ[ROUND_VARIABLE]}"
+    name = os.environ.get(RESULTS_VARIABLE) or f"round-{os.environ[ROUND_VARIABLE]}"
+    folder = run.results / name
     folder.mkdir(parents=True, exist_ok=True)
     rank = os.environ["RANK"]
     write_atomic(folder / f"rank-{rank}.json", to_json(value) + "\n")

@@ -80,6 +80,5 @@ def _device() -> torch.device:
 
 
 def _record_token() -> str | None:
-    """Return the number of the record that formed the worker group; None outside of a run."""
-    record = fence.own_record()
-    return f"r{fence.number(record.name)}" if record else None
+    """Return the name of the worker group among those of its run; None outside of a run."""
+    return fence.token()

@@ -148,6 +148,9 @@ class GlobalBatch:
         step: Number of the optimizer step that it makes, from 1, over the whole run.
         epoch: Its epoch, from 0.
         num_samples: Its samples, all ranks together.
+
+    With a fault-tolerant manager they are what is expected until `parts` has begun, for only then
+    it is known who is there; and a step that was not committed is made again.
     """
 
     def __init__(self, step: int, epoch: int, num_samples: int, source: PartSource) -> None:
@@ -156,6 +159,12 @@ class GlobalBatch:
         self.num_samples = num_samples
         self._source = source
         self._begun = False
+        self.is_complete = False
+        """All of its parts have been gone through."""
+
+    def is_at(self, step: int, epoch: int, num_samples: int) -> None:
+        """Say which one it is, now that it is known; for the sampler."""
+        self.step, self.epoch, self.num_samples = step, epoch, num_samples
 
     def parts(self, *models: Any) -> Iterator[tuple[Any, float]]:
         """Yield this rank's micro-batches: what the loader made of them, and their weight.
@@ -175,11 +184,13 @@ class GlobalBatch:
         if self._begun:
             raise RuntimeError("a batch can be gone through once: keep list(batch.parts()) instead")
         self._begun = True
-        last = len(self._source.parts) - 1
-        for i, part in enumerate(self._source.parts):
+        parts = self._source.begin(self)
+        last = len(parts) - 1
+        for i, part in enumerate(parts):
             data = self._source.load()
             with _exchange(models, now=i == last):
                 yield data, part.weight
+        self.is_complete = True
         self._source.trained()
 
 
@@ -187,7 +198,7 @@ class GlobalBatch:
 class PartSource:
     """Where a global batch has its micro-batches from, and who is told of its end."""
 
-    parts: list[Part]
+    begin: Callable[[GlobalBatch], list[Part]]
     load: Callable[[], Any]
     trained: Callable[[], None]
 

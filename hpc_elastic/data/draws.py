@@ -92,10 +92,12 @@ class Items:
 
     Attributes:
         inside: The loader is at work: what it asks of the sampler is no checkpoint's doing.
+        next: What the next item is of: how batches are divided, and where in the training.
     """
 
     def __init__(self) -> None:
         self.inside = False
+        self.next: tuple[Plan, Place] | None = None
         self._items: Iterator[Any] = iter(())
         self._checked = False
 
@@ -106,20 +108,21 @@ class Items:
             loader: The loader.
             seed: What its worker processes derive their random numbers from.
         """
+        self._items = iter(())  # ends the worker processes of a loader that was left early
         with self._inside(), _own_randomness(seed):
             self._items = iter(loader)
         self._checked = False
 
-    def load(self, begin: Callable[[], Place | None], place: Place) -> Any:
+    def load(self, begin: Callable[[], Place | None]) -> Any:
         """Return the next item.
 
         Args:
             begin: Says where the loader's draws began; None if it drew nothing.
-            place: Where they had to begin.
 
         Raises:
             RuntimeError: the loader does not go with the sampler.
         """
+        place = self.next and self.next[1]
         with self._inside():
             try:
                 item = next(self._items)
@@ -133,16 +136,17 @@ class Items:
         self._checked = True
         return item
 
-    def close(self) -> None:
-        """End with the loader, which has to have ended.
+    def close(self, *, must_have_ended: bool = False) -> None:
+        """Be done with the loader.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: it has to have ended, and has not.
         """
         with self._inside():
-            if next(self._items, self) is not self:
+            if must_have_ended and next(self._items, self) is not self:
                 raise RuntimeError(f"the loader goes on behind the end of the epoch: {_ONE_EACH}")
         self._items = iter(())
+        self.next = None
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ Spans = NDArray[np.int64]
 
 STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
 NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
-_FILE = re.compile(r"(?P<name>[\w-]+)\.record-\d+\.rank-\d+\.jsonl")
+_FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read(folder: Path) -> dict[str, dict[Name, Group]]:
             continue
         for head, spans in _stretches(path):
             group = found.setdefault(m["name"], {}).setdefault(head.stretch, Group(head))
-            group.spans[head.rank] = spans
+            group.spans[head.rank] = _longer(spans, group.spans.get(head.rank, NO_SPANS))
     if not found:
         remedy = "it is written by runs whose script trains with an ElasticSampler"
         raise RunDirectoryError(f"{folder.parent} has no ledger: {remedy}")
@@ -117,6 +117,11 @@ def _parent(group: Group, groups: Mapping[Name, Group]) -> Group | None:
 def num_samples(spans: Spans) -> int:
     """Return how many samples, or paddings, were trained in these steps."""
     return int((spans[:, NUM_STEPS] * spans[:, COUNT]).sum())
+
+
+def _longer(spans: Spans, others: Spans) -> Spans:
+    """Return what reaches further: replicas write down the same batches, each as far as it came."""
+    return spans if _last_step(spans) >= _last_step(others) else others
 
 
 def _last_step(spans: Spans) -> int:

@@ -1,9 +1,11 @@
 """The ledger: each rank writes down which samples it has trained on, for `audit` to prove from.
 
     <run>/ledger/<name>.record-<n>.rank-<r>.jsonl
+    <run>/ledger/<name>.replica-<token>.jsonl
 
 ``name`` is the sampler's, n the number of the record that formed the worker group (`fence`), r the
-rank; so each file has one writer, once. The lines:
+rank; the token is a replica process's, where replicas live on when the group changes (`book`). So
+each file has one writer, once. The lines:
 
     {"ledger": 1, ...}                                     a stretch begins: see `Stretch`
     [step, num_steps, epoch, start, stride, count]         from `step` on, so many steps: the i-th
@@ -14,8 +16,9 @@ Positions, not indices, and one line for as many steps as follow the same rule: 
 steps between two flushes, but where an epoch ends.
 
 Stretches tell what came of the work. A *stretch* is what one group trains from one loaded state
-on, named by (record, number of states loaded before); a state carries the name of the stretch that
-made it. So a stretch's parent is known, and from which of its steps on it went another way.
+on, named by (record, number of states loaded before), or by (quorum, number of states loaded in
+it); a state carries the name of the stretch that made it. So a stretch's parent is known, and from
+which of its steps on it went another way.
 
 When it is written: a step is noted once it is trained, and written at the next save at the latest
 (`ElasticSampler.state_dict`), before that checkpoint can be complete; else every ten seconds. A
@@ -81,13 +84,13 @@ class Stretch:
 
     Attributes:
         name: The sampler's.
-        stretch: (record, number of states loaded before): equal on all ranks of a group.
+        stretch: (record or quorum, number of states loaded): equal on all ranks of a group.
         parent: The stretch that made the state; None if it was the beginning, or another run.
         step: Global batches trained before, over the run.
         epoch: The epoch that it goes on with.
         position: How much of that epoch was trained before.
-        rank: The writer's.
-        world_size: How many ranks write.
+        rank: The writer's; replicas write 0 of 1, each all of the batch.
+        world_size: How many ranks write a share of the batch.
         facts: What has to be equal for the order to be the same: dataset_len, seed, shuffle, order.
         end: What happens to an epoch's last samples.
         global_batch: Samples a step.
@@ -171,11 +174,6 @@ class Ledger:
         self._file: int | None = None
         self._open()
         atexit.register(self.flush)
-
-    @classmethod
-    def of(cls, origin: Origin, name: str, rank: int) -> Ledger:
-        """Open the ledger of a sampler of this name, as this rank."""
-        return cls(origin.folder / f"{name}.record-{origin.record}.rank-{rank}.jsonl")
 
     def begin(self, stretch: Stretch) -> None:
         """Write the head of a stretch at once."""

@@ -58,11 +58,37 @@ class Plan:
             return whole
         return max(0, left) if self.end == "keep" else 0
 
+    def after(self, place: Place, num_steps: int) -> Place:
+        """Return the place that is so many steps further; at an epoch's end it is still in it.
+
+        Args:
+            place: Where to begin.
+            num_steps: From 0.
+        """
+        whole = self.batch.global_batch
+        left = self._batches_from(place.position)
+        epoch, position, ahead = place.epoch, place.position, num_steps
+        if ahead > left:
+            epochs, ahead = divmod(ahead - left - 1, self.num_batches)
+            epoch, position, ahead = epoch + 1 + epochs, 0, ahead + 1
+        position += ahead * whole
+        if self.end == "keep":
+            position = min(position, max(self.length, place.position))
+        return Place(epoch, position, place.step + num_steps)
+
+    def next_batch(self, place: Place) -> Place:
+        """Return where the next batch begins: in the next epoch, if none of this one is left."""
+        has_more = self.size(place.position) > 0
+        return place if has_more else Place(place.epoch + 1, 0, place.step)
+
+    def _batches_from(self, position: int) -> int:
+        full, rest = divmod(max(0, self.length - position), self.batch.global_batch)
+        return full + (rest > 0 and self.end != "drop")
+
     @property
     def num_batches(self) -> int:
         """Global batches of a whole epoch."""
-        full, rest = divmod(self.length, self.batch.global_batch)
-        return full + (rest > 0 and self.end != "drop")
+        return self._batches_from(0)
 
     @property
     def num_parts(self) -> int:

@@ -9,6 +9,9 @@ and without being asked; that moves nothing. The position moves when a global ba
 micro-batch has been gone through (`GlobalBatch.parts` has ended), and so a state that is taken
 right after the optimizer's step holds that batch, and one that is taken before it does not.
 
+With a fault-tolerant ``manager``, replicas come and go while the loop goes on, and the position
+moves when the manager has committed the step; `replicas` has the rules. The loop is the same.
+
 An epoch ends when the loop over `ElasticSampler.batches` does. A state taken inside of the loop
 goes on inside of the epoch, even if no batch of it is left: what the script does after the loop,
 such as an evaluation, is done then. A state taken after the loop goes on with the next epoch.
@@ -21,11 +24,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from hpc_elastic.data.batch import ElasticBatch, GlobalBatch, PartSource
+from hpc_elastic.data.batch import ElasticBatch, GlobalBatch, Part, PartSource
+from hpc_elastic.data.book import Book
 from hpc_elastic.data.draws import Draws, Items, Keeper, require_loader_of
-from hpc_elastic.data.ledger import Ledger, Stretch, origin
 from hpc_elastic.data.order import hashed
-from hpc_elastic.data.plan import End, Place, Plan, require_word
+from hpc_elastic.data.plan import End, Place, Plan
+from hpc_elastic.data.replicas import Cohort, Manager
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +61,10 @@ class ElasticSampler:
         name: Of its ledger, a word; each sampler of a script needs its own. None writes no ledger:
             for a sampler that is not trained with, and where ranks share data (tensor parallelism)
             for all of them but one.
+        manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share each
+            batch. ``batch`` then has the rank inside of the replica's group only. The sampler adds
+            itself to the state that heals a replica. Not for LocalSGD and DiLoCo, where the
+            manager's steps are not the optimizer's.
 
     Raises:
         ConfigError: an argument is out of range, or an epoch would have no batch.
@@ -71,36 +79,36 @@ class ElasticSampler:
         shuffle: bool = True,
         end: End = "keep",
         name: str | None = "train",
+        manager: Manager | None = None,
     ) -> None:
         batch = batch if isinstance(batch, ElasticBatch) else ElasticBatch(batch)
         self._plan = Plan(int(dataset_len), int(seed), shuffle, end, batch)
         self._place = Place()
+        self._drawn: tuple[Plan, Place] | None = None
+        """With a manager: how batches are divided, and from where on they are drawn."""
         self._draws: Draws | None = None
         self._items = Items()
         self._num_loaded = 0
-        self._name = name
-        self._origin = None
-        if name is not None:
-            require_word(name)
-            self._origin = origin()
-        self._ledger: Ledger | None = None
-        self._parent: tuple[int, int] | None = None
-        self._begun = False
+        self._book = Book(name)
+        self._cohort = Cohort(manager) if manager is not None else None
+        if manager is not None:
+            key = f"hpc_elastic.data.{name or id(self)}"
+            manager.register_state_dict_fn(key, self._heal, self._healing_state)
 
     @property
     def epoch(self) -> int:
         """The epoch that is being trained, from 0."""
-        return self._place.epoch
+        return self._now().epoch
 
     @property
     def position(self) -> int:
         """Samples of the epoch that were trained, all ranks together."""
-        return self._place.position
+        return self._now().position
 
     @property
     def step(self) -> int:
         """Global batches that were trained, over the whole run."""
-        return self._place.step
+        return self._now().step
 
     @property
     def num_batches(self) -> int:
@@ -109,14 +117,16 @@ class ElasticSampler:
 
     def __len__(self) -> int:
         """Return this rank's micro-batches of a whole epoch, as a DataLoader counts them."""
-        return self._plan.num_parts
+        plan, _ = self._drawn or (self._plan, self._place)
+        return plan.num_parts
 
     def __iter__(self) -> Draws:
         """Draw this rank's micro-batches, as lists of indices, from where the training is.
 
         For the loader, which may draw ahead as it likes: that moves nothing.
         """
-        self._draws = Draws(self._plan, self._place, Keeper(self._state, self._adopt))
+        plan, place = self._drawn or (self._plan, self._place)
+        self._draws = Draws(plan, place, Keeper(self._state, self._adopt))
         return self._draws
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -130,13 +140,16 @@ class ElasticSampler:
         while self.epoch < num_epochs:
             begin = self._place
             yield self.epoch
-            if self._place == begin:
+            if self._now() == begin:
                 raise RuntimeError(
                     f"nothing of epoch {self.epoch} was trained: go through sampler.batches(loader)"
                 )
 
     def batches(self, loader: Any) -> Iterator[GlobalBatch]:
         """Yield the global batches that are left of the epoch.
+
+        With a manager, a batch whose step was not committed comes again; and in a replica that was
+        healed the loop goes on in the epoch in which the others are, to its end.
 
         Args:
             loader: A DataLoader whose ``batch_sampler`` is this, or anything that yields one item
@@ -148,37 +161,43 @@ class ElasticSampler:
                 the loader does not go with the sampler.
         """
         require_loader_of(self, loader)
-        self._items.open(loader, self._loader_seed())
-        self._begin_stretch()
-        num_loaded, begin = self._num_loaded, self._place
-        while size := self._plan.size(self.position):
-            batch = self._global_batch(size, begin)
+        self._items.close()
+        if self._cohort is None:
+            self._feed(loader, self._plan, self._place)
+            self._book.begin(self._plan, self._place)
+        num_loaded = self._num_loaded
+        while self._plan.size(self.position):
+            batch = self._global_batch(loader)
             yield batch
             if self._num_loaded != num_loaded:
                 raise RuntimeError("a state was loaded inside of the loop: begin the loop again")
-            if self.step != batch.step:
+            if not batch.is_complete:
                 raise RuntimeError(
                     f"step {batch.step} was left before the last of its parts(), with which the "
                     "ranks exchange gradients: go through all of them"
                 )
-            if self._ledger:
-                self._ledger.flush_if_due()
-        self._items.close()
+            self._now()
+            if self._cohort:
+                self._cohort.end()
+            self._book.flush_if_due()
+        self._items.close(must_have_ended=self._cohort is None)
         self._place = replace(self._place, epoch=self.epoch + 1, position=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: a few numbers, the same on all ranks.
 
         To be called on every rank at a checkpoint, whoever saves it: the ledger is written then.
+        With a manager, on the ranks of the replica that saves.
         """
-        if self._ledger and not self._items.inside:
-            self._ledger.flush(sync=True)
+        if not self._items.inside:
+            self._now()
+            self._book.flush()
         return self._state(self._place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a state was taken, with any number of workers.
 
-        Another global batch or another ``end`` is allowed.
+        Another global batch or another ``end`` is allowed. With a manager, load its state as well.
 
         Raises:
             ConfigError: the state is of another dataset length, seed or order, where the position
@@ -186,38 +205,24 @@ class ElasticSampler:
         """
         if self._items.inside:
             return  # it is torchdata's, which has the draws load what counts: see Keeper.adopt
-        self._plan.require_same_order(state)
-        self._place = _place(state)
-        made_by = state["made_by"]
-        is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
-        self._parent = tuple(made_by["stretch"]) if is_ours else None
+        self._load(state)
         self._num_loaded += 1
-        self._begun = False
         if state["global_batch"] != (size := self._plan.batch.global_batch):
             _log.warning("the global batch was %d, and is %d now", state["global_batch"], size)
 
+    def _load(self, state: dict[str, Any]) -> None:
+        self._plan.require_same_order(state)
+        self._place = _place(state)
+        self._book.loaded(state["made_by"])
+
     def _state(self, place: Place) -> dict[str, Any]:
-        made_by = None
-        if self._origin and (stretch := self._made_by()):
-            made_by = {"run_id": self._origin.run_id, "stretch": list(stretch)}
         return {
             "version": _STATE_VERSION,
             **self._plan.facts(),
             "global_batch": self._plan.batch.global_batch,
             **asdict(place),
-            "made_by": made_by,
+            "made_by": self._book.made_by(inside=self._items.inside and self._cohort is None),
         }
-
-    def _loader_seed(self) -> int:
-        """Return a seed for the loader's workers, another for each rank, epoch and restart."""
-        rank, _ = self._plan.batch.group()
-        return hashed(self._plan.seed, self.epoch, self.step, rank) >> 1
-
-    def _made_by(self) -> tuple[int, int] | None:
-        """Return the stretch that a state of now is of; the parent's, if nothing has begun yet."""
-        if self._origin and (self._begun or self._items.inside):
-            return self._origin.record, self._num_loaded
-        return self._parent
 
     def _adopt(self, state: dict[str, Any]) -> Place:
         """Follow a loader that was restored; the sampler's own state, if loaded, is no older."""
@@ -227,44 +232,74 @@ class ElasticSampler:
             self._items.inside = inside
         return self._place
 
-    def _global_batch(self, size: int, begin: Place) -> GlobalBatch:
-        here = self._place
-        after = Place(here.epoch, here.position + size, here.step + 1)
+    def _heal(self, state: dict[str, Any]) -> None:
+        """Go on from another replica's state; the manager's doing."""
+        self._load(state)
+        if self._cohort:
+            self._cohort.healed()
+
+    def _healing_state(self) -> dict[str, Any]:
+        """Return the state for another replica: what led to it is on record from now on."""
+        self._book.flush()
+        return self._state(self._place)
+
+    def _now(self) -> Place:
+        """Return where the training is: with a manager, behind the steps that it has committed."""
+        if self._cohort and (num_steps := self._cohort.num_committed(self._place)):
+            if self._book.is_written:
+                self._book.begin_quorum(self._cohort.quorum_id(), self._plan, self._place)
+            self._go_on(num_steps)
+        return self._place
+
+    def _go_on(self, num_steps: int) -> None:
+        before = self._plan.next_batch(self._place)
+        self._place = self._plan.after(before, num_steps)
+        if num_steps == 1:
+            size = self._plan.size(before.position)
+            offset, count = (0, size) if self._cohort else self._plan.batch.share(size)
+            self._book.trained(before, before.position + offset, count)
+
+    def _feed(self, loader: Any, plan: Plan, place: Place) -> None:
+        """Have the loader give the batches from a place on, divided as in a plan."""
+        if self._cohort:
+            self._drawn = plan, place
+        rank, _ = plan.batch.group()
+        seed = hashed(plan.seed, place.epoch, place.step, rank) >> 1
+        before = self._place
+        self._items.open(loader, seed)
+        adopted = self._place != before  # the loader had a state of its own
+        self._items.next = plan, self._place if adopted else place
+
+    def _global_batch(self, loader: Any) -> GlobalBatch:
+        plan, place = self._plan, self._place
+
+        def begin(batch: GlobalBatch) -> list[Part]:
+            nonlocal plan, place
+            plan, place = self._begin_step()
+            batch.is_at(place.step + 1, place.epoch, plan.size(place.position))
+            if self._items.next != (plan, place):
+                self._feed(loader, plan, place)
+            return plan.batch.parts(batch.num_samples)
 
         def load() -> Any:
-            return self._items.load(lambda: self._draws.begin if self._draws else None, begin)
+            return self._items.load(lambda: self._draws.begin if self._draws else None)
 
         def trained() -> None:
-            self._place = after
-            if self._ledger:
-                offset, count = self._plan.batch.share(size)
-                self._ledger.add(after.step, here.epoch, here.position + offset, count)
+            self._items.next = plan, plan.after(place, 1)
+            if self._cohort is None:
+                self._go_on(1)
 
-        source = PartSource(self._plan.batch.parts(size), load, trained)
-        return GlobalBatch(after.step, here.epoch, size, source)
+        source = PartSource(begin, load, trained)
+        return GlobalBatch(place.step + 1, place.epoch, plan.size(place.position), source)
 
-    def _begin_stretch(self) -> None:
-        """Write down from which state on this group trains, once for each state loaded."""
-        if self._begun or self._origin is None or self._name is None:
-            return
-        rank, world_size = self._plan.batch.group()
-        if self._ledger is None:
-            self._ledger = Ledger.of(self._origin, self._name, rank)
-        here = self._place
-        self._ledger.begin(
-            Stretch(
-                name=self._name,
-                stretch=(self._origin.record, self._num_loaded),
-                parent=self._parent,
-                **asdict(here),
-                rank=rank,
-                world_size=world_size,
-                facts=self._plan.facts(),
-                end=self._plan.end,
-                global_batch=self._plan.batch.global_batch,
-            )
-        )
-        self._begun = True
+    def _begin_step(self) -> tuple[Plan, Place]:
+        """Return how the present batch is divided, and where it begins."""
+        if self._cohort is None:
+            return self._plan, self._place
+        division, place = self._cohort.begin(self._plan, self._place)
+        if not self._cohort.heals:
+            self._place = place
+        return replace(self._plan, batch=division), self._plan.next_batch(place)
 
 
 def _place(state: dict[str, Any]) -> Place:

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import Work
 from hpc_elastic.ft import meeting, sockets
 from hpc_elastic.ft.attempt import Attempt
 from hpc_elastic.ft.broken import AbortedError
+from hpc_elastic.ft.gloo_work import STUCK_S, GlooWork, Handed
 from hpc_elastic.ft.named_work import NamedWork, named
 from hpc_elastic.ft.reconfigure import Live, Place, ReconfigurableProcessGroup
 from hpc_elastic.ft.retire import retire
@@ -36,7 +37,8 @@ _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.
 _CONNECT = timedelta(seconds=2)
 _THREADS = 2
-_QUIET_S = 0.5
+# Their `wait` moves the data, and may not be repeated.
+_BY_THE_CALLER = {"send", "recv", "recv_anysource"}
 
 
 class ProcessGroupGloo(ReconfigurableProcessGroup):
@@ -60,18 +62,30 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         return GlooGroup(place, _group(backend, place), _own_connections(met, place))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
-        parent = self.parent
+        live, parent = self._live, self.parent
+        assert isinstance(live, GlooGroup)
         try:
-            return NamedWork(getattr(parent, name)(*args, **kwargs), name, self)
+            work = getattr(parent, name)(*args, **kwargs)
         except RuntimeError as e:
-            raise named(e, name, self) from e
+            raise named(e, name, live) from e
+        return (NamedWork if name in _BY_THE_CALLER else GlooWork)(work, name, live)
 
 
 class GlooGroup:
-    """One group of torch's, and its connections."""
+    """One group of torch's, and its connections.
+
+    Attributes:
+        place: This member's.
+        over: Why it has ended; None as long as it has not.
+        futures: Of operations that are pending.
+        at_rest: It has ended, and what has not failed yet is stuck in gloo.
+    """
 
     def __init__(self, place: Place, pg: TorchProcessGroup, kept: list[socket.socket]) -> None:
         self.place = place
+        self.over: Exception | None = None
+        self.futures: set[Handed] = set()
+        self.at_rest = False
         self._held = [pg]
         self._kept = kept
 
@@ -81,28 +95,34 @@ class GlooGroup:
         try:
             return self._held[0]
         except IndexError:
-            raise AbortedError(f"{self.place} has just ended") from None
+            raise self.over or AbortedError(f"{self.place} has just ended") from None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
         self.pg.set_timeout(timeout)
 
-    def abort(self) -> None:
-        """Break the connections, and wait until gloo's threads have come to rest."""
-        self._end()
+    def end(self, error: Exception, *, peacefully: bool) -> None:
+        """Break the connections, and wait until gloo's threads have come to rest.
 
-    def close(self) -> None:
-        """End it: every operation here has completed, and what was sent still arrives."""
-        self._end()
-
-    def _end(self) -> None:
+        There is no gentler way to end in peace: what was sent arrives in any case.
+        """
+        self.over = error
         kept, self._kept = self._kept, []
         sockets.cut(kept)
         quiet = retire(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
-            return  # a callback, on one of the very threads that are to end
-        if not quiet.wait(_QUIET_S):
-            _log.debug("%s: its threads take longer than %g s to end", self.place, _QUIET_S)
+            # A callback, on one of the very threads that are to end: it must not wait for itself.
+            threading.Thread(target=self._settle, args=(quiet, error), daemon=True).start()
+        else:
+            self._settle(quiet, error)
+
+    def _settle(self, quiet: threading.Event, error: Exception) -> None:
+        is_quiet = quiet.wait(STUCK_S)
+        self.at_rest = True
+        if not is_quiet:
+            _log.debug("%s: gloo is stuck; its operations are given up", self.place)
+            for future in list(self.futures):
+                future.fail(error)
 
 
 def _options(place: Place, store_host: str) -> Any:

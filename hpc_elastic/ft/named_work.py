@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Work
 
@@ -13,13 +13,25 @@ from hpc_elastic.ft.broken import CollectiveTimeoutError, ProcessGroupError
 _TIMED_OUT = re.compile(r"timed out(?: waiting (\d+)ms)?|timeout", re.IGNORECASE)
 
 
+class Group(Protocol):
+    """The group of an operation.
+
+    Attributes:
+        place: For messages.
+        over: Why it has ended; None as long as it has not.
+    """
+
+    place: Any
+    over: Exception | None
+
+
 class NamedWork(Work):
     """Hand everything on to a Work; translate what its `wait` raises.
 
     The future is torch's own: an error in it has torch's text.
     """
 
-    def __init__(self, work: Work, operation: str, group: Any) -> None:
+    def __init__(self, work: Work, operation: str, group: Group) -> None:
         super().__init__()
         self._work = work
         self._operation = operation
@@ -68,15 +80,14 @@ class NamedWork(Work):
         self._work.synchronize()
 
 
-def named(error: RuntimeError, operation: str, group: Any) -> Exception:
+def named(error: RuntimeError, operation: str, group: Group) -> Exception:
     """Return torch's error as one of ours, which names the operation and the group."""
     if isinstance(error, ProcessGroupError):
         return error
-    aborted = group.errored()
-    if isinstance(aborted, ProcessGroupError):
-        return aborted
+    if group.over is not None:
+        return group.over
     text, match = str(error), _TIMED_OUT.search(str(error))
     if match is None:
-        return ProcessGroupError(f"{operation} failed in {group!r}: {text}")
+        return ProcessGroupError(f"{operation} failed in {group.place}: {text}")
     seconds = f" after {int(match[1]) / 1000:g} s" if match[1] else ""
-    return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group!r}: {text}")
+    return CollectiveTimeoutError(f"{operation} timed out{seconds} in {group.place}: {text}")

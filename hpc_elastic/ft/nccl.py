@@ -88,13 +88,13 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Work:
         live, parent = self._live, self.parent
+        assert isinstance(live, NCCLGroup)
         try:
             work = getattr(parent, name)(*args, **kwargs)
         except RuntimeError as e:
-            raise named(e, name, self) from e
-        if isinstance(live, NCCLGroup):
-            live.watch.add(work, name, live.timeout_s)
-        return NamedWork(work, name, self)
+            raise named(e, name, live) from e
+        live.watch.add(work, name, live.timeout_s)
+        return NamedWork(work, name, live)
 
 
 class NCCLGroup:
@@ -103,6 +103,7 @@ class NCCLGroup:
     def __init__(self, place: Place, backend: Any, watch: Watch) -> None:
         self.place = place
         self.watch = watch
+        self.over: Exception | None = None
         self.timeout_s = 0.0
         self._backend = backend
         self._pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
@@ -119,17 +120,17 @@ class NCCLGroup:
         """Set the time-out of later operations."""
         self.timeout_s = timeout.total_seconds()
 
-    def abort(self) -> None:
-        """End the kernels on the GPU, and all that waits for them."""
-        self.watch.stop()
-        self._backend.abort()
+    def end(self, error: Exception, *, peacefully: bool) -> None:
+        """End the kernels on the GPU, and all that waits for them.
 
-    def close(self) -> None:
-        """End it once its operations have completed."""
+        In peace too it is the abort: torch's shutdown waits for peers, which may be gone.
+        """
+        if peacefully:
+            torch.cuda.current_stream().synchronize()
+        self.over = error
         self.watch.stop()
-        # abort() and not shutdown(): that waits for peers, which may be gone.
-        torch.cuda.current_stream().synchronize()
-        self._backend.abort()
+        abort = getattr(self._backend, "abort", None) or self._backend._abort  # its name in 2.6
+        abort()
 
 
 def _require_nccl() -> None:

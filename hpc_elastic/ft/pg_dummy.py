@@ -10,23 +10,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from hpc_elastic.ft.pg_wrapper import ProcessGroupWrapper
-
-
-class DummyWork(Work):
-    """What is done already."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(result)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return at once."""
-        return True
-
-    def get_future(self) -> Any:
-        """Return a future that has its result."""
-        return self._future
+from hpc_elastic.ft.work import DummyWork
 
 
 class ProcessGroupDummy(ProcessGroupWrapper):

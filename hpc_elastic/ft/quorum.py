@@ -9,7 +9,7 @@ Once it is over the next one is formed as soon as
 - every live previous member asks. They are waited for, for `Rules.wait_for_live_s` from the first
   of them that asks (longer, where their calls take so long), and are then dropped. A member that is
   lost, stopped, done or dropped is not waited for, until it asks anew, as a newcomer. A member
-  whose connection to a new keeper is still missing is waited for, for `Rules.come_back_s`;
+  whose connection to a new keeper is still missing is waited for as well, but not for long;
 - where there is no live previous member: all that are connected ask, or more than half of them do
   and `Rules.join_timeout_s` has passed since the first asked; and a keeper that has just begun has
   waited for `Rules.greet_s`, for members of a quorum that it has not heard of yet;
@@ -45,6 +45,8 @@ class Rules:
         join_timeout_s: What the first quorum waits for those that are connected.
         wait_for_live_s: What is waited for previous members that live but do not ask.
         come_back_s: What a new keeper waits for members that have not connected to it.
+        regroup_s: The same where the quorum is over, and at least half of it asks: most likely the
+            others are what broke it, and one that lives joins again at the next switch.
         greet_s: A keeper that has heard of no quorum forms none for so long after its start: the
             members of one may be about to come back, and would find it replaced by a newcomer's.
     """
@@ -53,6 +55,7 @@ class Rules:
     join_timeout_s: float = 0.1
     wait_for_live_s: float = 60.0
     come_back_s: float = 5.0
+    regroup_s: float = 1.0
     greet_s: float = 0.5
 
 
@@ -63,6 +66,7 @@ class Standing:
         quorum_id: Its id.
         stay: Members by rank that are not lost, gone or dropped.
         silent: Those of them that do not ask.
+        size: Members when it was formed.
         num_missing: Members, known by number alone, that have not come to this keeper.
         over: Why it stands no longer.
         since: When it was formed, or heard of.
@@ -77,6 +81,7 @@ class Standing:
         self.num_missing = 0
         self.over: str | None = None
         self.since = now
+        self.size = len(self.stay)
         self.is_adopted = False
         self.num_workers = 0
         self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.stay)}
@@ -87,7 +92,8 @@ class Standing:
     def adopt(cls, quorum_id: int, size: int, now: float) -> Standing:
         """Return a quorum of which only the id and the size are known yet."""
         standing = cls(quorum_id, (), now)
-        standing.num_missing, standing.is_adopted = size, True
+        standing.num_missing = standing.size = size
+        standing.is_adopted = True
         return standing
 
     @property
@@ -232,7 +238,13 @@ class Roll:
 
     def is_back_time_over(self, now: float) -> bool:
         """Whether members that did not come to a new keeper have had the time for it."""
-        return self.standing is None or now - self.standing.since >= self.rules.come_back_s
+        standing = self.standing
+        if standing is None:
+            return True
+        num_asking = len(standing.stay) - len(standing.silent)
+        half_asks = not standing.stands and 2 * num_asking >= standing.size
+        wait_s = self.rules.regroup_s if half_asks else self.rules.come_back_s
+        return now - standing.since >= wait_s
 
     def next_quorum(self, now: float) -> tuple[str, ...] | str:
         """Return the members by rank of a quorum that can be formed now, or who is missing.

@@ -59,11 +59,15 @@ class Live(Protocol):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of later operations."""
 
-    def abort(self) -> None:
-        """Let everything pending fail now; nothing is written to any tensor after it returned."""
+    def end(self, error: Exception, *, peacefully: bool) -> None:
+        """Let everything pending fail now with an error; what was sent still arrives.
 
-    def close(self) -> None:
-        """End it; what was sent still arrives."""
+        Nothing is written to any tensor after it has returned.
+
+        Args:
+            error: What pending operations raise, unless torch had another one before.
+            peacefully: Operations that have begun here may complete first, if they can.
+        """
 
 
 class ReconfigurableProcessGroup(ProcessGroupWrapper):
@@ -86,7 +90,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
         place = Place(*args, **kwargs)
         attempt = Attempt[Live](
             lambda a: self._build(a, place),
-            discard=lambda live: live.abort(),
+            discard=lambda live: live.end(AbortedError(f"{place} came too late"), peacefully=False),
             timeout_s=self._timeout.total_seconds(),
             name=str(place),
         )
@@ -97,8 +101,9 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             self._failed(attempt, e)
             raise
         if not self._adopt(attempt, live):
-            live.abort()
-            raise self._error or AbortedError(f"{place} was aborted")
+            error = self._error or AbortedError(f"{place} was aborted")
+            live.end(error, peacefully=False)
+            raise error
 
     def abort(self, errored: bool = True, *, why: str = "it was aborted") -> None:
         """Give up everything that is pending, `configure` too (any thread, at any time).
@@ -121,14 +126,14 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             attempt.give_up(error)
         if live is not None:
             _log.info("%s", error)
-            live.abort()
+            live.end(error, peacefully=False)
 
     def shutdown(self) -> None:
         """Leave the group in peace; `configure` may still be called."""
         with self._lock:
             live, self._live = self._live, None
         if live is not None:
-            live.close()
+            live.end(NotConfiguredError(f"{live.place} was shut down"), peacefully=True)
 
     def errored(self) -> Exception | None:
         """Return why it was aborted, or could not be configured; None once it is configured."""
@@ -173,7 +178,7 @@ class ReconfigurableProcessGroup(ProcessGroupWrapper):
             earlier.give_up(AbortedError("configure() was called again"))
         attempt.start()
         if old is not None:
-            old.close()
+            old.end(AbortedError(f"{old.place} has been followed by another"), peacefully=True)
 
     def _failed(self, attempt: Attempt[Live], error: BaseException) -> None:
         if not attempt.give_up(AbortedError("interrupted")):

@@ -2,12 +2,15 @@
 
 The destructor of a gloo group joins its threads, which takes 10 to 30 ms; run by one of those
 threads (in a callback of a future) it would end the process. So the last reference is dropped by a
-thread that does nothing else, and only once nobody else has one. It is no daemon: one that comes
-back from C++ while Python ends would crash the process.
+thread that does nothing else, and only once nobody else has one.
+
+A thread that comes back from C++ while Python ends could crash the process, so the end waits for
+them; but not for one whose group is stuck until a time-out.
 """
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
@@ -15,7 +18,10 @@ from typing import Any
 
 _OTHERS_S = 10.0
 _POLL_S = 0.001
+_AT_EXIT_S = 0.5
 _OWN_REFERENCES = 2  # the list's, and getrefcount's argument
+
+_threads: set[threading.Thread] = set()
 
 
 def retire(held: list[Any]) -> threading.Event:
@@ -27,7 +33,10 @@ def retire(held: list[Any]) -> threading.Event:
     quiet = threading.Event()
     groups = held[:]
     held.clear()
-    threading.Thread(target=_drop, args=(groups, quiet), name="hpc-elastic-ft-retire").start()
+    name = "hpc-elastic-ft-retire"
+    thread = threading.Thread(target=_drop, args=(groups, quiet), name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
     return quiet
 
 
@@ -39,3 +48,11 @@ def _drop(groups: list[Any], quiet: threading.Event) -> None:
         else:
             groups.pop()
     quiet.set()
+    _threads.discard(threading.current_thread())
+
+
+@atexit.register
+def _await_all() -> None:
+    until = time.monotonic() + _AT_EXIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, until - time.monotonic()))

@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _FDS = Path("/proc/self/fd")
 _DRAIN_BYTES = 1 << 20
+_NOTICE_S = 0.02
 
 
 def raw_address(family: int, address: tuple[object, ...]) -> bytes:
@@ -55,15 +57,42 @@ def cut(kept: Collection[socket.socket]) -> None:
 
     What was sent still arrives. What was received and not read yet is thrown away, so that nothing
     is written into a tensor once this has returned (but by a reduction that is under way).
+
+    Reading ends first, and writing once gloo has seen that: a send that fails in gloo's own loop is
+    lost, and who waits for it would wait for its time-out.
     """
     for sock in kept:
         with suppress(OSError):  # the peer was faster
-            sock.shutdown(socket.SHUT_RDWR)
+            sock.shutdown(socket.SHUT_RD)
+        _drain(sock)
+    _await_owner(kept)
     for sock in kept:
         with suppress(OSError):
-            while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
-                pass
+            sock.shutdown(socket.SHUT_RDWR)
+        _drain(sock)
         sock.close()
+
+
+def _drain(sock: socket.socket) -> None:
+    with suppress(OSError):
+        while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
+            pass
+
+
+def _await_owner(kept: Collection[socket.socket]) -> None:
+    """Wait a moment for gloo to close its own descriptors of these connections."""
+    names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in kept}
+    until = time.monotonic() + _NOTICE_S
+    while time.monotonic() < until and _num_open(names) > len(kept):
+        time.sleep(_NOTICE_S / 50)
+
+
+def _num_open(names: Collection[str]) -> int:
+    count = 0
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            count += str(entry.readlink()) in names
+    return count
 
 
 def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from hpc_elastic.ft.pg_base import ProcessGroup
-from hpc_elastic.ft.pg_dummy import DummyWork
 from hpc_elastic.ft.pg_wrapper import ProcessGroupWrapper
+from hpc_elastic.ft.work import DummyWork
 
 if TYPE_CHECKING:
     from hpc_elastic.ft.manager import Manager

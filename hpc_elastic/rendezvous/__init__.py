@@ -11,19 +11,24 @@ Pure, each with its theory of operation at its head; read them in this order:
                 `agreement` on which step all ranks save
 - `blame`, `failures`     what a broken round costs, which node is bad, which worker failed first
 - `patience`, `comeback`  which nodes go back to the queue, and which tasks are brought back from it
+- `replicas`    the rules of a run with ``ft=true``, whose nodes are replicas of the model;
+                `replica_leadership` what differs for its leader
 - `leadership`  a leader in its epoch: what it may still decide; `attendance` who lives,
                 `leader_effects` what it wants done
 - `following`   an agent's search for a leader, and its life under one; `election` when a leader is
                 dead, `agent_effects` what it wants done
 - `slurms_word`, `questions`  what Slurm's word means, and when it may be asked
-- `diagnosis`, `status`  what people are told
+- `placements`, `diagnosis`, `status`  what members, and people, are told
 - `wire`        signed frames
 
 With effects:
 
 - `register`    the records on the shared file system
-- `leader`      serves a leadership to the agents; `listener` is its port
-- `session`     one agent's side: carries out its following, or leads; `heard` is what it heard
+- `leader`      serves a leadership to the agents, with what an agent has for it in its `office`
+- `quorum_desk` the keeper of the replicas' quorum at his leader's; `quorum_keeper`,
+                `replica_group` what the rendezvous knows of a quorum that others keep
+- `session`     one agent's side: carries out its following, or leads; `heard` is what it heard,
+                `reports` what it tells
 - `notice_files`  who is asked to leave, by a file
 - `stream`      one authenticated connection
 - `journal`     what the leader writes for others to read

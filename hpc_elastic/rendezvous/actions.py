@@ -15,6 +15,13 @@ class StartRound:
     number: int
     members: tuple[Agent, ...]
     restarts: int
+    placed: tuple[Agent, ...] | None = None
+    """Only these get a place, and each is a group of its own (`replicas`); None: all, in one."""
+
+    @property
+    def told(self) -> tuple[Agent, ...]:
+        """Those who get a place."""
+        return self.members if self.placed is None else self.placed
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,14 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Depart:
+    """This agent is no member any more; these still are (`replicas`)."""
+
+    agent: Agent
+    members: tuple[Agent, ...]
+
+
+@dataclass(frozen=True)
 class GiveBack:
     """Send these nodes back to the queue for a while.
 
@@ -94,6 +109,8 @@ class EndRun:
     status: str
     failure: Failure | None = None
     victims: tuple[Failure, ...] = ()
+    results: str | None = None
+    """Name of the folder with what the workers return; None: the last round's."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,7 @@ Action = (
     | Propose
     | Confirm
     | Release
+    | Depart
     | GiveBack
     | Exclude
     | ClearHolds

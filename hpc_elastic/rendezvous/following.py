@@ -4,7 +4,9 @@ Theory of operation
 -------------------
 An agent looks at the run's last record, which names the leader, and connects to it. It *follows*
 as long as it hears the leader; workers run only while their agent does. When the connection breaks,
-or nothing was heard for ``lost_after_s``, its workers are to be stopped and it looks again.
+or nothing was heard for ``lost_after_s``, its workers are to be stopped and it looks again. The
+workers of a replica (`replicas`) go on meanwhile: their agent tells the next leader that it is
+*here*, by which record, and what it has reported of them.
 
 A leader that is dead (`election` says when) is replaced: the agent *claims* the next epoch. Members
 of the last round claim one after the other, in rank order, so that ten thousand of them do not fall
@@ -40,7 +42,7 @@ from hpc_elastic.rendezvous.agent_effects import (
     Tell,
 )
 from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.election import Watch
+from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S, Watch
 from hpc_elastic.rendezvous.record import Agent, Record
 
 _STAGGER_S, _LOOK_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 0.0001, 1.0
@@ -67,10 +69,18 @@ class Notice:
 
 
 class Following:
-    """One agent's search for a leader, and its life under it."""
+    """One agent's search for a leader, and its life under it.
 
-    def __init__(self, me: Agent, liveness: Liveness, now: float) -> None:
+    Args:
+        me: The agent.
+        liveness: The run's.
+        now: The time.
+        stays: Whether its workers go on without a leader.
+    """
+
+    def __init__(self, me: Agent, liveness: Liveness, now: float, *, stays: bool = False) -> None:
         self.me = me
+        self._stays = stays
         self.joining = False
         self.liveness = liveness
         self._link = _Link.DOWN
@@ -82,6 +92,10 @@ class Following:
         """How often this agent has asked for a place; a round must answer the last time."""
         self._placed = 0
         """The record number of the last round that this agent got a place in."""
+        self._round: Message = {}
+        """What it was told of that round."""
+        self._told: Message | None = None
+        """What became of its workers in that round, as it was reported; None: they are at work."""
         self._in_round = False
         """Whether it has a place in a round that was not stopped."""
         self._notice: Notice | None = None
@@ -101,8 +115,14 @@ class Following:
         return self._ask()
 
     def report(self, type_: str, **fields: Any) -> list[Effect]:
-        """Tell the leader of the present round; without one it is lost, and the round with it."""
-        return self._say({"type": type_, "record": self._placed, **fields})
+        """Tell the leader of the present round; without one it is lost, and the round with it.
+
+        What became of a replica's workers is told to the next leader then.
+        """
+        message = {"type": type_, "record": self._placed, **fields}
+        if self._stays and type_ in ("finished", "failed"):
+            self._told = message
+        return self._say(message)
 
     def notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
         """Put this node under notice; the first reason stays, and the nearest deadline."""
@@ -182,7 +202,7 @@ class Following:
         self._dead_since = None
         self._watch.followed = True
         self._watch.refused_since, self._watch.slurm_says_dead = None, False
-        return self._ask() if self.joining else []
+        return self._ask() if self.joining else self._say_here(now)
 
     def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
         """The leader could not be reached; ``refused``: its node says that nobody listens."""
@@ -206,12 +226,13 @@ class Following:
         match message["type"]:
             case "round" if self.joining and message["ask"] == self._asks:
                 self.joining, self._placed, self._in_round = False, message["record"], True
+                self._round, self._told = message, None
                 return [Tell(message)]
             case "stop" if not self.joining:
                 return [Tell(message), *self._stopped()]
             case "hold" | "propose" | "confirm" if self._in_round:
                 return [Tell(message)]
-            case "waiting":
+            case "waiting" | "ft":
                 return [Tell(message)]
             case "notice":
                 return self.notice("asked", float(message["left_s"]), now)
@@ -261,7 +282,7 @@ class Following:
         behind = max(0, self._place() - _FIRST_IN_LINE)
         self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
         stop: list[Effect] = []
-        if not self.joining:
+        if not (self.joining or self._stays):
             stop = [Tell({"type": "stop", "reason": f"lost the leader: {why}"}), *self._stopped()]
         return [HangUp(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
 
@@ -275,6 +296,17 @@ class Following:
         if late_s > _PUNCTUAL_S:
             self._heard = min(now, self._heard + late_s)
             self._watch.slept(late_s)
+
+    def _say_here(self, now: float) -> list[Effect]:
+        """Tell a leader who has not placed this replica what he has to know of it."""
+        if not (self._stays and self._in_round):
+            return []
+        here = {"type": "here", "record": self._placed, "number": self._round["number"]}
+        again = [self._told] if self._told is not None else []
+        if self._notice is not None:
+            left_s = max(0.0, self._notice.by - now)
+            again.append({"type": "notice", "reason": self._notice.reason, "left_s": left_s})
+        return [effect for message in (here, *again) for effect in self._say(message)]
 
     def _ask(self) -> list[Effect]:
         self._asks += 1
@@ -319,6 +351,10 @@ class Following:
 
     def _plan_look(self, now: float) -> None:
         self._look_due = now + self._look_pause_s
+        if self._watch.refused_since is not None:  # look as soon as that means something
+            sure_at = self._watch.refused_since + CONFIRM_REFUSAL_S
+            if sure_at > now:
+                self._look_due = min(self._look_due, sure_at)
         first = self._place() < _FIRST_IN_LINE
         longest_s = self.liveness.heartbeat_s if first else _LONGEST_LOOK_S
         self._look_pause_s = min(longest_s, 1.3 * self._look_pause_s)

@@ -36,8 +36,24 @@ class SlurmRendezvousHandler(RendezvousHandler):
     member was lost. It answers from memory, since torch asks at every monitor interval.
     """
 
-    def __init__(self, session: Session, run_id: str, join_timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: Session,
+        run_id: str,
+        join_timeout_s: float,
+        *,
+        stores: RoundStores | None = None,
+    ) -> None:
+        """Take part in a run.
+
+        Args:
+            session: The agent's.
+            run_id: The run's.
+            join_timeout_s: How long to wait for a round.
+            stores: Where this node's workers are a group of their own: makes their stores.
+        """
         self.session = session
+        self._stores = stores
         self.round: Round | None = None
         """The round this agent is a member of; None before the first."""
         self._run_id = run_id
@@ -63,7 +79,7 @@ class SlurmRendezvousHandler(RendezvousHandler):
         """
         while True:
             self.round = self._join()
-            address, port = self.round.store
+            address, port = self._stores.make() if self._stores else self.round.store
             try:
                 store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
             except DistError as e:

@@ -167,6 +167,7 @@ class Heard:
                 self.ending = Verdict(message["status"], message["failure"])
             case "give back":
                 self.ending = SentBack(float(message["delay_s"]))
+                self.stop_requested = True
             case "leaving":
                 self.ending = Leaving(message["reason"])
                 self.stop_requested = True

@@ -81,10 +81,11 @@ class Journal:
 def _result(record: Record, run_id: str) -> dict[str, Any]:
     ending = record.ending
     assert ending is not None
+    folder = f"results/{ending.results or f'round-{record.round}'}"
     return {
         "run_id": run_id, "status": ending.status, "started": record.started, "ended": time.time(),
         "rounds": record.round, "restarts": record.restarts,
         "failure": ending.failure.to_json() if ending.failure else None,
         "victims": [f.to_json() for f in ending.victims],
-        "results": f"results/round-{record.round}" if ending.status == "succeeded" else None,
+        "results": folder if ending.status == "succeeded" else None,
     }  # fmt: skip

@@ -2,8 +2,9 @@
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. Messages to an
 agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``notice``, ``end``,
-``give back``, ``waiting`` and ``beat``; from an agent: ``hello``, ``join``, ``failed``,
-``finished``, ``boundary``, ``want``, ``answer``, ``notice``, ``leave``, ``close`` and ``beat``.
+``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``, ``here``,
+``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``notice``, ``leave``, ``close``,
+``ft`` and ``beat``. What is in an ``ft`` is for the replicas' quorum (`quorum_desk`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,15 @@ import random
 import resource
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hpc_elastic.net.listener import Listener
 from hpc_elastic.net.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
 from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
-from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.diagnosis import waiting_for
-from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
@@ -40,19 +38,21 @@ from hpc_elastic.rendezvous.leader_effects import (
     StepDown,
     Tell,
 )
-from hpc_elastic.rendezvous.leadership import Leadership, placements
+from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.notice_files import NoticeFiles
+from hpc_elastic.rendezvous.office import Office, StoreAddress, World
+from hpc_elastic.rendezvous.placements import placements, placements_alone
+from hpc_elastic.rendezvous.quorum_desk import Desk, open_desk
 from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
 from hpc_elastic.rendezvous.status import status_of
-from hpc_elastic.slurm.states import TaskState
+
+__all__ = ["Leader", "Office", "World"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-StoreAddress = tuple[str, int]
 
 _RETRY_S = 0.5
 _GARBAGE = 50_000
@@ -61,48 +61,6 @@ next to none."""
 _WATCH_S = 1.0
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
-
-
-class World(Protocol):
-    """What a leader needs beyond the run directory. All calls but the last may block."""
-
-    def make_store(self) -> StoreAddress:
-        """Start a fresh bootstrap store for a round; return its address and port.
-
-        torch's may take seconds, for it looks its own name up.
-        """
-
-    def view(self) -> Mapping[str, TaskState] | None:
-        """Ask how the tasks of the run are; None where nobody knows."""
-
-    def cancel_pending(self) -> None:
-        """Take back the run's tasks that are still in the queue."""
-
-    def postpone_pending(self, delay_s: float) -> None:
-        """Let none of the run's queued tasks start for a while."""
-
-    def clear_holds(self, tasks: Iterable[str]) -> None:
-        """Let tasks that Slurm holds for two minutes, or has ended, start again soon."""
-
-    def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Let none of the run's queued tasks start on these hosts."""
-
-    def log_of(self, task: str, attempt: int) -> str | None:
-        """Return where an attempt's log is."""
-
-
-@dataclass(frozen=True)
-class Office:
-    """What a leader of a run works with."""
-
-    rules: Rules
-    liveness: Liveness
-    secret: bytes
-    register: Register
-    make_journal: Callable[[], Journal]
-    world: World
-    notices: NoticeFiles | None = None
-    """Where it is asked for nodes to be left; None: nowhere."""
 
 
 class Leader:
@@ -115,7 +73,10 @@ class Leader:
         self._epoch = claim.epoch
         self._listener = listener
         rng = random.Random()
-        self._leadership = Leadership(claim, office.rules, office.liveness, now, rng)
+        kind = ReplicaLeadership if office.rules.ft else Leadership
+        self._leadership = kind(claim, office.rules, office.liveness, now, rng)
+        self._desk: Desk | None = open_desk(office, claim, self._leadership, self._send)
+        """Where the replicas' quorum is kept; None: the nodes are no replicas."""
         self._agents: dict[Agent, Visitor] = {}
         self._visitors: dict[Visitor, Agent | None] = {}
         """Everybody who is connected; None: it has not proved yet to be an agent."""
@@ -144,6 +105,18 @@ class Leader:
             self._start(duty, self._duties)
         if self._office.notices is not None:
             self._start(self._watch_notices(self._office.notices), self._duties)
+        if self._desk is not None:
+            self._start(self._desk.keep(), self._duties)
+
+    async def depart(self, agent: Agent, within_s: float = 1.0) -> None:
+        """Record that this leader's own node leaves, for the next one to know.
+
+        Without that, its replica would be taken for one that died with the leader.
+        """
+        why, now = "it leaves", time.monotonic()
+        self._carry_out(self._leadership.disconnected(agent, why, now))
+        while self._leadership.is_deciding and time.monotonic() < now + within_s:
+            await asyncio.sleep(0.005)
 
     async def stop(self, linger_s: float = 10.0) -> None:
         """Stop leading. Agents that have not heard the last word yet are waited for.
@@ -227,6 +200,8 @@ class Leader:
         self._agents[agent] = visitor
         self._visitors[visitor] = agent
         self._strangers.pop(visitor, None)
+        if self._desk is not None:
+            self._desk.arrived(agent)
 
     def said(self, visitor: Visitor, message: dict[str, Any]) -> None:
         """See `Host`."""
@@ -236,6 +211,8 @@ class Leader:
         with self._or_fail():
             now = time.monotonic()
             self._carry_out(self._leadership.received(agent, _on_our_clock(message), now))
+            if self._desk is not None and message["type"] == "ft":
+                self._desk.said(agent, message["message"])
 
     def left(self, visitor: Visitor, why: str) -> None:
         """See `Host`."""
@@ -246,10 +223,21 @@ class Leader:
             return
         _log.info("the connection to %s ended: %s", agent.task, why)
         if self._agents.get(agent) is visitor:
-            del self._agents[agent]
+            self._let_go(agent, why)
             with self._or_fail():
                 why = "its connection closed"
                 self._carry_out(self._leadership.disconnected(agent, why, time.monotonic()))
+
+    def _send(self, agent: Agent, message: dict[str, Any]) -> None:
+        if agent in self._agents:
+            self._agents[agent].send(message)
+
+    def _let_go(self, agent: Agent, why: str) -> None:
+        visitor = self._agents.pop(agent, None)
+        if visitor is not None:
+            visitor.abort(why)
+        if self._desk is not None:
+            self._desk.left(agent, why)
 
     # ---- effects ------------------------------------------------------------------------
 
@@ -258,12 +246,9 @@ class Leader:
         for effect in remaining:
             match effect:
                 case Tell(agent, message):
-                    if agent in self._agents:
-                        self._agents[agent].send(message)
+                    self._send(agent, message)
                 case Drop(agent):
-                    visitor = self._agents.pop(agent, None)
-                    if visitor is not None:
-                        visitor.abort("silent, or connected anew")
+                    self._let_go(agent, "silent, or connected anew")
                 case Note(kind, fields):
                     self._journal.note(kind, **fields)
                 case Create(record):
@@ -293,7 +278,7 @@ class Leader:
         """Create the record, however long the file system takes."""
         while True:
             try:
-                if record.round > self._leadership.at.round:
+                if record.round > self._leadership.at.round and self._desk is None:
                     self._store = await self._in_thread(self._office.world.make_store)
                 created = await self._in_thread(self._office.register.create, record)
                 break
@@ -305,9 +290,9 @@ class Leader:
 
     def _announce(self, announce: Announce) -> None:
         start = announce.start
-        for agent, message in placements(announce):
-            if agent in self._agents:
-                self._agents[agent].send({**message, "store": self._store})
+        placed = placements(announce) if self._desk is None else placements_alone(announce)
+        for agent, message in placed:
+            self._send(agent, {**message, "store": self._store or ("", 0)})
         self._journal.note(
             "round", number=start.number, record=announce.record, epoch=self._epoch,
             nodes=len(start.members), world_size=sum(m.nproc for m in start.members),
@@ -373,8 +358,7 @@ class Leader:
             if machine.phase is Phase.FORMING:
                 text = waiting_for(machine, self._office.world.log_of)
                 for agent in list(machine.joined):
-                    if agent in self._agents:
-                        self._agents[agent].send({"type": "waiting", "text": text})
+                    self._send(agent, {"type": "waiting", "text": text})
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_A_STATUS)
 
     def _count_strangers(self) -> None:

@@ -30,7 +30,7 @@ Events return the effects to carry out, in order. Times are monotonic seconds of
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from hpc_elastic.rendezvous.actions import (
     Action,
     ClearHolds,
     Confirm,
+    Depart,
     EndRun,
     Exclude,
     GiveBack,
@@ -73,14 +74,18 @@ from hpc_elastic.rendezvous.record import Agent, Ending, Record
 from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.slurm.states import TaskState
 
+OVERDUE = "has not found the new leader"
+
 
 class Leadership:
     """One leader in one epoch."""
 
+    machines: type[Machine] = Machine
+
     def __init__(
         self, claim: Record, rules: Rules, liveness: Liveness, now: float, rng: random.Random
     ) -> None:
-        self.machine = Machine.resume(claim, rules, now, rng)
+        self.machine = self.machines.resume(claim, rules, now, rng)
         self.at = claim
         """The last record of this epoch; the next decision is the one after it."""
         self.round_record = claim.number
@@ -122,9 +127,9 @@ class Leadership:
         match message["type"]:
             case "leave":
                 return self.disconnected(agent, str(message["why"]), now)
-            case "join" if self.at.ending is not None:
+            case "join" | "here" if self.at.ending is not None:
                 return [Tell(agent, _end(self.at.ending))]
-            case "join" if self.machine.phase is Phase.ENDED:
+            case "join" | "here" if self.machine.phase is Phase.ENDED:
                 return []  # it hears the end with everybody else, once that is recorded
             case "join":
                 self._asks[agent] = message["ask"]
@@ -187,10 +192,15 @@ class Leadership:
             effects.append(RenewLease())
         return effects + self._ask_slurm(now)
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether a decision is not recorded yet."""
+        return self._wanted is not None and not self.fenced
+
     # ---- messages -----------------------------------------------------------------------
 
     def _events(self, agent: Agent, message: Message, now: float) -> list[Action]:
-        ours = message.get("record") == self.round_record
+        ours = message.get("record") == self._record_of(agent)
         match message["type"]:
             case "join":
                 return self.machine.join(agent, now)
@@ -216,6 +226,10 @@ class Leadership:
                 self.progress[agent] = message["progress"]
                 self._learn(agent, message["progress"], now)
         return []
+
+    def _record_of(self, agent: Agent) -> int | None:
+        """Return the number of the record by which an agent's reports count."""
+        return self.round_record
 
     def _learn(self, agent: Agent, progress: Message, now: float) -> None:
         if self.machine.members and agent == self.machine.members[0]:
@@ -245,7 +259,7 @@ class Leadership:
         """Note which requests a round answers when it is decided: members may ask anew later."""
         for action in actions:
             if isinstance(action, StartRound) and action.number not in self._answers:
-                self._answers[action.number] = {a: self._asks[a] for a in action.members}
+                self._answers[action.number] = {a: self._asks[a] for a in action.told}
 
     def _decided(self, action: Action) -> Record | None:
         """Return the record that this action must be, if it is a decision."""
@@ -256,8 +270,8 @@ class Leadership:
                 return self._next()
             case GiveBack(all=True):
                 return self._next(given_back=self.at.given_back + 1)
-            case EndRun(status, failure, victims) if self.at.ending is None:
-                return self._next(ending=Ending(status, failure, victims))
+            case EndRun(status, failure, victims, results) if self.at.ending is None:
+                return self._next(ending=Ending(status, failure, victims, results))
         return None
 
     def _next(self, **changes: Any) -> Record:
@@ -290,6 +304,9 @@ class Leadership:
                 return self._tell(agents, {"type": "confirm", "number": number})
             case Release(agents):
                 return [Note("released", {"tasks": [a.task for a in agents]})]
+            case Depart(agent):
+                self._attendance.have_no_node([agent.task])
+                return []
             case GiveBack(agents, delay_s, everybody):
                 note = Note("given back", {"nodes": len(agents), "delay_s": round(delay_s, 1)})
                 told = self._tell(agents, {"type": "give back", "delay_s": delay_s})
@@ -320,7 +337,7 @@ class Leadership:
             self._forget(agent)
             effects += self._lose(agent, "silent", now)
         for agent in self._attendance.take_overdue(now):
-            effects += self._lose(agent, "has not found the new leader", now)
+            effects += self._lose(agent, OVERDUE, now)
         return effects
 
     def _lose(self, agent: Agent, why: str, now: float) -> list[Effect]:
@@ -337,7 +354,12 @@ class Leadership:
         return True
 
     def _hears_half(self) -> bool:
-        return self._attendance.hears_half(len(self.machine.members))
+        return self._attendance.hears_half(self._num_electors)
+
+    @property
+    def _num_electors(self) -> int:
+        """So many were in the last round."""
+        return len(self.machine.members)
 
     def _is_below_min(self) -> bool:
         """Whether this leader could decide nothing: whoever can not reach it may try to lead."""
@@ -376,18 +398,3 @@ def _answer(message: Message) -> Answer:
         int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
         float(message["rate"]),
     )  # fmt: skip
-
-
-def placements(announce: Announce) -> Iterator[tuple[Agent, Message]]:
-    """Yield what each member of a round is told, but for the store; constant size each."""
-    start = announce.start
-    world_size = sum(m.nproc for m in start.members)
-    first_rank = 0
-    for group_rank, agent in enumerate(start.members):
-        yield agent, {
-            "type": "round", "ask": announce.asks[agent], "record": announce.record,
-            "number": start.number,
-            "restarts": start.restarts, "group_rank": group_rank,
-            "group_size": len(start.members), "first_rank": first_rank, "world_size": world_size,
-        }  # fmt: skip
-        first_rank += agent.nproc

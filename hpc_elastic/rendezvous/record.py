@@ -10,8 +10,8 @@ system). Whoever creates it has seen record ``n``; so nobody can decide without 
 that was decided before:
 
 - An agent *claims* the next epoch by creating the next record, with itself as the leader.
-- The leader *closes a round*, *releases* members, *gives all nodes back*, or *ends the run*, by
-  creating the next record of its own epoch.
+- The leader *closes a round*, *releases* members, notes that one has *departed*, *gives all nodes
+  back*, or *ends the run*, by creating the next record of its own epoch.
 - A leader that was paused or cut off, while somebody else has claimed an epoch, finds its next
   number taken. It is *fenced*: nothing that it would still decide can come true.
 
@@ -65,6 +65,8 @@ class Ending:
     status: str
     failure: Failure | None = None
     victims: tuple[Failure, ...] = ()
+    results: str | None = None
+    """Name of the folder with what the workers have returned; None: the last round's."""
 
     @property
     def summary(self) -> str | None:
@@ -156,7 +158,8 @@ def unseal(text: str, secret: bytes) -> Record | None:
 
 def _ending(raw: dict[str, Any]) -> Ending:
     failure = Failure(**raw["failure"]) if raw["failure"] else None
-    return Ending(raw["status"], failure, tuple(Failure(**v) for v in raw["victims"]))
+    victims = tuple(Failure(**v) for v in raw["victims"])
+    return Ending(raw["status"], failure, victims, raw.get("results"))
 
 
 def _tally(raw: dict[str, Any]) -> Tally:

@@ -19,3 +19,5 @@ class Rules:
     grow_after_s: float = 60.0
     min_wait_s: float | None = None
     max_attempts_without_progress: int = 3
+    ft: bool = False
+    """Whether each node is a replica of its own (`replicas`)."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
@@ -44,8 +44,11 @@ from hpc_elastic.rendezvous.heard import (
     SentBack,
     Verdict,
 )
-from hpc_elastic.rendezvous.leader import Leader, Office
+from hpc_elastic.rendezvous.leader import Leader
+from hpc_elastic.rendezvous.office import Candidacy
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.replica_group import ReplicaGroup
+from hpc_elastic.rendezvous.reports import Reports
 
 __all__ = [
     "Candidacy",
@@ -68,21 +71,16 @@ _SEARCH_TICK_S = 0.05
 _CLAIM_AGAIN_S = 0.5
 
 
-@dataclass(frozen=True)
-class Candidacy:
-    """What this agent needs to lead: where to listen, and what a leader works with."""
-
-    address: str
-    office: Office
-    is_running: Callable[[str], bool | None]
-    """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
-
-
-class Session(Hearing):
+class Session(Hearing, Reports):
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
-        self, me: Agent, candidacy: Candidacy, *, progress: Callable[[], Message] = dict
+        self,
+        me: Agent,
+        candidacy: Candidacy,
+        *,
+        progress: Callable[[], Message] = dict,
+        group: ReplicaGroup | None = None,
     ) -> None:
         super().__init__()
         self._me = me
@@ -90,7 +88,11 @@ class Session(Hearing):
         self._office = candidacy.office
         self._progress = progress
         self._beat_s = self._office.liveness.heartbeat_s
-        self._following = Following(me, self._office.liveness, time.monotonic())
+        self._group = group
+        """The workers of this node, if they are a replica of their own."""
+        self._following = Following(
+            me, self._office.liveness, time.monotonic(), stays=group is not None
+        )
         self._stream: Stream | None = None
         self._attempt: asyncio.Task[None] | None = None
         """The connection, or the attempt to make one."""
@@ -127,40 +129,6 @@ class Session(Hearing):
         if outcome is not None:
             return outcome
         raise TimeoutError(f"no round closed within {timeout_s:g} s: {self._heard.news}")
-
-    def failed(self, failures: list[Message]) -> None:
-        """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
-        self._report("failed", failures=failures)
-
-    def finished(self) -> None:
-        """Report that all workers of this agent have returned."""
-        self._report("finished")
-
-    def boundary(self, step: int, *, held: int) -> None:
-        """Report that all workers have announced the checkpoint of a step.
-
-        Args:
-            step: The optimizer step that the checkpoint holds.
-            held: Not 0: some of them stay there; the number of the request that they obey.
-        """
-        self._report("boundary", step=step, held=held)
-
-    def want_checkpoint(self) -> None:
-        """Ask that all ranks save at one step soon."""
-        self._report("want")
-
-    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
-
-        Args:
-            number: Of the proposal.
-            ok: No worker of this node has passed the step, or may be about to without having seen
-                the proposal: each is before it, or waits there.
-            passed: The largest step that a worker has published; in the second answer the smallest.
-                None: no worker has asked `should_checkpoint` yet.
-            rate: Steps per second, at least 0.
-        """
-        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
 
     def notice(self, reason: str, left_s: float) -> None:
         """Put this node under notice: it is to be left, and its run to save before that.
@@ -204,6 +172,8 @@ class Session(Hearing):
     async def _live(self) -> None:
         self._main = asyncio.current_task()
         try:
+            if self._group is not None:
+                await self._group.start(self._say_for_group)
             while self._heard.ending is None and not self._ending:
                 self._carry_out(self._following.tick(time.monotonic()))
                 searching = self._stream is None
@@ -216,6 +186,8 @@ class Session(Hearing):
             if self._listener is not None and self._leader is None:
                 self._listener.close()
             await self._stop_leading()
+            if self._group is not None:
+                await self._group.stop()
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):
@@ -224,6 +196,8 @@ class Session(Hearing):
 
     async def _stop_leading(self) -> None:
         if self._leader is not None:
+            if self._group is not None:
+                await self._leader.depart(self._me)
             await self._leader.stop()
             self._leader = None  # not before: `_live` finishes what was cut short
 
@@ -330,12 +304,14 @@ class Session(Hearing):
             await self._attend(stream)
         finally:
             if self._stream is stream:
-                self._stream = None
+                self._lose_stream()
             await stream.close()
 
     async def _attend(self, stream: Stream) -> None:
         self._stream = stream
         self._carry_out(self._following.connected(time.monotonic()))
+        if self._group is not None:
+            self._group.up()
         why = "its connection closed"
         try:
             while self._stream is stream and self._heard.ending is None:
@@ -345,13 +321,18 @@ class Session(Hearing):
         except (OSError, BadFrameError, ValueError, KeyError) as e:
             why = str(e) or type(e).__name__
         if self._stream is stream:
-            self._stream = None
+            self._lose_stream()
             self._carry_out(self._following.disconnected(why, time.monotonic()))
+
+    def _lose_stream(self) -> None:
+        self._stream = None
+        if self._group is not None:
+            self._group.down()
 
     def _hang_up(self) -> None:
         if self._stream is not None:
             self._stream.abort()
-            self._stream = None
+            self._lose_stream()
         elif self._attempt is not None:
             self._attempt.cancel()
 
@@ -361,7 +342,14 @@ class Session(Hearing):
                 message = {**message, "progress": self._progress()}
             self._stream.send(message)
 
+    def _say_for_group(self, message: Message) -> None:
+        self._say({"type": "ft", "message": message})
+
     def _hear(self, message: Message) -> None:
+        if message["type"] == "ft":
+            if self._group is not None:
+                self._group.heard(message["message"])
+            return
         self._heard.hear(message)
         if self._heard.ending is not None:
             self._over.set()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.events import EventLog
+from hpc_elastic.net.keys import user_folder, user_key
 from hpc_elastic.net.wire import sign
 from hpc_elastic.rendezvous import address
 from hpc_elastic.rendezvous.attendance import Liveness
@@ -62,7 +62,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
                slurm.node_name, nproc=1)  # fmt: skip
     folder = _folder(parameters)
     run = _meeting_place(folder, run_id)
-    secret = sign(_user_key(folder), run_id).encode()
+    secret = sign(user_key(folder), run_id).encode()
     office = Office(
         rules=Rules(
             parameters.min_nodes, parameters.max_nodes, 0,
@@ -122,7 +122,10 @@ def _settings(parameters: RendezvousParameters) -> RendezvousSettings:
 
 
 def _folder(parameters: RendezvousParameters) -> Path:
-    folder = Path(parameters.get("dir") or Path.home() / ".config" / "hpc_elastic")
+    given = parameters.get("dir")
+    if given is None:
+        return user_folder()
+    folder = Path(given)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
@@ -137,21 +140,3 @@ def _meeting_place(folder: Path, run_id: str) -> RunDir:
             if time.time() - old.stat().st_mtime > _KEPT_S:
                 shutil.rmtree(old, ignore_errors=True)
     return run
-
-
-def _user_key(folder: Path) -> bytes:
-    path = folder / "key"
-    if not path.exists():
-        _create_key(path)
-    if path.stat().st_mode & 0o077:
-        raise PermissionError(f"{path} must be readable by its owner only: chmod 600 {path}")
-    return path.read_bytes()
-
-
-def _create_key(path: Path) -> None:
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        f.write(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):
-        os.link(staged, path)
-    staged.unlink()

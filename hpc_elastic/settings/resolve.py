@@ -10,11 +10,11 @@ from hpc_elastic.config import LocalSettings, NodeRange, Nproc, RunSettings, Slu
 from hpc_elastic.errors import ConfigError, near_miss
 from hpc_elastic.settings.checks import PARSERS
 from hpc_elastic.settings.forms import parse_nodes, parse_nproc
-from hpc_elastic.settings.groups import UNSET, Reader, type_hints
+from hpc_elastic.settings.groups import UNSET, Given, Reader, boolean, type_hints
 
 Backend = SlurmSettings | LocalSettings
 BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
-TOP_LEVEL = ("nodes", "nproc_per_node")
+TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 
 
 def resolve(
@@ -45,12 +45,13 @@ def resolve(
 
     nodes = reader.attempt(lambda: _nodes(config.get("nodes"), typed="nodes" in typed))
     nproc = reader.attempt(lambda: _nproc(config.get("nproc_per_node")))
+    ft = reader.attempt(lambda: _ft(config.get("ft")))
     settings = reader.group(BACKENDS[backend], keys, "launcher")
     if not reader.errors and nodes:
-        reader.errors.extend(_contradictions(nodes, settings))
-    if reader.errors or nodes is None or nproc is None:
+        reader.errors.extend(_contradictions(nodes, settings, ft=bool(ft)))
+    if reader.errors or nodes is None or nproc is None or ft is None:
         raise _joined(reader.errors)
-    return RunSettings(nodes, nproc, settings)
+    return RunSettings(nodes, nproc, settings, ft)
 
 
 def as_config(settings: RunSettings) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def as_config(settings: RunSettings) -> dict[str, Any]:
     return {
         "nodes": str(low) if low == high else f"{low}:{high}",
         "nproc_per_node": settings.nproc_per_node,
+        "ft": settings.ft,
         "launcher": {**asdict(settings.launcher), "backend": backend},
     }
 
@@ -104,6 +106,10 @@ def _nproc(value: object) -> Nproc:
     return "auto" if value is None or value == UNSET else parse_nproc(value)
 
 
+def _ft(value: object) -> bool:
+    return False if value is None or value == UNSET else boolean(Given("ft", value))
+
+
 def _elsewhere(key: str, backend: str) -> str | None:
     """Say where a key that does not exist under this name and launcher does exist."""
     name = key.rpartition(".")[2]
@@ -127,8 +133,11 @@ def _keys(cls: type[Any], path: str) -> Iterator[str]:
             yield from _keys(inner, f"{path}.{field.name}")
 
 
-def _contradictions(nodes: NodeRange, settings: Backend) -> Iterator[ConfigError]:
+def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
     """Yield what single keys allow, but not together."""
+    if ft and settings.grow == "never":
+        remedy = "with ft=true a node that comes is always admitted: leave it out"
+        yield ConfigError("launcher.grow", settings.grow, remedy)
     rendezvous = settings.rendezvous
     if rendezvous.lost_after_s <= rendezvous.heartbeat_s:
         remedy = f"must be above launcher.rendezvous.heartbeat_s ({rendezvous.heartbeat_s:g})"

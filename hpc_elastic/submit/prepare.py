@@ -141,6 +141,7 @@ def make_spec(
         kill_wait_s=grace.ended_s,
         notice_signal=settings.launcher.notice_signal,
         gang=has_gang(settings),
+        ft=settings.ft,
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
         agent=settings.launcher.agent,

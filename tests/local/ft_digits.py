@@ -22,7 +22,6 @@ from torch import nn, optim
 
 from hpc_elastic.ft import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
 
-KINDS = ("LocalSGD", "DiLoCo")
 NUM_REPLICAS, VICTIM = 3, 2
 SYNC_EVERY, NUM_SYNCS = 8, 24
 KILLED_AT, AWAITED_AT = 6, 10

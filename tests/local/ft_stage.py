@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import ft_verdict
@@ -18,6 +19,7 @@ PATIENCE_S = 60.0
 LAST_STEPS = 20
 """All make so many steps more once they are told to stop, so that they are told in time."""
 NOTICE_S = 30.0
+LOOK_S = 0.02
 _COUNT = itertools.count()
 _MARK = "HPC_ELASTIC_TEST_STAGE"
 
@@ -58,6 +60,7 @@ class Stage:
         begun = time.monotonic()
         self._due = [(begun + fault.at_s, fault) for fault in self._plan.faults]
         while self._due:
+            assert time.monotonic() < begun + PATIENCE_S, f"nothing comes of {self._due}"
             self._due.sort(key=lambda due: due[0])
             moment, fault = self._due.pop(0)
             self._crew.listen(max(0.0, moment - time.monotonic()))
@@ -88,10 +91,13 @@ class Stage:
             self._later(fault, "left")
 
     def _left(self, fault: Fault) -> None:
-        """Wait for the end of who is under notice; somebody new comes in its place."""
-        agent, worker = self._agents.pop(fault.slot), self._cast.pop(fault.slot)
-        self._crew.need(lambda: agent.first("left") is not None, "it leaves as announced")
+        """Look whether who is under notice has left; then somebody new comes in its place."""
+        agent, worker = self._agents[fault.slot], self._cast[fault.slot]
+        if not agent.first("left"):
+            self._later(replace(fault, length_s=LOOK_S), "left")
+            return
         self._crew.end(agent, worker)
+        del self._agents[fault.slot]
         self._leaving.remove(fault.slot)
         self._enter(fault)
 

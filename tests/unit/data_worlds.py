@@ -83,8 +83,8 @@ class World:
     def die(self) -> None:
         """Be killed: what is not written is lost."""
         for sampler in self.samplers:
-            if sampler._ledger is not None:
-                sampler._ledger._process = -1
+            if sampler._book.ledger is not None:
+                sampler._book.ledger._process = -1
 
 
 class Run:

@@ -42,7 +42,7 @@ def train_on(run, chance, length, batch, num_epochs=3, **options):
             saved, state, saved_by = len(world.trained), world.state(), world
         if chance.random() < 0.5:
             for sampler in world.samplers:
-                sampler._ledger.flush()
+                sampler._book.ledger.flush()
         world.die()
         survived += world.trained[:saved]
         lost += world.trained[saved:]
@@ -82,7 +82,7 @@ def test_what_was_written_and_lost_is_counted(run):
         if step == 7:
             break
     for sampler in first.samplers:
-        sampler._ledger.flush()
+        sampler._book.ledger.flush()
     run.form_group()
     second = World(3, 40, (4, None), state)
     second.run(1)
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_is_proven_up_to_where_all_ranks_are(run):
         next(steps)
     world.state()
     next(steps)
-    world.samplers[0]._ledger.flush()
+    world.samplers[0]._book.ledger.flush()
     (proof,) = audit(run.path)
     assert proof.holds
     assert proof.epochs == [EpochProof(0, 12, 0, 0, left=28)]
@@ -223,7 +223,7 @@ def test_it_does_not_matter_when_it_was_written(run):
     world = World(2, 4000, (4, None))
     for step in world.steps(1):
         if step % 7 == 0:
-            world.samplers[0]._ledger.flush()
+            world.samplers[0]._book.ledger.flush()
     world.state()
     run.succeed()
     assert len(lines_of(run, 0)[1]) > 100
@@ -282,7 +282,7 @@ def test_a_ledger_takes_a_line_for_many_steps(run):
     run.form_group()
     sampler = ElasticSampler(10**9, 3, batch=ElasticBatch(64, None, 0, 4))
     next(sampler.batches(Loader(sampler)))
-    book = sampler._ledger
+    book = sampler._book.ledger
     for step in range(1, 20_001):
         book.add(step, 0, 64 * (step - 1), 16)
     sampler.state_dict()
@@ -336,7 +336,7 @@ def test_children_do_not_write_what_is_their_parents(run):
     world = World(1, 40, (4, None))
     next(world.steps(1))
     if (child := os.fork()) == 0:
-        world.samplers[0]._ledger.flush()
+        world.samplers[0]._book.ledger.flush()
         os._exit(0)
     os.waitpid(child, 0)
     world.state()

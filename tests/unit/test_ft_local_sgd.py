@@ -6,7 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
@@ -288,6 +291,34 @@ def test_a_replica_heals_from_a_single_other():
     model, manager = model_of(), PlayedManager(Meeting(1))
     LocalSGD(manager, model, torch.optim.SGD(model.parameters(), 0.1), sync_every=10)
     assert manager.num_sources == 1
+
+
+@pytest.fixture
+def mesh():
+    """One rank of a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_averaged_by_shards(mesh):
+    """DTensors, as FSDP has them: what is sent and kept is this rank's shard."""
+    start = model_of()
+    model, manager = copy.deepcopy(start), PlayedManager(Meeting(1))
+    fully_shard(model, mesh=mesh)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
+    with (
+        DiLoCo(manager, [model], inner, outer, sync_every=2) as diloco,
+        LocalSGD(PlayedManager(Meeting(1)), model, inner, sync_every=3),
+    ):
+        for i in range(4):
+            step(model, inner, 0, i)
+    for name, parameter in model.named_parameters():
+        kept = diloco._fragments[0].original_parameters[name]
+        assert type(kept) is torch.Tensor
+        assert torch.equal(kept, parameter.to_local())
+    assert not torch.equal(model[0].weight.to_local(), start[0].weight)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,15 @@ def test_a_member_that_does_not_come_back_is_lost():
     assert list(placements(groups.ask("b", quorum_id=OLD))) == ["a", "b"]
 
 
+def test_a_missing_member_of_a_broken_quorum_is_not_waited_for_for_long():
+    """It is what broke it, most likely, and died together with the keeper."""
+    groups = Groups(epoch=4, come_back_s=5.0, regroup_s=1.0)
+    groups.come_back(OLD, "a", "b", size=3, broken=True)
+    groups.ask("a", "b", quorum_id=OLD, commit_failures=1)
+    assert placements(groups.wait(0.9)) == {}
+    assert list(placements(groups.wait(0.2))) == ["a", "b"]
+
+
 def test_a_leader_that_is_dead_is_not_waited_for():
     """All others are there but for as many as are known to be dead."""
     keeper = Keeper(4, lost_members=["c"])

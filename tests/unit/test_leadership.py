@@ -15,8 +15,9 @@ from hpc_elastic.rendezvous.leader_effects import (
     StepDown,
     Tell,
 )
-from hpc_elastic.rendezvous.leadership import Leadership, placements
+from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
 
 # ---- decisions ----------------------------------------------------------------------------

@@ -15,18 +15,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import xxhash
 
 from hpc_elastic.ft.checkpointing import messages, sockets
+from hpc_elastic.ft.checkpointing.asking import CONNECT_TIMEOUT_S, Address, ask, tell
 from hpc_elastic.ft.checkpointing.board import Board, Fetcher, Piece
 from hpc_elastic.ft.checkpointing.layout import Layout, digest
 from hpc_elastic.ft.checkpointing.messages import AnswerHead, Request, StrangerError
 from hpc_elastic.ft.checkpointing.sockets import Pieces
 from hpc_elastic.ft.checkpointing.transport import HealError, HealTimeoutError
 
-_CONNECT_TIMEOUT_S = 5.0
 _BEST_S = 1.0
 """So much later than another's may the best source's layout come."""
 _FAILURES = (OSError, StrangerError, HealError)
@@ -72,6 +71,7 @@ class Fetch:
         self._live = set(_fetchers(wanted))
         self._layouts: dict[int, tuple[Layout, str]] = {}
         self._chosen: int | None = None
+        self._heard: set[int] = set()
         self._first_layout_at = float("inf")
         self._failures: dict[int, str] = {}
         self._board: Board | None = None
@@ -101,6 +101,15 @@ class Fetch:
         for thread in threads:
             thread.join()
         self._raise_unless_complete(aborted=aborted, live=live)
+        self._tell_the_others()
+
+    def _tell_the_others(self) -> None:
+        """Tell the sources that have not been heard of yet that they need not wait for us."""
+        for number, urls in enumerate(self._wanted.sources):
+            if number not in self._heard:
+                note = Request("", "done", self._wanted.step, self._client, "")
+                args = urls, self._wanted.key, note
+                threading.Thread(target=tell, args=args, name="heal-done", daemon=True).start()
 
     def abort(self) -> None:
         """End it, at once (any thread)."""
@@ -181,21 +190,19 @@ class Fetch:
         raise failure
 
     def _introduce(self, who: Fetcher, url: str) -> socket.socket:
-        where = urlsplit(url)
-        host, port = where.hostname or "", where.port or 0
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        connection = socket.socket(found[0][0], socket.SOCK_STREAM)
+        place = Address.of(url)
+        connection = socket.socket(place.family, socket.SOCK_STREAM)
         with self._changed:
             if old := self._sockets.get(who):
                 sockets.close(old)
             self._sockets[who] = connection
             if self._stopped:
                 raise ConnectionAbortedError("aborted")
-        connection.settimeout(min(_CONNECT_TIMEOUT_S, self._left()))
-        connection.connect(found[0][4])
+        connection.settimeout(min(CONNECT_TIMEOUT_S, self._left()))
+        connection.connect(place.where)
         sockets.prepare(connection, self._left())
-        token = where.path.strip("/")
-        self._announce(who, self._ask(connection, self._request(token, "layout")))
+        request = self._request(place.token, "layout")
+        self._announce(who, ask(connection, self._wanted.key, request))
         return connection
 
     def _left(self) -> float:
@@ -208,27 +215,13 @@ class Fetch:
             self._left() + 1.0, self._digest if piece else "", begin, end,
         )  # fmt: skip
 
-    def _ask(self, connection: socket.socket, request: Request) -> bytes:
-        """Return the body of the answer.
-
-        Raises:
-            HealError: the source refuses, and says why.
-        """
-        key = self._wanted.key
-        sockets.send(connection, [request.seal(key)])
-        head = AnswerHead.parse(sockets.receive_head(connection))
-        body = sockets.receive(connection, head.num_bytes)
-        head.check(key, request.nonce, body)
-        if head.status != messages.OK:
-            raise HealError(body.decode(errors="replace"))
-        return body
-
     def _announce(self, who: Fetcher, raw: bytes) -> None:
         """Take a source's layout, and wait until there is memory for that which counts."""
         layout = Layout.from_json(raw)
         with self._changed:
             self._first_layout_at = min(self._first_layout_at, time.monotonic())
             self._layouts[who.source] = layout, digest(raw)
+            self._heard.add(who.source)
             self._changed.notify_all()
             while self._chosen is None and not self._stopped:
                 left = self._first_layout_at + _BEST_S - time.monotonic()
@@ -258,16 +251,13 @@ class Fetch:
             self._changed.notify_all()
 
     def _work(self, who: Fetcher, connection: socket.socket) -> None:
-        token = self._token(who)
+        token = Address.of(self._wanted.sources[who.source].split(",")[0]).token
         while (piece := self._next(who)) is not None:
             self._receive(connection, self._request(token, "data", piece))
             with self._changed:
                 assert self._board
                 self._board.finish(who, time.monotonic())
                 self._changed.notify_all()
-
-    def _token(self, who: Fetcher) -> str:
-        return urlsplit(self._wanted.sources[who.source].split(",")[0]).path.strip("/")
 
     def _next(self, who: Fetcher) -> Piece | None:
         """Return what to fetch next; None if all is done or the fetch is over."""

@@ -51,7 +51,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """Begin to listen.
 
         Args:
-            timeout: For what waits for peers and has no time-out of its own; above 0.
+            timeout: As torchft's; not used, since each call brings its own.
             num_chunks: How many connections to fetch over at least; 0: two, or one to each source.
             state_dict: Returns this replica's present state, of the same form as the peers'.
                 Needed if there are DTensors in it, and for ``in_place``.
@@ -69,9 +69,8 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ConfigError("num_chunks", num_chunks, "give a number of connections, or 0")
         if in_place and state_dict is None:
             raise ConfigError("in_place", in_place, "give state_dict=, which returns the tensors")
-        self._timeout_s = timeout.total_seconds()
         self._num_connections = num_chunks or _NUM_CONNECTIONS
-        self._state_dict, self._in_place = state_dict, in_place
+        self._state_dict, self.in_place = state_dict, in_place
         self._key = key if key is not None else peers_secret()
         self._server = Server(self._key)
         self._lock = threading.Lock()
@@ -131,7 +130,7 @@ class HTTPTransport(CheckpointTransport[T]):
         target: list[Target] = []
 
         def make(layout: Layout) -> Pieces:
-            target.append(Target(layout, self._state_dict, in_place=self._in_place))
+            target.append(Target(layout, self._state_dict, in_place=self.in_place))
             return Pieces([(at, len(v), _ranges(v)) for at, v in target[0].views()])
 
         try:

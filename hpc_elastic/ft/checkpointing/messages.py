@@ -3,6 +3,8 @@
     GET /<token>/layout?step=5&client=..&nonce=..&wait_s=60 HTTP/1.1    the layout (`layout`)
     GET /<token>/data?...&digest=..&begin=0&end=8388608 HTTP/1.1        a range of its bytes
 
+    GET /<token>/done?step=5&client=..&nonce=.. HTTP/1.1                others gave all of it
+
 The path is signed with the key that the replicas share; the token is the server's, drawn when it
 began, and a nonce counts once. An answer's head is signed with the nonce it answers, so it can
 neither be made nor kept by a stranger. A range is followed by a checksum of each block of it
@@ -33,7 +35,7 @@ END = b"\r\n\r\n"
 OK, FORBIDDEN, CONFLICT = 200, 403, 409
 _REASONS = {OK: "OK", FORBIDDEN: "Forbidden", CONFLICT: "Conflict"}
 
-Verb = Literal["layout", "data"]
+Verb = Literal["layout", "data", "done"]
 
 
 class StrangerError(Exception):
@@ -46,7 +48,7 @@ class Request:
 
     Attributes:
         token: The server's.
-        verb: The layout, or a range of the bytes.
+        verb: The layout, a range of the bytes, or nothing any more.
         step: Of the state that is wanted.
         client: Names the replica's whole fetch, over all its connections.
         nonce: Never used before.

@@ -48,15 +48,15 @@ class PGTransport(CheckpointTransport[T]):
 
         Args:
             pg: Of all replicas; ranks are replica ranks.
-            timeout: For what has no time-out of its own.
+            timeout: As torchft's; not used, since each call brings its own.
             device: Where ``pg`` takes tensors: ``cpu`` for gloo, the own GPU for NCCL.
             state_dict: Returns the own present state. If given, what it has on ``device`` is
                 received into; such a heal leaves the state half changed if it fails.
         """
         self._pg = pg
-        self._timeout = timeout
         self._device = device
         self._state_dict = state_dict
+        self.in_place = state_dict is not None
 
     def metadata(self) -> str:
         """Return a word: the process group knows its peers."""
@@ -94,8 +94,8 @@ class PGTransport(CheckpointTransport[T]):
         layout = Layout.from_json(raw.numpy().tobytes())
         if layout.step != step:
             raise HealError(f"replica {src_rank} sends step {layout.step}, not {step}")
-        in_place = self._state_dict is not None
-        target = Target(layout, self._state_dict, in_place=in_place, device=self._device.type)
+        device = self._device.type
+        target = Target(layout, self._state_dict, in_place=self.in_place, device=device)
         for tag, memory in enumerate(target.raw, _FIRST_TENSOR):
             if len(memory):
                 self._receive(memory, src_rank, tag, timeout)

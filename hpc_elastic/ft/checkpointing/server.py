@@ -3,7 +3,8 @@
 A state is offered from `Server.offer` until `Server.withdraw`, which waits for those that were
 announced. A destination is known by its name for the fetch; it has come with its first request, and
 is done when it has closed its last connection, for whatever reason. So neither a peer that has all
-it wants nor one that has died is waited for.
+it wants nor one that has died is waited for. One that had all from others, before it heard of us,
+says so; it may do so before our offer.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class Server:
         self._changed = threading.Condition()
         self._offer: Offer | None = None
         self._num_reading = 0
+        self._early: set[tuple[int, str]] = set()
         self._aborted = self._closed = False
         self._connections: dict[socket.socket, bool] = {}
         self._threads: set[threading.Thread] = set()
@@ -105,6 +107,9 @@ class Server:
                 self._end(self._offer)
             if not self._aborted:
                 self._offer = offer
+                offer.clients |= {
+                    client: set() for step, client in self._early if step == offer.step
+                }
                 self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -131,6 +136,7 @@ class Server:
         """Take requests again."""
         with self._changed:
             self._aborted = False
+            self._early.clear()
 
     def close(self, *, wait: bool) -> None:
         """End everything. May be repeated."""
@@ -217,6 +223,10 @@ class Server:
             raise
         with self._changed:
             self._connections[connection] = True
+        if request.verb == "done":
+            self._note_done(request)
+            self._send(connection, request, messages.OK, b"")
+            return False
         found = self._offer_for(request, connection)
         if isinstance(found, str):
             self._send(connection, request, messages.CONFLICT, found.encode())
@@ -226,6 +236,14 @@ class Server:
         else:
             self._send_range(connection, request, found)
         return True
+
+    def _note_done(self, request: Request) -> None:
+        with self._changed:
+            if self._offer and self._offer.step == request.step:
+                self._offer.clients.setdefault(request.client, set())
+            else:
+                self._early.add((request.step, request.client))
+            self._changed.notify_all()
 
     def _offer_for(self, request: Request, connection: socket.socket) -> Offer | str:
         """Return the offer that a request is for, or why there is none; wait for one if it may."""

@@ -30,6 +30,11 @@ class CheckpointTransport(ABC, Generic[T]):
 
     Then each source is told of all destinations that may come to it.
     """
+    in_place: bool = False
+    """Whether `recv_checkpoint` writes into this replica's own tensors.
+
+    Then a heal that fails leaves them damaged, and the replica can not go on without another.
+    """
 
     @abstractmethod
     def metadata(self) -> str:

@@ -18,7 +18,8 @@ from hpc_elastic.rendezvous.boundary import Boundaries
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.heard import Proposal
 from hpc_elastic.rendezvous.leader_effects import Announce, Create, Effect, RenewLease
-from hpc_elastic.rendezvous.leadership import Leadership, placements
+from hpc_elastic.rendezvous.leadership import Leadership
+from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.testing.simulation.parts import Parts
 

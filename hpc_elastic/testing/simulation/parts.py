@@ -10,7 +10,8 @@ from hpc_elastic.agent.boundaries import Rule, can_save_at
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.leader_effects import Announce
-from hpc_elastic.rendezvous.leadership import Leadership, placements
+from hpc_elastic.rendezvous.leadership import Leadership
+from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent
 
 

@@ -8,7 +8,7 @@ Rounds     Each member that is placed is a group of its own.
 Survival   An agent is told to stop its workers only if they have failed, or if a record has been
            made, since they were placed, that does not name it as a member.
 Progress   In the calm all that live and reach each other become members, with their workers, and
-           stay it.
+           stay it; or one that is cut off for good leads, alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.leader_effects import Effect
+from hpc_elastic.rendezvous.placements import placements, placements_alone
 from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership, placements_alone
+from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.invariants import Monitor
 from hpc_elastic.testing.simulation.node import Node
@@ -33,18 +34,19 @@ _Standing = tuple[tuple[Agent, int], ...]
 """Who is at work, and by which record."""
 
 
+def is_member(agent: Agent, record: Record) -> bool:
+    """Tell whether a record names an agent as a member that is not lost."""
+    return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
+
+
 class ReplicaMonitor(Monitor):
     """Sees to what holds for replicas."""
-
-    def is_member(self, agent: Agent, record: Record) -> bool:
-        """Tell whether a record names an agent as a member that is not lost."""
-        return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
 
     def told_to_stop_itself(self, agent: Agent, *, failed: bool) -> None:
         """An agent is told to stop its workers, which have failed or not."""
         since = self._accepted[agent]
         left = any(
-            not self.is_member(agent, record)
+            not is_member(agent, record)
             for number, record in self._by_number.items()
             if number > since
         )
@@ -118,14 +120,17 @@ class ReplicaSimulator(Simulator):
 
     def _stands(self) -> bool:
         """Tell whether all who can be members are at work, and have been for long enough."""
-        agents = [n.agent for n in self.nodes if n.lives and n.slot != self.network.isolated]
+        isolated = self.network.isolated
+        last = self.files.records[-1] if self.files.records else None
+        alone = last is not None and last.leader.address == str(isolated)
+        agents = [n.agent for n in self.nodes if n.lives and (n.slot == isolated) == alone]
         working = tuple(
             (a.me, a.work.record.number)
             for a in agents
             if isinstance(a, ReplicaProcess) and a.at_work and a.work is not None
         )
         wanted = min(len(agents), self.scenario.rules.max_nodes)
-        members = set(self.files.records[-1].members) if self.files.records else set()
+        members = {a for a in last.members if is_member(a, last)} if last is not None else set()
         whole = len(working) == wanted and {me for me, _ in working} == members
         if not (working and whole) or working != self._standing_members:
             self._standing_members = working if whole else ()
@@ -181,10 +186,10 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, leadership=_StopsThoseWhoAreHere), "a survivor is stopped|no round",
     ),
     "departs without a record": (
-        replace(REPLICAS, leadership=_DepartsWithoutRecord), "no round stands",
+        replace(REPLICAS, leadership=_DepartsWithoutRecord), "a survivor is stopped|no round",
     ),
     "places all in one group": (
-        Parts(leadership=ReplicaLeadership, following=partial(Following, stays=True)), "KeyError",
+        replace(REPLICAS, placements=placements), "a replica is not alone",
     ),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

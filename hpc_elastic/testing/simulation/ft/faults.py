@@ -79,11 +79,11 @@ class Faults:
 
     def _stop(self, group: Group) -> None:
         group.pause_worker(stopped=True)
-        self._sim.world.after(4 * self._rng.random(), None, group.resume_worker, True)
+        self._sim.world.after(4 * self._rng.random(), None, group.resume_worker)
 
     def _hold_the_lock(self, group: Group) -> None:
         group.pause_worker(stopped=False)
-        self._sim.world.after(10 * self._rng.random(), None, group.resume_worker, False)
+        self._sim.world.after(10 * self._rng.random(), None, group.resume_worker)
 
     def _reset(self, group: Group) -> None:
         if group.server is not None and group.server.connection is not None:
@@ -125,7 +125,7 @@ class Faults:
         for group, host in list(self._cuts):
             self._mend(group, host)
         for group in self._sim.groups:
-            group.resume_worker(stopped=True)
+            group.resume_worker()
             if not group.up and not group.is_over:
                 self._return(group)
             group.start_worker()

@@ -170,7 +170,7 @@ class Server:
 
     def goes_on(self) -> None:
         """The worker was stopped, and is not any more."""
-        if self._ask is not None:
+        if self._ask is not None and self._lost is not None:
             self._lost = None
             self._tell(self._ask)
 
@@ -279,14 +279,13 @@ class Group(Host):
             assert self.server is not None
             self.server.lose("its worker is stopped")
 
-    def resume_worker(self, stopped: bool) -> None:
+    def resume_worker(self) -> None:
         """The worker goes on."""
         worker, server = self.worker, self.server
         if worker is None or server is None or not worker.process.paused:
             return
         worker.process.resume(timers_last=self.sim.world.rng.random() < 0.5)
-        if stopped:
-            self.sim.world.after(0.1, server.process, server.goes_on)
+        self.sim.world.after(0.1, server.process, server.goes_on)
 
     # ---- its end --------------------------------------------------------------------------
 

@@ -109,7 +109,8 @@ class Worker:
         state, steps = self.state, self.steps
         scenario = self._sim.scenario
         is_wild = scenario.kind is Kind.ALL
-        may_shrink = is_wild and scenario.rules.min_replicas == 1
+        is_calm = self._world.now >= scenario.calm_after_s
+        may_shrink = is_wild and not is_calm and scenario.rules.min_replicas == 1
         shrink_only = may_shrink and self._world.rng.random() < 0.05
         self._send(Ask(steps.call, state.step, state.lineage, steps.quorum_id, self._failures,
                        1, shrink_only, self.name, (self.name,)))  # fmt: skip

@@ -1,0 +1,108 @@
+"""The worker's side of part f: members of one quorum, as clients of its coordinator.
+
+Ours are what an attendant of each would be: authenticated connections, in one process on one event
+loop. torchft's are its own clients, each in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from ft.libraries import OURS, PEER, part_of
+from ft.lines import Lines
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def clients(driver: Lines, library: str, *, address: str, names: list[str]) -> None:
+    """Ask for a quorum with all clients at once, each time when the driver says so."""
+    if library == OURS:
+        asyncio.run(_our_rounds(driver, address, names))
+    else:
+        _peers_rounds(driver, address, names)
+
+
+def _peers_rounds(driver: Lines, address: str, names: list[str]) -> None:
+    with ThreadPoolExecutor(len(names)) as pool:
+        made = list(pool.map(lambda name: _peer(address, name), names))
+        driver.send({"ready": True})
+        while driver.receive() is not None:
+            begun = time.monotonic()
+            sizes = list(pool.map(lambda ask: ask(), made))
+            driver.send({"round": [begun, time.monotonic()], "members": min(sizes)})
+
+
+def _peer(address: str, name: str) -> Any:
+    client = part_of(PEER, "coordination").LighthouseClient(address, TIMEOUT)
+    step = 0
+
+    def ask() -> int:
+        nonlocal step
+        step += 1
+        quorum = client.quorum(
+            replica_id=name, timeout=TIMEOUT, address="a", store_address="b", step=step,
+            world_size=1,
+        )  # fmt: skip
+        return len(quorum.participants)
+
+    return ask
+
+
+async def _our_rounds(driver: Lines, address: str, names: list[str]) -> None:
+    members = [_Member(name) for name in names]
+    for member in members:
+        await member.connect(address)
+    driver.send({"ready": True})
+    while await asyncio.to_thread(driver.receive) is not None:
+        begun = time.monotonic()
+        for member in members:
+            member.ask()
+        sizes = [await member.answered for member in members]
+        driver.send({"round": [begun, time.monotonic()], "members": min(sizes)})
+    for member in members:
+        member.reading.cancel()
+
+
+class _Member:
+    """One authenticated connection; it says what a group's server would."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._quorum_id = -1
+        self._step = 0
+
+    async def connect(self, address: str) -> None:
+        lighthouse = part_of(OURS, "lighthouse_frames")
+        from hpc_elastic.net.keys import user_secret
+        from hpc_elastic.net.stream import connect
+
+        host, port = lighthouse.parse_address(address)
+        secret, hello = user_secret(lighthouse.PURPOSE), {"replica": self._name}
+        self._stream = await connect(host, port, secret, lighthouse.SESSION_EPOCH, hello)
+        self._frame, self._protocol = lighthouse.frame, part_of(OURS, "protocol")
+        self._stream.send(self._frame(self._protocol.Here(-1, 0, 0, 0, False)))
+        self.reading = asyncio.create_task(self._read())
+
+    def ask(self) -> None:
+        """Ask for the next quorum, as after a step that failed: all of them do."""
+        self.answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        ask = self._protocol.Ask(
+            1, self._step, "token", self._quorum_id, self._quorum_id >= 0, 1, False,
+            "127.0.0.1:29500", ("http://127.0.0.1:29501/state",),
+        )  # fmt: skip
+        self._stream.send(self._frame(ask))
+
+    async def _read(self) -> None:
+        while True:
+            raw = await self._stream.receive()
+            if raw["type"] != "ft":
+                continue
+            message = self._protocol.unpack(raw["message"])
+            if isinstance(message, self._protocol.Placements):
+                placement = message.ranks[0]
+                self._quorum_id, self._step = placement.quorum_id, placement.max_step
+                self.answered.set_result(placement.replica_world_size)

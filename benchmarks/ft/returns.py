@@ -1,0 +1,52 @@
+"""Part d: a replica comes back, and takes the state from those that went on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from ft.crew import crew
+from ft.libraries import OURS, PEER, lighthouse
+from ft.report import Row
+from ft.settings import Settings
+from ft.training import MB, WARM_STEPS, Training, longest_gap, median_step
+
+SIZES = {"10 MB": 10 * MB, "100 MB": 100 * MB}
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Time the new replica from its imports to its first commit, and the others' longest gap."""
+    world_size = settings.worlds[-1]
+    for size, num_bytes in SIZES.items() if not settings.quick else [("10 MB", 10 * MB)]:
+        first: dict[str, list[float]] = {}
+        gaps: dict[str, list[float]] = {}
+        for _ in range(settings.repeats):
+            for library in settings.libraries:
+                seconds, steps = one(library, world_size, num_bytes)
+                first.setdefault(library, []).append(seconds)
+                gaps.setdefault(library, []).append(steps)
+        what = f"restarted, {size}, n = {world_size}"
+        ours, peer = first.get(OURS, []), first.get(PEER, [])
+        yield Row("d return", f"{what}: imports to first commit", "s", ours, peer, of_peer=1.0)
+        ours, peer = gaps.get(OURS, []), gaps.get(PEER, [])
+        yield Row("d return", f"{what}: the others' longest gap", "steps", ours, peer, limit=2.0)
+
+
+def one(library: str, world_size: int, num_bytes: int) -> tuple[float, float]:
+    """Return the seconds to the first commit, and the longest gap in steps of the full group.
+
+    The last replica comes to the others, which have trained for a while without it.
+    """
+    with crew() as people, lighthouse(library) as light:
+        training = Training(people, light, num_bytes)
+        training.start(world_size - 1)
+        others, begun = list(training.replicas), time.monotonic()
+        fresh = training.begin()
+        training.replicas.append(fresh)
+        people.need(lambda: fresh.lines is not None, "a replica more")
+        arrived = time.monotonic()
+        people.need(lambda: len(fresh.commits) > 4 * WARM_STEPS, "a replica joins", 60.0)
+        commit = fresh.commits[0].ended
+        last = fresh.commits[-1].ended
+        gap = max(longest_gap(m, begun, min(last, m.commits[-1].ended)) for m in others)
+        return commit - arrived, gap / median_step(others, world_size)

@@ -1,0 +1,88 @@
+"""Trainings that faults happen to: parts b, c, d and g."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ft.crew import Crew, Member
+from ft.libraries import Lighthouse
+
+WARM_STEPS = 5
+"""Steps that all make together before something happens to them."""
+MB = 1 << 20
+
+
+@dataclass
+class Training:
+    """Some replicas of one library that make steps together.
+
+    Attributes:
+        num_bytes: Of the state, and of the gradient.
+        replicas: Those that are to be alive.
+    """
+
+    crew: Crew
+    lighthouse: Lighthouse
+    num_bytes: int
+    replicas: list[Member] = field(default_factory=list)
+
+    def start(self, count: int) -> None:
+        """Start replicas, and wait until all make steps together."""
+        self.replicas += [self.begin() for _ in range(count)]
+        self.together()
+
+    def begin(self) -> Member:
+        """Start one replica more; it is none of `replicas` yet."""
+        return self.crew.start(
+            self.lighthouse.library, "train",
+            lighthouse=self.lighthouse.address, num_bytes=self.num_bytes,
+        )  # fmt: skip
+
+    def together(self, patience_s: float = 60.0) -> None:
+        """Wait until all have committed steps of all."""
+        now, everybody = time.monotonic(), len(self.replicas)
+
+        def done() -> bool:
+            return all(
+                sum(s.begun > now and s.participants == everybody for s in m.commits) >= WARM_STEPS
+                for m in self.replicas
+            )
+
+        self.crew.need(done, f"{everybody} replicas make steps together", patience_s)
+
+    def end(self) -> None:
+        """End all replicas."""
+        self.crew.end(*self.replicas)
+        self.replicas.clear()
+
+
+def delays(survivors: Sequence[Member], since: float) -> list[float]:
+    """Return each one's seconds until it committed a step that it had begun after that."""
+    return [
+        next((s.ended - since for s in m.commits if s.begun >= since), float("nan"))
+        for m in survivors
+    ]
+
+
+def has_gone_on(members: Sequence[Member], since: float) -> bool:
+    """Whether each has committed a step that it had begun after that."""
+    return all(any(s.begun >= since and s.committed for s in reversed(m.steps)) for m in members)
+
+
+def longest_gap(member: Member, begin: float, end: float) -> float:
+    """Return the longest time between commits in that span; its ends count as commits."""
+    moments = [begin, *(s.ended for s in member.commits if begin < s.ended < end), end]
+    return max(b - a for a, b in itertools.pairwise(moments))
+
+
+def median_step(members: Sequence[Member], participants: int) -> float:
+    """Return the median seconds between commits of steps of so many."""
+    gaps = []
+    for member in members:
+        ended = [s.ended for s in member.commits if s.participants == participants]
+        gaps += [b - a for a, b in itertools.pairwise(ended)]
+    return statistics.median(gaps)

@@ -1,0 +1,71 @@
+"""What an agent leads a run with, if it comes to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.notice_files import NoticeFiles
+from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.slurm.states import TaskState
+
+StoreAddress = tuple[str, int]
+
+
+class World(Protocol):
+    """What a leader needs beyond the run directory. All calls but the last may block."""
+
+    def make_store(self) -> StoreAddress:
+        """Start a fresh bootstrap store for a round; return its address and port.
+
+        torch's may take seconds, for it looks its own name up.
+        """
+
+    def view(self) -> Mapping[str, TaskState] | None:
+        """Ask how the tasks of the run are; None where nobody knows."""
+
+    def cancel_pending(self) -> None:
+        """Take back the run's tasks that are still in the queue."""
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Let none of the run's queued tasks start for a while."""
+
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Let tasks that Slurm holds for two minutes, or has ended, start again soon."""
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Let none of the run's queued tasks start on these hosts."""
+
+    def log_of(self, task: str, attempt: int) -> str | None:
+        """Return where an attempt's log is."""
+
+
+@dataclass(frozen=True)
+class Office:
+    """What a leader of a run works with."""
+
+    rules: Rules
+    liveness: Liveness
+    secret: bytes
+    register: Register
+    make_journal: Callable[[], Journal]
+    world: World
+    notices: NoticeFiles | None = None
+    """Where it is asked for nodes to be left; None: nowhere."""
+    make_keeper: MakeKeeper | None = None
+    """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""
+
+
+@dataclass(frozen=True)
+class Candidacy:
+    """What this agent needs to lead: where to listen, and what a leader works with."""
+
+    address: str
+    office: Office
+    is_running: Callable[[str], bool | None]
+    """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""

@@ -1,0 +1,111 @@
+"""train_ft.py on a real Slurm: its replicas live on while nodes die, are taken and come back."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sweeps import ROOT, Sweep, eventually, leader_host
+
+TAKEN_S = 6
+PAUSE = "            time.sleep(cfg.pause_s)\n"
+SAYS = (
+    "            print('step', sampler.step, manager.num_participants(), flush=True)\n"
+    "            time.sleep(0 if Path('{hurry}').exists() else cfg.pause_s)\n"
+)
+
+
+class Replicas:
+    """A run of train_ft.py that says its steps, and goes slowly until it is told to hurry."""
+
+    def __init__(self, folder: Path, sweep: Callable[..., Sweep], *overrides: str) -> None:
+        self._hurry = folder / "hurry"
+        script = folder / "train_ft.py"
+        text = (ROOT / "train_ft.py").read_text()
+        assert PAUSE in text
+        script.write_text(text.replace(PAUSE, SAYS.format(hurry=self._hurry)))
+        shutil.copy(ROOT / "train_ft.yaml", folder)
+        self.sweep = sweep("launcher=slurm", *overrides, script=script)
+
+    def outputs(self) -> dict[str, list[Path]]:
+        """What the workers of each task wrote, one file a start, in order of their starts."""
+        found: dict[str, list[Path]] = {}
+        for file in self.sweep.run().glob("tasks/*/attempt-*/round-*.rank-0.out"):
+            found.setdefault(file.parents[1].name, []).append(file)
+        return {task: sorted(files, key=lambda f: f.stat().st_ino) for task, files in found.items()}
+
+    def steps(self) -> dict[str, tuple[int, int]]:
+        """The last step of each task's last worker, and how many took part in it."""
+        last: dict[str, tuple[int, int]] = {}
+        for task, files in self.outputs().items():
+            newest = max(files, key=lambda f: f.stat().st_mtime)
+            said = re.findall(r"^step (\d+) (\d+)$", newest.read_text(), re.MULTILINE)
+            last |= {task: (int(said[-1][0]), int(said[-1][1]))} if said else {}
+        return last
+
+    def train(self, num: int) -> None:
+        """Wait until so many make further steps together."""
+        before = max((step for step, _ in self.steps().values()), default=0)
+
+        def together() -> bool:
+            if self.sweep.process.poll() is not None:
+                pytest.fail(f"it has ended: {self.sweep.output()}")
+            last = [step for step, size in self.steps().values() if size == num]
+            return sum(step > before + 1 for step in last) >= num
+
+        eventually(together, f"{num} replicas train; {self.steps()}")
+
+    def end(self) -> str:
+        """Let it finish; return what the launcher printed."""
+        self._hurry.touch()
+        return self.sweep.output()
+
+    def fingerprints(self) -> list[str]:
+        """Those of all workers that came to the end."""
+        texts = (file.read_text() for files in self.outputs().values() for file in files)
+        return [found for text in texts for found in re.findall(r"parameters (\w+)", text)]
+
+    def restored(self) -> set[int]:
+        """The steps of the checkpoints that were loaded."""
+        texts = (file.read_text() for files in self.outputs().values() for file in files)
+        said = r"restored the checkpoint of step (\d+)"
+        return {int(step) for text in texts for step in re.findall(said, text)}
+
+    def audit(self) -> subprocess.CompletedProcess:
+        """Run `hpc-elastic audit`."""
+        argv = [sys.executable, "-m", "hpc_elastic", "audit", str(self.sweep.run())]
+        return subprocess.run(argv, cwd=ROOT, text=True, capture_output=True)
+
+
+def test_replicas_live_on(slurm, sweep, tmp_path):
+    """The leader's node dies, the next leader's is preempted; later all are preempted at once.
+
+    They come back. The survivors' workers are never started again, all end with the same
+    parameters, what is announced costs no step, and every sample is trained exactly once.
+    """
+    run = Replicas(tmp_path, sweep, "nodes=2:4", "epochs=12", "pause_s=0.35", "save_every_s=5")
+    run.train(4)
+    dead = leader_host(run.sweep)
+    slurm.kill_node(dead)
+    run.train(3)
+    slurm.preempt([leader_host(run.sweep)], for_s=TAKEN_S)
+    run.train(2)
+    slurm.start_node(dead)
+    run.train(4)
+    assert run.sweep.events("stop") == []
+    per_task = sorted(len(files) for files in run.outputs().values())
+    assert per_task == [1, 1, 2, 2], "only those that went were started again"
+    slurm.preempt(slurm.nodes, for_s=TAKEN_S)
+    eventually(lambda: len(run.sweep.events("left")) == 5, "all have left")
+    reached = max(step for step, _ in run.steps().values())
+    run.train(4)
+    output = run.end()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.sweep.result()["restarts"] == 0
+    assert len(run.fingerprints()) == 4 and len(set(run.fingerprints())) == 1
+    assert reached in run.restored(), "what was announced cost no step"
+    audit = run.audit()
+    assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -71,6 +71,21 @@ def connect(where: StoreAddress, attempt: Attempt[Any]) -> TCPStore:
     return client
 
 
+def connect_ahead(store: str) -> None:
+    """Begin to connect to a store that may be needed soon; returns at once, and raises nothing.
+
+    Args:
+        store: ``host:port``.
+    """
+    where = parse(store)
+    if (where.host, where.port) not in _clients:
+        attempt = Attempt[TCPStore](
+            lambda attempt: connect(where, attempt),
+            discard=lambda _: None, timeout_s=_CONNECT_S, name="a connection made beforehand",
+        )  # fmt: skip
+        attempt.start()
+
+
 class Meeting(Store):
     """The store of one group, for torch's constructors.
 

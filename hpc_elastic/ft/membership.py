@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ft import devices, lineage
+from hpc_elastic.ft import devices, lineage, meeting
 from hpc_elastic.ft.early import SOCKET_ENV
 from hpc_elastic.ft.participation import Progress
 from hpc_elastic.ft.protocol import NO_QUORUM, Ask, Farewell, Placement
@@ -290,6 +290,8 @@ class Membership:
             group.world_size,
             [r * group.world_size + group.rank for r in range(placement.replica_world_size)],
         )
+        if placement.next_store:
+            meeting.connect_ahead(placement.next_store)
 
     # ---- states ---------------------------------------------------------------------------
 

@@ -167,6 +167,8 @@ class Placement:
         sources: From whom this worker fetches the state, the best first; empty unless it heals.
         first_of: Replica ranks of those whose first source it is.
         serves: Replica ranks of all those that have it among their sources.
+        next_store: Where the group will probably meet if the primary is lost. To connect can take
+            seconds where names are slow, so it is done beforehand.
     """
 
     quorum_id: int
@@ -180,6 +182,7 @@ class Placement:
     sources: tuple[Source, ...] = ()
     first_of: tuple[int, ...] = ()
     serves: tuple[int, ...] = ()
+    next_store: str = ""
 
     @property
     def heals(self) -> bool:

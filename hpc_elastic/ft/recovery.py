@@ -72,13 +72,16 @@ def _place_workers(
 ) -> list[Placement]:
     """Return the places of the workers with this rank in their groups, one of each group."""
     size, num = len(cohort.ranks), len(asks)
-    store = asks[cohort.ranks[group_rank % size]].store
+    primary = cohort.ranks[group_rank % size]
+    following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
+    store, next_store = asks[primary].store, asks[following].store
     sources, first_of, serves = _assign(asks, cohort, group_rank)
     cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
     return [
         Placement(
             quorum_id, rank, num, store, cohort.step, cohort.lineage, cohort_rank.get(rank), size,
             sources.get(rank, ()), tuple(first_of.get(rank, ())), tuple(serves.get(rank, ())),
+            next_store,
         )
         for rank in range(num)
     ]  # fmt: skip

@@ -111,3 +111,18 @@ def test_who_is_alone_with_the_state_serves_all():
     """There is no other way."""
     (places,) = placed([(0, "n"), (3, "y"), (0, "m")])
     assert places[1].first_of == places[1].serves == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "primary", "following"),
+    [
+        ([(3, "x"), (3, "x"), (3, "x")], "s0:1", "s1:1"),
+        ([(2, "x"), (3, "x"), (3, "x")], "s1:1", "s2:1"),
+        ([(2, "x"), (3, "x")], "s1:1", "s0:1"),
+        ([(3, "x")], "s0:1", "s0:1"),
+    ],
+)
+def test_all_know_where_they_would_meet_without_the_primary(states, primary, following):
+    """The next of the cohort, or of all where the primary is the whole cohort."""
+    (places,) = placed(states)
+    assert {(p.store, p.next_store) for p in places} == {(primary, following)}

@@ -4,6 +4,8 @@ import re
 import textwrap
 from pathlib import Path
 
+import pytest
+from counting import LONG
 from sweeps import Sweep, busy, eventually
 
 STEPS = textwrap.dedent(
@@ -76,6 +78,7 @@ def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_p
     assert steps(s) == list(range(1, 241))
 
 
+@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
 def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, tmp_path):
     """grow_after_s: a node does not wait for an announcement that never comes."""
     job = busy(slurm, 3)
@@ -100,6 +103,7 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     assert any("a restart costs" in e["why"] for e in s.events("growth"))
 
 
+@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
 def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
     """grow=never: a late node waits until the group is formed anew for another reason."""
     job = busy(slurm, 3)

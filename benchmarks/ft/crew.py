@@ -158,8 +158,9 @@ class Crew:
         for process in self._processes:
             process.kill()
             process.wait()
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
-        self._listener.close()
 
     def _nursery(self, library: str) -> Member:
         if library not in self._nurseries:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator
 
 from ft.crew import crew
 from ft.libraries import OURS, PEER, lighthouse
 from ft.report import Row
 from ft.settings import Settings
-from ft.training import MB, WARM_STEPS, Training, longest_gap, median_step
+from ft.training import MB, Training, longest_gap, median_step
 
 SIZES = {"10 MB": 10 * MB, "100 MB": 100 * MB}
 
@@ -22,7 +22,7 @@ def measure(settings: Settings) -> Iterator[Row]:
         gaps: dict[str, list[float]] = {}
         for _ in range(settings.repeats):
             for library in settings.libraries:
-                seconds, steps = one(library, world_size, num_bytes)
+                seconds, steps = one_or_nothing(library, world_size, num_bytes)
                 first.setdefault(library, []).append(seconds)
                 gaps.setdefault(library, []).append(steps)
         what = f"restarted, {size}, n = {world_size}"
@@ -30,6 +30,15 @@ def measure(settings: Settings) -> Iterator[Row]:
         yield Row("d return", f"{what}: imports to first commit", "s", ours, peer, of_peer=1.0)
         ours, peer = gaps.get(OURS, []), gaps.get(PEER, [])
         yield Row("d return", f"{what}: the others' longest gap", "steps", ours, peer, limit=2.0)
+
+
+def one_or_nothing(library: str, world_size: int, num_bytes: int) -> tuple[float, float]:
+    """Return the same as `one`; not numbers where the replicas never came to train all together."""
+    try:
+        return one(library, world_size, num_bytes)
+    except RuntimeError as e:
+        print(f"{library}: {str(e).splitlines()[0]}", flush=True)
+        return math.nan, math.nan
 
 
 def one(library: str, world_size: int, num_bytes: int) -> tuple[float, float]:
@@ -40,13 +49,12 @@ def one(library: str, world_size: int, num_bytes: int) -> tuple[float, float]:
     with crew() as people, lighthouse(library) as light:
         training = Training(people, light, num_bytes)
         training.start(world_size - 1)
-        others, begun = list(training.replicas), time.monotonic()
-        fresh = training.begin()
+        others = list(training.replicas)
+        fresh = training.prepare()
         training.replicas.append(fresh)
-        people.need(lambda: fresh.lines is not None, "a replica more")
-        arrived = time.monotonic()
-        people.need(lambda: len(fresh.commits) > 4 * WARM_STEPS, "a replica joins", 60.0)
+        begun = training.let(fresh)
+        training.together()
         commit = fresh.commits[0].ended
         last = fresh.commits[-1].ended
         gap = max(longest_gap(m, begun, min(last, m.commits[-1].ended)) for m in others)
-        return commit - arrived, gap / median_step(others, world_size)
+        return commit - begun, gap / median_step(others, world_size)

@@ -32,15 +32,23 @@ class Training:
 
     def start(self, count: int) -> None:
         """Start replicas, and wait until all make steps together."""
-        self.replicas += [self.begin() for _ in range(count)]
+        self.replicas += [self.prepare() for _ in range(count)]
+        for member in self.replicas:
+            self.let(member)
         self.together()
 
-    def begin(self) -> Member:
-        """Start one replica more; it is none of `replicas` yet."""
+    def prepare(self) -> Member:
+        """Start one replica more, which waits after its imports."""
         return self.crew.start(
             self.lighthouse.library, "train",
             lighthouse=self.lighthouse.address, num_bytes=self.num_bytes,
         )  # fmt: skip
+
+    def let(self, member: Member) -> float:
+        """Let it go on from its imports; return when."""
+        self.crew.need(lambda: member.gone or member.first("imported"), "a replica starts")
+        member.tell({"go": True})
+        return time.monotonic()
 
     def together(self, patience_s: float = 60.0) -> None:
         """Wait until all have committed steps of all."""

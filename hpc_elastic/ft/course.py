@@ -47,7 +47,9 @@ class Course:
         self._answered: dict[str, Ask] = {}
         self._placed: dict[str, Placements] = {}
         self._is_settled = True
-        """What a keeper before this one proposed is followed by all, or void."""
+        """All members have come to this keeper."""
+        self._is_probing = False
+        """It asks how far they are, to see who goes on with what a keeper before it confirmed."""
         self._waits_for = ""
 
     # ---- a quorum breaks, stands, or is formed -------------------------------------------
@@ -117,7 +119,7 @@ class Course:
         if self._roll.asks:  # left out, as somebody wants nobody to join: do not try all the time
             self._switch.pause(now)
         self._leaves = frozenset()
-        self._is_settled = True
+        self._is_settled, self._is_probing = True, False
         self._next_id += 1
 
     # ---- switches ------------------------------------------------------------------------
@@ -131,7 +133,12 @@ class Course:
         self._waits_for = f"the next switch of quorum {standing.quorum_id}"
         if not self._is_settled:
             return gone
-        is_needed = roll.has_newcomers or not roll.notices.keys().isdisjoint(standing.stay)
+        self._is_probing = self._is_probing and switch.state is State.ASKING and not switch.call
+        is_needed = (
+            self._is_probing
+            or roll.has_newcomers
+            or not roll.notices.keys().isdisjoint(standing.stay)
+        )
         if not is_needed:
             return [*gone, *self._tell_members(switch.take_back(now))]
         if switch.state is State.IDLE:

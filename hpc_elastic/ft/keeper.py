@@ -11,7 +11,8 @@ The quorum is *broken*, and all its members are told at once, when
   wait for it in their collectives for ever;
 - one that is known by number alone has not come to a new keeper in time.
 
-A member that is done (`Bye`) breaks nothing: others may still be receiving its last bytes.
+A member that is done (`Bye`) breaks nothing at first: others may still be receiving its last bytes.
+They are told a while later, in case its node was gone before its connections were closed.
 
 A *switch* is begun for newcomers that ask while the quorum stands, and for members under notice.
 Who is confirmed to leave gets its farewell at the switch call, when all have come to it, so that no
@@ -20,8 +21,9 @@ collective is cut off; `departures` says who leaves.
 A *new keeper* knows nothing but who is dead for certain. Its ids begin with its epoch. Those who
 come back say which quorum they are in (`Here`), and it goes on as if it had formed that: the
 newest, if they differ. A proposal of the keeper before may have been confirmed to some and not to
-others, so none is taken back before all members are there; and if one asks, having failed nothing,
-the others are asked to do so at the same call. Only if they are past it the quorum is broken.
+others, so none is taken back before all members are there and have answered a question: who has a
+confirmation does not answer, but asks at its call. Then the others are asked to do so at the same
+call; only if they are past it the quorum is broken.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ __all__ = ["Keeper", "Send"]
 _LOST_AFTER_S = 0.3
 """If so few are missing that they may be those that are dead: they may have left before, as well,
 and one that lives is on its way."""
+_LAST_BYTES_S = 2.0
 _TOLD_AFTER_S, _TOLD_EVERY_S = 0.2, 1.0
 
 
@@ -114,7 +117,8 @@ class Keeper(Course):
     def tick(self, now: float) -> list[Send]:
         """Time has passed; to be called every 20 to 100 ms. Nothing else depends on it."""
         self._roll.start(now)
-        sends = [*self._give_up_missing(now), *self._settle(now), *self._hurry_switch(now)]
+        sends = [*self._give_up_missing(now), *self._give_up_done(now)]
+        sends += [*self._settle(now), *self._hurry_switch(now)]
         return [*sends, *self._advance(now), *self._tell_waiting(now)]
 
     # ---- what groups say -----------------------------------------------------------------
@@ -162,6 +166,8 @@ class Keeper(Course):
         standing, switch = self._roll.standing, self._switch
         if standing is None or not standing.stands or at.quorum_id != standing.quorum_id:
             return []
+        if replica not in standing.silent:
+            return []  # it asks already, and the proposal reached it after that
         is_answer = switch.state is State.ASKING and at.number == switch.number
         if is_answer and switch.is_fixed and not at.ok:
             return self._break(f"some ask at call {switch.call}, {replica} is past it")
@@ -188,6 +194,7 @@ class Keeper(Course):
         if not standing.stay and not standing.num_missing:
             standing.over = "all its members are done"
             return []
+        standing.first_bye = standing.first_bye or (replica, now)
         return self._say(self._switch.forget(replica, now), now)
 
     # ---- a new keeper --------------------------------------------------------------------
@@ -225,7 +232,10 @@ class Keeper(Course):
         return Propose(self._standing.quorum_id, 0, 0)
 
     def _settle(self, now: float) -> list[Send]:
-        """All members are back: what the last keeper proposed is followed by all, or is void."""
+        """All members are back: what the last keeper proposed is followed by all, or is void.
+
+        It is void once all have answered a question, or have had the time for it.
+        """
         standing = self._roll.standing
         if self._is_settled or (standing is not None and standing.num_missing):
             return []
@@ -234,7 +244,8 @@ class Keeper(Course):
             return []
         if len(standing.silent) < len(standing.stay):
             return self._follow(now)
-        return self._tell_members(self._nothing)
+        self._is_probing = True
+        return self._tell_members(self._switch.begin(standing.stay, now))
 
     # ---- time ----------------------------------------------------------------------------
 
@@ -249,6 +260,14 @@ class Keeper(Course):
         if not roll.num_missing and now - standing.since >= _LOST_AFTER_S:
             return self._break(f"{name_some(sorted(roll.lost))}: lost with the coordinator")
         return []
+
+    def _give_up_done(self, now: float) -> list[Send]:
+        """Break the quorum a while after a member of it was done."""
+        standing = self._roll.standing
+        if standing is None or standing.first_bye is None:
+            return []
+        replica, since = standing.first_bye
+        return self._break(f"{replica} is done") if now - since >= _LAST_BYTES_S else []
 
     def _hurry_switch(self, now: float) -> list[Send]:
         switch, standing = self._switch, self._roll.standing

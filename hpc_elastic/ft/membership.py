@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft import devices, lineage, meeting
+from hpc_elastic.ft.background import Background
 from hpc_elastic.ft.early import SOCKET_ENV
 from hpc_elastic.ft.participation import Progress
 from hpc_elastic.ft.protocol import NO_QUORUM, Ask, Farewell, Placement
@@ -245,15 +246,34 @@ class Membership:
 
     def _settle(self, placement: Placement, request: Request) -> Healed | None:
         with self._entered(placement.quorum_id) as is_new:
-            if is_new:
-                self._configure(placement)
             if not request.allow_heal:
+                self._configure(placement, is_new=is_new)
                 return None
-            with devices.on(self._stream):
-                healed = self._move_state(placement, request.progress)
-            if self._stream is not None:
-                self._stream.synchronize()
-            return healed
+            if self._transport.needs_group:
+                self._configure(placement, is_new=is_new)
+                return self._move_state(placement, request.progress)
+            return self._configure_and_move_state(placement, request.progress, is_new=is_new)
+
+    def _configure_and_move_state(
+        self, placement: Placement, progress: Progress, *, is_new: bool
+    ) -> Healed | None:
+        """Do both at once: the others stand until who heals has come."""
+        device, moved = devices.current_index(), list[Healed | None]()
+
+        def move() -> None:
+            devices.use(device)
+            moved.append(self._move_state(placement, progress))
+
+        moving = Background(move)
+        try:
+            self._configure(placement, is_new=is_new)
+        except BaseException:
+            self._transport.abort()
+            with suppress(Exception):
+                moving.wait()
+            raise
+        moving.wait()
+        return moved[0]
 
     @contextmanager
     def _entered(self, quorum_id: int) -> Iterator[bool]:
@@ -277,7 +297,9 @@ class Membership:
         if why is not None:
             raise QuorumBrokenError(f"quorum {quorum_id} broke: {why}")
 
-    def _configure(self, placement: Placement) -> None:
+    def _configure(self, placement: Placement, *, is_new: bool) -> None:
+        if not is_new:
+            return
         group = self._group
         devices.synchronize()
         self._pg.configure(
@@ -296,6 +318,13 @@ class Membership:
     # ---- states ---------------------------------------------------------------------------
 
     def _move_state(self, placement: Placement, progress: Progress) -> Healed | None:
+        with devices.on(self._stream):
+            healed = self._exchange(placement, progress)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return healed
+
+    def _exchange(self, placement: Placement, progress: Progress) -> Healed | None:
         several = self._takes_several
         destinations = placement.serves if several else placement.first_of
         if destinations:

@@ -72,6 +72,7 @@ class Standing:
         since: When it was formed, or heard of.
         is_adopted: It was formed by a keeper before this one.
         num_workers: In each group; 0: not known.
+        first_bye: The first member that was done, and when; None: none is.
     """
 
     def __init__(self, quorum_id: int, members: Iterable[str], now: float) -> None:
@@ -84,6 +85,7 @@ class Standing:
         self.size = len(self.stay)
         self.is_adopted = False
         self.num_workers = 0
+        self.first_bye: tuple[str, float] | None = None
         self._ranks: dict[str, int] = {m: i for i, m in enumerate(self.stay)}
         self._first_ask_at: float | None = None
         self._pace_s = 0.0

@@ -29,7 +29,7 @@ from enum import Enum
 from hpc_elastic.ft.protocol import At, Confirm, Propose
 
 ANSWER_WITHIN_S = 5.0
-AHEAD_S = 0.1
+AHEAD_S = 0.02
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 _FASTEST = 1e6
 _MOST_TRIES = 20

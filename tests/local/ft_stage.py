@@ -12,7 +12,7 @@ from pathlib import Path
 import ft_verdict
 from ft.crew import Crew, Member
 from ft.libraries import OURS, Lighthouse
-from ft_schedule import Fault, Schedule
+from ft_schedule import HARD, Fault, Schedule
 from ft_verdict import Commit, Life
 
 PATIENCE_S = 60.0
@@ -218,8 +218,7 @@ def _life(member: Member, hit: bool) -> Life:
 def verdict(plan: Schedule, lives: list[Life]) -> list[str]:
     """Return what is wrong with how a schedule went."""
     found = ft_verdict.judge(lives)
-    if plan.is_soft:
-        found += ft_verdict.failures(lives)
+    found += ft_verdict.failures(lives, sum(fault.kind in HARD for fault in plan.faults))
     if plan.is_soft and all(fault.kind != "notice" for fault in plan.faults):
         found += ft_verdict.dropped(lives, plan.slots)
     return found

@@ -69,9 +69,10 @@ def trace(last: str, step: int, commits: Iterable[Commit]) -> tuple[dict[int, st
     return lineage, []
 
 
-def failures(lives: Sequence[Life]) -> list[str]:
-    """Return the steps that were not committed."""
-    return [f"{life.name} failed {why}" for life in lives for why in life.failed]
+def failures(lives: Sequence[Life], bound: int) -> list[str]:
+    """Return the failed steps of those that had more of them than others were hit."""
+    too_many = [life for life in lives if not life.hit and len(life.failed) > bound]
+    return [f"{life.name} failed {why}" for life in too_many for why in life.failed]
 
 
 def dropped(lives: Sequence[Life], slots: int) -> list[str]:

@@ -133,6 +133,7 @@ class FakeTransport:
     """Gives the state that a test has put there."""
 
     multi_source = False
+    needs_group = True
     in_place = False
 
     def __init__(self):

@@ -186,6 +186,15 @@ def test_a_member_that_is_done_is_left_out_of_the_switch():
     assert of(groups.say("b", Bye())["a"], Propose).call == 4
 
 
+def test_the_others_are_told_a_while_after_a_member_was_done():
+    """Its node may have vanished before its connections were closed; the last bytes are there."""
+    groups = Groups()
+    groups.form("a", "b", "c")
+    groups.say("b", Bye())
+    assert groups.wait(1.9) == {}
+    assert broken(groups.wait(0.2)) == {"a": "b is done", "c": "b is done"}
+
+
 def test_sends_are_plain_values():
     """So that a driver can compare, queue and print them."""
     keeper = Keeper(0)

@@ -1,6 +1,6 @@
 """What a keeper makes of a quorum that one before it has formed."""
 
-from ft_asks import Groups, broken, placements
+from ft_asks import Groups, broken, of, placements
 
 from hpc_elastic.ft.keeper import Keeper
 from hpc_elastic.ft.protocol import EPOCH_SHIFT, NO_QUORUM, Confirm, Here, Propose
@@ -10,12 +10,36 @@ OLD = (3 << EPOCH_SHIFT) + 1
 
 
 def test_members_of_an_older_keepers_quorum_go_on():
-    """They are told nothing but to forget what it may have proposed."""
+    """They are asked how far they are, and told to forget what may have been proposed."""
     groups = Groups(epoch=4)
     assert groups.come_back(OLD, "a", "b") == {}
-    told = groups.wait(0.05)
-    assert told == {n: [Propose(OLD, 0, 0)] for n in "ab"}
+    number = (4 << EPOCH_SHIFT) + 1
+    assert groups.wait(0.05) == {n: [Propose(OLD, number, 0)] for n in "ab"}
+    assert groups.answer(5, "a") == {}
+    assert {n: told[-1] for n, told in groups.answer(5, "b").items()} == {
+        n: Propose(OLD, 0, 0) for n in "ab"
+    }
     assert groups.wait(3600.0) == {}
+
+
+def test_nobody_is_let_go_on_while_one_may_have_a_confirmation():
+    """It does not answer, but asks at the confirmed call; the others may wait there."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", "b", "c")
+    groups.wait(0.05)
+    groups.answer(5, "a", "b")
+    assert groups.wait(1.0) == {}
+    told = groups.ask("c", quorum_id=OLD, call=6)
+    assert [of(told[n], Propose).call for n in "ab"] == [6, 6]
+
+
+def test_who_does_not_answer_a_new_keeper_holds_nobody_up_for_long():
+    """It may hold the interpreter's lock."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", "b")
+    groups.wait(0.05)
+    groups.answer(5, "a")
+    assert groups.wait(5.1) == {n: [Propose(OLD, 0, 0)] for n in "ab"}
 
 
 def test_nothing_is_taken_back_before_all_are_there():
@@ -36,6 +60,16 @@ def test_a_half_confirmed_switch_is_carried_out():
     assert groups.answer(6, "b") == {"b": [Confirm(OLD, number)]}
     told = groups.ask("b", quorum_id=OLD, call=7, step=7)
     assert list(placements(told)) == ["a", "b"]
+
+
+def test_a_proposal_that_reaches_a_member_after_it_asked_does_no_harm():
+    """It asks at that call itself, and says that it has begun it."""
+    groups = Groups(epoch=4)
+    groups.come_back(OLD, "a", "b", "c")
+    groups.wait(0.05)
+    groups.ask("a", "b", quorum_id=OLD, call=7)
+    assert broken(groups.answer(7, "b", ok=False)) == {}
+    assert "c" in groups.answer(6, "c")
 
 
 def test_if_a_member_is_past_that_call_the_quorum_is_broken():

@@ -28,6 +28,8 @@ from hpc_elastic.ft.checkpointing.transport import HealError, HealTimeoutError
 
 _BEST_S = 1.0
 """So much later than another's may the best source's layout come."""
+_WORTH_BYTES = 32 << 20
+"""A connection more is worth its beginning if there is so much for each."""
 _FAILURES = (OSError, StrangerError, HealError)
 
 _log = logging.getLogger(__name__)
@@ -88,8 +90,8 @@ class Fetch:
             HealTimeoutError: none did in time.
         """
         threads = [
-            threading.Thread(target=self._fetch, args=(who,), name="heal-fetch", daemon=True)
-            for who in sorted(self._live, key=lambda w: (w.number, w.source))
+            threading.Thread(target=self._fetch, args=(who, place), name="heal-fetch", daemon=True)
+            for place, who in enumerate(sorted(self._live, key=lambda w: (w.number, w.source)))
         ]
         for thread in threads:
             thread.start()
@@ -144,9 +146,10 @@ class Fetch:
     def _name(self, source: int) -> str:
         return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._wanted.sources[source])
 
-    def _fetch(self, who: Fetcher) -> None:
+    def _fetch(self, who: Fetcher, place: int) -> None:
         try:
-            self._work(who, self._connect(who))
+            if self._is_needed(who, place):
+                self._work(who, self._connect(who))
         except _FAILURES as e:
             self._fail(who, str(e) or type(e).__name__)
         except BaseException as e:  # a state of ours that does not fit, or a bug
@@ -159,6 +162,22 @@ class Fetch:
                 self._changed.notify_all()
             if connection:
                 sockets.close(connection)
+
+    def _is_needed(self, who: Fetcher, place: int) -> bool:
+        """Wait until a connection is wanted, by its place in the line; False if it never is.
+
+        The first begins at once, the others where there is enough to fetch, or if another source
+        is in trouble.
+        """
+        patience = time.monotonic() + _BEST_S
+        with self._changed:
+            while place and not self._is_over():
+                is_worth_it = self._board and self._board.num_bytes >= place * _WORTH_BYTES
+                left = patience - time.monotonic()
+                if is_worth_it or self._failures or left <= 0:
+                    break
+                self._changed.wait(left)
+            return who.source not in self._failures and not self._is_over()
 
     def _fail(self, who: Fetcher, why: str) -> None:
         with self._changed:

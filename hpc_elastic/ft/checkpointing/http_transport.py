@@ -38,6 +38,7 @@ class HTTPTransport(CheckpointTransport[T]):
     """Serves and fetches states over HTTP, signed with the key that the run's workers share."""
 
     multi_source = True
+    needs_group = False
 
     def __init__(
         self,

@@ -36,6 +36,9 @@ class CheckpointTransport(ABC, Generic[T]):
     Then a heal that fails leaves them damaged, and the replica can not go on without another.
     """
 
+    needs_group: bool = True
+    """Whether states go over the process group, so that it has to be formed before."""
+
     @abstractmethod
     def metadata(self) -> str:
         """Return what a peer's transport needs to fetch from this one (sent with each ask)."""

@@ -75,7 +75,10 @@ class KeeperProcess:
         if not sends:
             return
         placed = {s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, Placements)}
-        self._dismissed.update(s.replica for s in sends if isinstance(s.message, Farewell))
+        for send in sends:
+            if isinstance(send.message, Farewell):
+                self._dismissed.add(send.replica)
+                self._sim.group(send.replica).dismissed(send.message.last)
         self._check(placed)
         for send in sends:
             self._sim.world.note("keeper", f"to {send.replica}", send.message)

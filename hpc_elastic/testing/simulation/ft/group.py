@@ -100,7 +100,7 @@ class Server:
         else:
             if isinstance(message, Farewell):
                 self._ask, self.has_left = None, True
-                self._group.farewell(message)
+                self._group.farewell()
             self._to_worker(message)
 
     def _placed(self, placements: Placements) -> None:
@@ -289,15 +289,18 @@ class Group(Host):
 
     # ---- its end --------------------------------------------------------------------------
 
-    def farewell(self, message: Farewell) -> None:
-        """The keeper lets the group go."""
-        assert self.worker is not None
+    def farewell(self) -> None:
+        """The keeper has let the group go."""
+        self.sim.world.after(0.05, None, self.leave)
+
+    def dismissed(self, last: bool) -> None:
+        """The keeper lets the group go: it says so, and that has not come yet."""
         others = [
             g.worker.state for g in self.sim.groups
             if g is not self and g.takes_part and g.worker is not None
         ]  # fmt: skip
-        self.sim.monitor.farewell(self.name, self.worker.state, others, message.last)
-        self.sim.world.after(0.05, None, self.leave)
+        if self.worker is not None:
+            self.sim.monitor.farewell(self.name, self.worker.state, others, last)
 
     def leave(self) -> None:
         """Its node is left, for good."""

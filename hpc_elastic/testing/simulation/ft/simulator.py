@@ -84,6 +84,10 @@ class Simulator:
             meeting = self._meetings[place.quorum_id] = Meeting(place, self.world, self.monitor)
         return meeting
 
+    def group(self, name: str) -> Group:
+        """Return the group of this name."""
+        return next(g for g in self.groups if g.name == name)
+
     def run(self) -> None:
         """Run the schedule.
 

@@ -137,8 +137,9 @@ class Decision:
             page.want()
 
 
-Rule = Callable[[int, bool], bool]
-"""(step, whether this process's own period says that a checkpoint is due) -> whether to save."""
+Rule = Callable[[int, bool, bool], bool]
+"""(step, whether the count of steps says that a checkpoint is due, whether this process's clock
+does) -> whether to save."""
 
 
 class _Own:
@@ -167,7 +168,7 @@ def _by_rule(rule: Rule, step: int, period: Period, now: float) -> bool:
     clock = _Own.clock
     assert clock is not None
     clock.called(now)
-    yes = rule(step, period.is_due(step) or clock.is_due(period, now))
+    yes = rule(step, period.is_due(step), clock.is_due(period, now))
     if yes:
         clock.saves(time.monotonic())
     return yes

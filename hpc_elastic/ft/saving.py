@@ -69,7 +69,7 @@ class Saving:
         self._is_saver = is_saver
         self._agreement: Agreement | None = None
 
-    def decide(self, step: int, by_step: bool, by_time: bool = False) -> bool:
+    def decide(self, step: int, by_step: bool, by_time: bool) -> bool:
         """Return whether to save now.
 
         Args:

@@ -219,10 +219,10 @@ def test_one_group_saves_and_when_all_leave_at_once(monkeypatch):
     """The contributor of rank 0, when it is due, and in the last step of all."""
     played = make(monkeypatch, place())
     one_step(played.manager)
-    answers = [played.manager._saving.decide(1, due) for due in (False, True)]
-    assert answers == [False, True]
+    dues = [(False, False), (True, False), (False, True)]
+    assert [played.manager._saving.decide(1, *due) for due in dues] == [False, True, True]
     played.link.confirm = type("C", (), {"leaves": True, "last": True})()
-    assert played.manager._saving.decide(1, False)
+    assert played.manager._saving.decide(1, False, False)
 
 
 def test_ranks_of_one_group_save_by_one_clock():

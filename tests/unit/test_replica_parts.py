@@ -231,13 +231,13 @@ def test_replicas_are_always_admitted():
 
 
 def test_somebody_else_may_answer_when_to_save(monkeypatch):
-    """It is told whether the script's own period says so."""
+    """It is told whether the script's own period says so, by the count of steps or the clock."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    asked: list[tuple[int, bool]] = []
+    asked: list[tuple[int, bool, bool]] = []
 
-    def rule(step: int, due: bool) -> bool:
-        asked.append((step, due))
-        return due and step > 2
+    def rule(step: int, by_step: bool, by_time: bool) -> bool:
+        asked.append((step, by_step, by_time))
+        return by_step and step > 2
 
     preemption.answer_by(rule)
     try:
@@ -246,7 +246,18 @@ def test_somebody_else_may_answer_when_to_save(monkeypatch):
         ]  # fmt: skip
     finally:
         preemption.answer_by(None)
-    assert asked == [(1, False), (2, True), (3, False), (4, True)]
+    assert asked == [(step, step % 2 == 0, False) for step in (1, 2, 3, 4)]
+
+
+def test_the_clock_is_told_apart_from_the_count_of_steps():
+    """The clocks of a replica's ranks differ, so that they have to agree on it."""
+    asked: list[tuple[bool, bool]] = []
+    preemption.answer_by(lambda _, by_step, by_time: asked.append((by_step, by_time)) or False)
+    try:
+        should_checkpoint(1, every_s=1e-9)
+    finally:
+        preemption.answer_by(None)
+    assert asked == [(False, True)]
 
 
 def test_a_record_says_where_the_results_are():

@@ -19,7 +19,6 @@ Pure, each with its theory of operation at its head; read them in this order:
                 dead, `agent_effects` what it wants done
 - `slurms_word`, `questions`  what Slurm's word means, and when it may be asked
 - `placements`, `diagnosis`, `status`  what members, and people, are told
-- `wire`        signed frames
 
 With effects:
 
@@ -30,12 +29,11 @@ With effects:
 - `session`     one agent's side: carries out its following, or leads; `heard` is what it heard,
                 `reports` what it tells
 - `notice_files`  who is asked to leave, by a file
-- `stream`      one authenticated connection
 - `journal`     what the leader writes for others to read
 - `address`     the address at which the others reach this node
 - `handler`     torch's RendezvousHandler over a session
 - `torchrun`, `registry`  ``torchrun --rdzv-backend=slurm`` without a run directory
 
-Only `handler` and `torchrun` import torch. `hpc_elastic.testing.simulation` runs the pure ones in
+They speak over `hpc_elastic.net`. Only `handler` and `torchrun` import torch. `hpc_elastic.testing.simulation` runs the pure ones in
 virtual time.
 """

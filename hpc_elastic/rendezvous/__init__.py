@@ -34,6 +34,6 @@ With effects:
 - `handler`     torch's RendezvousHandler over a session
 - `torchrun`, `registry`  ``torchrun --rdzv-backend=slurm`` without a run directory
 
-They speak over `hpc_elastic.net`. Only `handler` and `torchrun` import torch. `hpc_elastic.testing.simulation` runs the pure ones in
-virtual time.
+They speak over `hpc_elastic.net`. Only `handler` and `torchrun` import torch.
+`hpc_elastic.testing.simulation` runs the pure ones in virtual time.
 """

@@ -38,7 +38,9 @@ def main() -> int:
         return show(what, args.seed)
     started = time.monotonic()
     progress = Progress(args.schedules)
-    total = what.run_in_parallel(args.seed, args.schedules, args.processes, progress)
+    total = simulation.run_in_parallel(
+        what.Simulator, args.seed, args.schedules, args.processes, progress
+    )
     Console().print(table(total, time.monotonic() - started, args.processes))
     for failure in list(total.failures.values())[:SHOWN_FAILURES]:
         print(f"\n{failure}")
@@ -64,7 +66,7 @@ def show(what: ModuleType, seed: int) -> int:
         sim.run()
     except Exception as e:  # a schedule may fail in the protocol's own code
         complaint = f"{type(e).__name__}: {e}"
-    print(sim.scenario, what.format_trace(sim), sep="\n")
+    print(sim.scenario, simulation.format_trace(sim), sep="\n")
     print(complaint or "everything held")
     return 1 if complaint else 0
 

@@ -1,6 +1,7 @@
 """Runs of replicas under random schedules in virtual time, and the simulator under planted bugs."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ MUTANT_SCHEDULES = 1_000
 
 @pytest.fixture(scope="module")
 def total():
-    return run_many(0, SCHEDULES, REPLICAS, ReplicaSimulator)
+    return run_many(partial(ReplicaSimulator, parts=REPLICAS), 0, SCHEDULES)
 
 
 def test_every_invariant_holds_for_replicas(total):
@@ -33,13 +34,13 @@ def test_schedules_of_replicas_contain_what_is_to_be_tested(total):
 @pytest.mark.parametrize("seed", [73, 3301, 5562])
 def test_a_schedule_of_replicas_that_once_failed_holds(seed):
     """A restart at the very end; a failure told twice; a task that comes back at the very end."""
-    assert find(seed, 1, REPLICAS, ReplicaSimulator) is None
+    assert find(partial(ReplicaSimulator, parts=REPLICAS), seed, 1) is None
 
 
 @pytest.mark.parametrize("name", REPLICA_MUTANTS)
 def test_planted_bug_of_replicas_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     parts, complaint = REPLICA_MUTANTS[name]
-    failure = find(0, MUTANT_SCHEDULES, parts, ReplicaSimulator)
+    failure = find(partial(ReplicaSimulator, parts=parts), 0, MUTANT_SCHEDULES)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure

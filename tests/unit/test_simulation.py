@@ -1,12 +1,12 @@
 """The rendezvous under random schedules in virtual time, and the simulator under planted bugs."""
 
 import re
+from functools import partial
 
 import pytest
 
 from hpc_elastic.testing.simulation import (
     MUTANTS,
-    SOUND,
     Simulator,
     find,
     format_trace,
@@ -19,7 +19,7 @@ MUTANT_SCHEDULES = 2_000
 
 @pytest.fixture(scope="module")
 def total():
-    return run_in_parallel(first_seed=0, schedules=SCHEDULES, processes=2)
+    return run_in_parallel(Simulator, first_seed=0, schedules=SCHEDULES, processes=2)
 
 
 def test_every_invariant_holds_in_every_schedule(total):
@@ -31,7 +31,7 @@ def test_every_invariant_holds_in_every_schedule(total):
 @pytest.mark.parametrize("seed", [51_057, 101_477, 206_877])
 def test_a_schedule_that_once_failed_holds(seed):
     """They are not among those above, and took thousands of others to be found."""
-    assert find(seed, 1, SOUND) is None
+    assert find(Simulator, seed, 1) is None
 
 
 def test_schedules_contain_what_is_to_be_tested(total):
@@ -50,7 +50,7 @@ def test_schedules_contain_what_is_to_be_tested(total):
 def test_planted_bug_is_found(name):
     """Each planted bug breaks the invariant that it should, within a few schedules."""
     parts, complaint = MUTANTS[name]
-    failure = find(0, MUTANT_SCHEDULES, parts)
+    failure = find(partial(Simulator, parts=parts), 0, MUTANT_SCHEDULES)
     assert failure is not None, f"{name} went unnoticed"
     assert re.search(complaint, failure.splitlines()[0]), failure
 
@@ -58,10 +58,10 @@ def test_planted_bug_is_found(name):
 def test_failure_can_be_replayed():
     """A failure names its seed, and that seed fails again in the same way."""
     parts, _ = MUTANTS["no epoch check"]
-    first = find(0, MUTANT_SCHEDULES, parts)
+    first = find(partial(Simulator, parts=parts), 0, MUTANT_SCHEDULES)
     assert first is not None
     seed = int(re.match(r"seed (\d+):", first)[1])
-    assert find(seed, 1, parts) == first
+    assert find(partial(Simulator, parts=parts), seed, 1) == first
 
 
 def test_schedule_is_deterministic():

@@ -14,13 +14,14 @@ faults      what goes wrong
 invariants  what must hold all the same
 replicas    schedules of a run whose nodes are replicas
 parts       the classes under test; `mutants`: the same with planted bugs
-simulator   one schedule; `campaign`: many
+simulator   one schedule; `schedule`: how one is played; `campaign`: many
 """
 
 from hpc_elastic.testing.simulation.campaign import find, run_in_parallel, run_many
 from hpc_elastic.testing.simulation.mutants import MUTANTS
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.simulator import Outcome, Simulator, format_trace, simulate
+from hpc_elastic.testing.simulation.schedule import format_trace, play
+from hpc_elastic.testing.simulation.simulator import Outcome, Simulator
 
 __all__ = [
     "MUTANTS",
@@ -30,7 +31,7 @@ __all__ = [
     "Simulator",
     "find",
     "format_trace",
+    "play",
     "run_in_parallel",
     "run_many",
-    "simulate",
 ]

@@ -20,6 +20,7 @@ from hpc_elastic.testing.simulation.network import Network
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
 from hpc_elastic.testing.simulation.scenario import Scenario, draw
+from hpc_elastic.testing.simulation.schedule import Tally
 from hpc_elastic.testing.simulation.slurm import Slurm
 from hpc_elastic.testing.simulation.training import Work
 from hpc_elastic.testing.simulation.world import World
@@ -29,15 +30,9 @@ _LOOK_EVERY_S = 1.0
 
 
 @dataclass
-class Outcome:
+class Outcome(Tally):
     """What became of one schedule, or of many."""
 
-    schedules: int = 0
-    cpu_s: float = 0.0
-    """Processor time that they took; 0 for a single one."""
-    virtual_s: float = 0.0
-    events: int = 0
-    checks: int = 0
     rounds: int = 0
     elections: int = 0
     fenced: int = 0
@@ -49,17 +44,6 @@ class Outcome:
     endings: int = 0
     stood_after: Counter[int] = field(default_factory=Counter)
     """Whole seconds from calm until a round began to stand -> in how many schedules."""
-    faults: Counter[str] = field(default_factory=Counter)
-    failures: dict[int, str] = field(default_factory=dict)
-    """Seed -> what did not hold, with the last lines of the trace."""
-
-    def add(self, other: Outcome) -> None:
-        """Count another outcome in."""
-        for name, value in vars(other).items():
-            if isinstance(value, dict):
-                getattr(self, name).update(value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
 
 
 class Simulator:
@@ -204,32 +188,9 @@ class Simulator:
         monitor, records = self.monitor, self.files.records
         ended = bool(records) and records[-1].ending is not None
         return Outcome(
-            1, 0.0, self.world.now, self.world.num_events, monitor.num_checks, monitor.rounds,
-            monitor.elections, monitor.fenced, monitor.growths, monitor.agreements,
-            monitor.departures, int(ended),
-            self._stood_after, self.faults.count,
+            schedules=1, virtual_s=self.world.now, events=self.world.num_events,
+            checks=monitor.num_checks, faults=self.faults.count, rounds=monitor.rounds,
+            elections=monitor.elections, fenced=monitor.fenced, growths=monitor.growths,
+            agreements=monitor.agreements, departures=monitor.departures, endings=int(ended),
+            stood_after=self._stood_after,
         )  # fmt: skip
-
-
-def simulate(seed: int, parts: Parts = SOUND, kind: type[Simulator] = Simulator) -> Outcome:
-    """Run one schedule; what did not hold is in the outcome's ``failures``."""
-    sim = kind(seed, parts)
-    try:
-        sim.run()
-    except Exception as e:  # the protocol's own errors are findings too
-        return _failed(sim, e)
-    return sim.outcome()
-
-
-def _failed(sim: Simulator, error: Exception) -> Outcome:
-    outcome = sim.outcome()
-    what = f"{type(error).__name__}: {error}"
-    outcome.failures[sim.seed] = f"seed {sim.seed}: {what}\n{sim.scenario}\n{format_trace(sim)}"
-    return outcome
-
-
-def format_trace(sim: Simulator) -> str:
-    """Return the trace as text."""
-    return "\n".join(
-        f"{now:9.3f}  {who:6}  {what} {detail}" for now, who, what, detail in sim.world.trace
-    )

@@ -8,15 +8,14 @@ coordinator  the adapter around `ft.keeper`, and the election of the next one
 faults       what goes wrong
 monitor      what must hold all the same
 parts        the classes under test; `mutants`: the same with planted bugs
-simulator    one schedule; `campaign`: many
+simulator    one schedule
 
-World and network are those of `testing.simulation`.
+World, network, and how schedules are played, one or many, are those of `testing.simulation`.
 """
 
-from hpc_elastic.testing.simulation.ft.campaign import find, run_in_parallel, run_many
 from hpc_elastic.testing.simulation.ft.mutants import MUTANTS
 from hpc_elastic.testing.simulation.ft.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.ft.simulator import Outcome, Simulator, format_trace, simulate
+from hpc_elastic.testing.simulation.ft.simulator import Outcome, Simulator
 
 __all__ = [
     "MUTANTS",
@@ -24,9 +23,4 @@ __all__ = [
     "Outcome",
     "Parts",
     "Simulator",
-    "find",
-    "format_trace",
-    "run_in_parallel",
-    "run_many",
-    "simulate",
 ]

@@ -7,9 +7,8 @@ the Manager are models of theirs. All chance comes from one seed, so what fails 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hpc_elastic.ft.protocol import Placement
 from hpc_elastic.testing.simulation.ft.coordinator import Coordinator
@@ -22,6 +21,7 @@ from hpc_elastic.testing.simulation.ft.scenario import draw
 from hpc_elastic.testing.simulation.ft.worker import Doing
 from hpc_elastic.testing.simulation.invariants import InvariantError
 from hpc_elastic.testing.simulation.network import Network
+from hpc_elastic.testing.simulation.schedule import Tally
 from hpc_elastic.testing.simulation.world import World
 
 _LOOK_EVERY_S = 0.5
@@ -29,14 +29,9 @@ _COMMITS = 2
 
 
 @dataclass
-class Outcome:
+class Outcome(Tally):
     """What became of one schedule, or of many."""
 
-    schedules: int = 0
-    cpu_s: float = 0.0
-    virtual_s: float = 0.0
-    events: int = 0
-    checks: int = 0
     quorums: int = 0
     commits: int = 0
     failed_steps: int = 0
@@ -48,17 +43,6 @@ class Outcome:
     keepers: int = 0
     stood: int = 0
     """Schedules in which all were in one quorum in the end."""
-    faults: Counter[str] = field(default_factory=Counter)
-    failures: dict[int, str] = field(default_factory=dict)
-    """Seed -> what did not hold, with the last lines of the trace."""
-
-    def add(self, other: Outcome) -> None:
-        """Count another outcome in."""
-        for name, value in vars(other).items():
-            if isinstance(value, dict):
-                getattr(self, name).update(value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
 
 
 class Simulator:
@@ -149,27 +133,9 @@ class Simulator:
         """Return the numbers of the schedule."""
         m = self.monitor
         return Outcome(
-            1, 0.0, self.world.now, self.world.num_events, m.num_checks, m.quorums, m.commits,
-            m.failed_steps, m.heals, m.switches, m.farewells, m.dropped, self.coordinator.epoch,
-            int(self._stood), self.faults.count,
+            schedules=1, virtual_s=self.world.now, events=self.world.num_events,
+            checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
+            failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
+            farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.epoch,
+            stood=int(self._stood),
         )  # fmt: skip
-
-
-def simulate(seed: int, parts: Parts = SOUND) -> Outcome:
-    """Run one schedule; what did not hold is in the outcome's ``failures``."""
-    sim = Simulator(seed, parts)
-    try:
-        sim.run()
-    except Exception as e:  # the protocol's own errors are findings too
-        outcome = sim.outcome()
-        what = f"seed {seed}: {type(e).__name__}: {e}"
-        outcome.failures[seed] = f"{what}\n{sim.scenario}\n{format_trace(sim)}"
-        return outcome
-    return sim.outcome()
-
-
-def format_trace(sim: Simulator) -> str:
-    """Return the trace as text."""
-    return "\n".join(
-        f"{now:9.3f}  {who:6}  {what} {detail}" for now, who, what, detail in sim.world.trace
-    )

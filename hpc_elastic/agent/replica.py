@@ -20,14 +20,12 @@ from hpc_elastic.agent.worker import RESULTS_VARIABLE
 from hpc_elastic.control import ControlPage, Progress
 from hpc_elastic.ft.group_server import GroupServer
 from hpc_elastic.ft.keeper import Keeper, Send
-from hpc_elastic.ft.protocol import Message, pack, unpack
+from hpc_elastic.ft.protocol import SOCKET_ENV, Message, pack, unpack
 from hpc_elastic.rendezvous.heard import Round
 from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper, replica_name
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.replicas import results_of
 
-SOCKET_VARIABLE = "HPC_ELASTIC_FT_SOCKET"
-"""Where a worker's Manager finds the server of its group."""
 GROUP_VARIABLES = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")
 """Which of the run's replica groups a worker belongs to, for scripts; the names are torchft's."""
 
@@ -99,7 +97,7 @@ class Replica:
         """Return what its workers find in their environment."""
         group_id, num_groups = GROUP_VARIABLES
         return {
-            SOCKET_VARIABLE: str(self._path),
+            SOCKET_ENV: str(self._path),
             fence.REPLICA_VARIABLE: fence.replica(self.me.task, self.me.attempt, self.me.slot),
             RESULTS_VARIABLE: results_of(round_.number, self.me),
             group_id: str(self.me.slot),

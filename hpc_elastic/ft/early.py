@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hpc_elastic.ft.attendant import prewarm
+from hpc_elastic.ft.protocol import SOCKET_ENV
 
-SOCKET_ENV = "HPC_ELASTIC_FT_SOCKET"
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 
 

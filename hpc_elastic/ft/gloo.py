@@ -32,6 +32,7 @@ from hpc_elastic.ft.gloo_work import STUCK_S, GlooWork, Handed
 from hpc_elastic.ft.named_work import NamedWork, named
 from hpc_elastic.ft.reconfigure import Live, Place, ReconfigurableProcessGroup
 from hpc_elastic.ft.retire import retire
+from hpc_elastic.net.addresses import address_towards
 
 _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.
@@ -141,16 +142,13 @@ def _device(store_host: str) -> Any:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         return TorchGloo.create_device(interface=name, lazy_init=False)
-    return TorchGloo.create_device(hostname=_address_towards(store_host), lazy_init=False)
+    return TorchGloo.create_device(hostname=_address(store_host), lazy_init=False)
 
 
-def _address_towards(host: str) -> str:
-    """Return this node's address by which it reaches a host."""
-    family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect(there)  # sends nothing
-        address = str(sock.getsockname()[0]).partition("%")[0]
-    if address.startswith("127.") and host not in ("localhost", address):
+def _address(store_host: str) -> str:
+    """Return this node's address for its peers, who reach the store as well."""
+    address = address_towards(store_host)
+    if address.startswith("127.") and store_host not in ("localhost", address):
         return _outward() or address  # a hosts file may name this host 127.0.1.1
     return address
 

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft import devices, lineage, meeting
 from hpc_elastic.ft.background import Background
-from hpc_elastic.ft.early import SOCKET_ENV
 from hpc_elastic.ft.participation import Progress
-from hpc_elastic.ft.protocol import NO_QUORUM, Ask, Farewell, Placement
+from hpc_elastic.ft.protocol import NO_QUORUM, SOCKET_ENV, Ask, Farewell, Placement
 from hpc_elastic.ft.server import Group
 from hpc_elastic.ft.states import States
 

@@ -36,6 +36,8 @@ from typing import Any, TypeVar
 
 EPOCH_SHIFT = 20
 NO_QUORUM = -1
+SOCKET_ENV = "HPC_ELASTIC_FT_SOCKET"
+"""Path of the socket on which the agent of a run serves its workers."""
 
 Json = dict[str, Any]
 

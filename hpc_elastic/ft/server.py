@@ -19,7 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.attendant import Attendant, start_attendant
-from hpc_elastic.ft.early import LIGHTHOUSE_ENV, SOCKET_ENV
+from hpc_elastic.ft.early import LIGHTHOUSE_ENV
+from hpc_elastic.ft.protocol import SOCKET_ENV
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,17 @@ def own_addresses() -> Iterator[str]:
                 if known.family == family:
                     yield known.address.partition("%")[0]
     with suppress(OSError):
-        host = os.environ.get("MASTER_ADDR", "localhost")
-        family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(there)  # sends nothing
-            yield str(sock.getsockname()[0]).partition("%")[0]
+        yield address_towards(os.environ.get("MASTER_ADDR", "localhost"))
     yield "127.0.0.1"
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this node from which it reaches a host.
+
+    Raises:
+        OSError: there is no way to it, or its name is not known.
+    """
+    family, _, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(there)  # sends nothing
+        return str(sock.getsockname()[0]).partition("%")[0]

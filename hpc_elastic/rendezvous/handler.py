@@ -7,6 +7,7 @@ one's address over all rounds, and a joiner then waits for an address that nobod
 from __future__ import annotations
 
 import logging
+import socket
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -134,8 +135,25 @@ class RoundStores:
         self._current: TCPStore | None = None
 
     def make(self) -> tuple[str, int]:
-        """Start a fresh store; return its address and port."""
+        """Start a fresh store; return its address and port.
+
+        It gets a socket of the address's own family. On one that takes IPv6 and IPv4, as torch
+        opens it, torch's server looks up every client's name before it serves the next (the system
+        knows no ``::ffff:10.0.0.7`` from its hosts file), and stands still where no name server
+        answers.
+
+        Raises:
+            OSError: the address is not this node's.
+        """
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        listening = socket.create_server((self._address, 0), family=family)
+        port = int(listening.getsockname()[1])
         self._current = TCPStore(
-            self._address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            self._address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listening.detach(),
         )
-        return self._address, self._current.port
+        return self._address, port

@@ -185,12 +185,16 @@ def test_small_tensors_come_from_the_best_source(transport, source):
     assert got["model"]["small"].tolist() == [1.0] * 5
 
 
-def test_if_the_best_source_fails_small_tensors_come_from_the_next(transport, source, relay):
-    """Then all of them do, those that had come too."""
+@pytest.mark.parametrize("num_chunks", [2, 4])
+def test_if_the_best_source_fails_small_tensors_come_from_the_next(
+    transport, source, relay, num_chunks
+):
+    """Then all of them do, those that had come too; and its other connections count no more."""
     small = {f"s{i}": torch.full((8000,), 1.0) for i in range(600)}  # three ranges
     other = {k: v + 1 for k, v in small.items()}
     cut = relay(source(small), cut_after(12_000_000))
-    got = fetch(transport(), cut.url, source(other).metadata())
+    urls = cut.url, source(other).metadata()
+    got = fetch(transport(num_chunks=num_chunks), *urls, timeout=timedelta(seconds=10))
     assert all(v.eq(2.0).all() for v in got.values())
 
 

@@ -1,5 +1,7 @@
 """What torch documents of a RendezvousHandler, over real sockets and stores."""
 
+import socket
+
 import pytest
 from group import PATIENCE_S, Group, eventually
 from torch.distributed.elastic.rendezvous import (
@@ -43,6 +45,16 @@ def test_a_round_gives_ranks_and_one_store(run):
     infos[0].store.set("key", "value")
     assert infos[1].store.get("key") == b"value"
     assert len({i.bootstrap_store_info.master_port for i in infos}) == 1
+
+
+def test_a_store_listens_at_its_address_only():
+    """It is not open to other networks, and looks up clients by the address's own family."""
+    stores = RoundStores("127.0.0.2")
+    address, port = stores.make()
+    assert address == "127.0.0.2"
+    socket.create_connection((address, port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 def test_what_it_says_of_itself(run):

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sweeps import ROOT, Sweep
+from sweeps import ROOT, Sweep, unhurried
 
 
 def train_without_end(folder: Path) -> Path:
-    """Return a copy of train.py that does not tell when it will be done.
+    """Return a copy of train.py that is `unhurried`, and does not tell when it will be done.
 
     Whether a late node is worth the restart would depend on how fast this machine is.
     """
@@ -17,7 +17,7 @@ def train_without_end(folder: Path) -> Path:
     told = ", total_steps=total_steps"
     text = (ROOT / "train.py").read_text()
     assert told in text
-    script.write_text(text.replace(told, ""))
+    script.write_text(unhurried(text.replace(told, ""), folder))
     shutil.copy(ROOT / "train.yaml", folder)
     return script
 

@@ -8,25 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sweeps import ROOT, Sweep, eventually, leader_host
+from sweeps import ROOT, Sweep, eventually, leader_host, unhurried
 
 TAKEN_S = 6
-PAUSE = "            time.sleep(cfg.pause_s)\n"
-SAYS = (
-    "            print('step', sampler.step, manager.num_participants(), flush=True)\n"
-    "            time.sleep(0 if Path('{hurry}').exists() else cfg.pause_s)\n"
-)
+MADE = "            time.sleep("
+SAYS = "            print('step', sampler.step, manager.num_participants(), flush=True)\n"
 
 
 class Replicas:
-    """A run of train_ft.py that says its steps, and goes slowly until it is told to hurry."""
+    """A run of train_ft.py that says its steps, and goes slowly until it is to end."""
 
     def __init__(self, folder: Path, sweep: Callable[..., Sweep], *overrides: str) -> None:
-        self._hurry = folder / "hurry"
         script = folder / "train_ft.py"
-        text = (ROOT / "train_ft.py").read_text()
-        assert PAUSE in text
-        script.write_text(text.replace(PAUSE, SAYS.format(hurry=self._hurry)))
+        text = unhurried((ROOT / "train_ft.py").read_text(), folder)
+        assert MADE in text
+        script.write_text(text.replace(MADE, SAYS + MADE))
         shutil.copy(ROOT / "train_ft.yaml", folder)
         self.sweep = sweep("launcher=slurm", *overrides, script=script)
 
@@ -57,11 +53,6 @@ class Replicas:
             return sum(step > before + 1 for step in last) >= num
 
         eventually(together, f"{num} replicas train; {self.steps()}")
-
-    def end(self) -> str:
-        """Let it finish; return what the launcher printed."""
-        self._hurry.touch()
-        return self.sweep.output()
 
     def fingerprints(self) -> list[str]:
         """Those of all workers that came to the end."""
@@ -102,7 +93,7 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     eventually(lambda: len(run.sweep.events("left")) == 5, "all have left")
     reached = max(step for step, _ in run.steps().values())
     run.train(4)
-    output = run.end()
+    output = run.sweep.output()
     assert run.sweep.result()["status"] == "succeeded", output
     assert run.sweep.result()["restarts"] == 0
     assert len(run.fingerprints()) == 4 and len(set(run.fingerprints())) == 1

@@ -7,7 +7,7 @@ from sweeps import SLOWLY, Sweep, busy, eventually, hosts, leader_host
 
 GANG = "launcher.gang=true"
 QUICK = ("epochs=2", "pause_s=0")
-LIGHT = ("epochs=6", "pause_s=0.02")  # a few seconds of training on an idle machine
+LIGHT = ("epochs=3", "pause_s=0.25")
 
 
 def queue(slurm) -> list[str]:
@@ -43,6 +43,7 @@ def test_the_min_part_starts_at_once_and_the_rest_when_it_is_free(slurm, sweep):
     s = sweep("nodes=3:4", GANG, *SLOWLY)
     eventually(lambda: s.group_sizes() == [3], "three nodes train")
     slurm.run(["scancel", job])
+    eventually(lambda: s.group_sizes()[-1] == 4, "four nodes train")
     output = s.output()
     assert s.group_sizes()[0] == 3 and s.group_sizes()[-1] == 4, output
     assert s.result()["restarts"] == 0 and s.value() > 0.95

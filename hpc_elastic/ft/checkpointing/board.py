@@ -72,6 +72,10 @@ class Board:
         self._under_way[who] = piece, now
         return piece
 
+    def is_fetching(self, who: Fetcher) -> bool:
+        """Tell whether a connection has taken a piece that is not finished."""
+        return who in self._under_way
+
     def finish(self, who: Fetcher, now: float) -> None:
         """Note that a connection has fetched what it took."""
         _, since = self._under_way.pop(who)

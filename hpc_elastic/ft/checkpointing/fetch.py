@@ -187,14 +187,25 @@ class Fetch:
             known = self._failures.setdefault(who.source, why) is not why
             if self._live and not known:
                 _log.warning("healing goes on without %s: %s", self._name(who.source), why)
-            others = sorted(w.source for w in self._live)
-            if who.source not in others and not self._board:
-                self._layouts.pop(who.source, None)
-            if not self._board:
-                return
-            self._board.give_back(who)
-            if others and self._board.owner not in others:
-                self._board.own(others[0])
+            if self._board:
+                self._board.give_back(who)
+            if any(w.source != who.source for w in self._live):
+                self._leave_out(who.source)
+
+    def _leave_out(self, source: int) -> None:
+        """End all connections to a source; those that fetch from it `_fail`, too, once they see."""
+        for other in [w for w in self._live if w.source == source]:
+            if other in self._sockets:
+                sockets.cut(self._sockets[other])
+            if not (self._board and self._board.is_fetching(other)):
+                self._live.discard(other)
+        live = {w.source for w in self._live}
+        if source in live:
+            return
+        if not self._board:
+            self._layouts.pop(source, None)
+        elif self._board.owner == source:
+            self._board.own(min(live))
 
     def _connect(self, who: Fetcher) -> socket.socket:
         """Connect to the first of the source's addresses that answers as ours."""
@@ -238,6 +249,8 @@ class Fetch:
         """Take a source's layout, and wait until there is memory for that which counts."""
         layout = Layout.from_json(raw)
         with self._changed:
+            if who not in self._live:
+                raise HealError("its source is left out")
             self._first_layout_at = min(self._first_layout_at, time.monotonic())
             self._layouts[who.source] = layout, digest(raw)
             self._heard.add(who.source)
@@ -281,7 +294,7 @@ class Fetch:
     def _next(self, who: Fetcher) -> Piece | None:
         """Return what to fetch next; None if all is done or the fetch is over."""
         with self._changed:
-            while self._board and not self._is_over():
+            while self._board and not self._is_over() and who in self._live:
                 now = time.monotonic()
                 if piece := self._board.take(who, now):
                     return piece

@@ -5,13 +5,16 @@
 The module (such as `ft.worker`) says which: `preload` imports what they need, `TASKS` has them by
 name.
 
-So a worker begins after its imports, which cost seconds and are the same for both libraries. It
+So a worker begins after its imports, which cost seconds and are the same for both libraries, and
+has them frozen for both, as our worker entry does: else a look for garbage among them takes 0.1 s
+at moments that nobody chooses. It
 connects to the driver's socket itself: who it is, its events, and the end of its connection when
 it dies.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -31,6 +34,7 @@ def main() -> None:
     library, path, module = sys.argv[1:]
     tasks = importlib.import_module(module)
     tasks.preload(library)
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     driver = connect(path)
     driver.send({"name": f"nursery-{library}", "pid": os.getpid()})

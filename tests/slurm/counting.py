@@ -34,7 +34,7 @@ SCRIPT = textwrap.dedent(
     from hpc_elastic import Checkpointer, should_checkpoint
     from hpc_elastic.data import ElasticSampler
 
-    EPOCHS, PAUSE_S = {epochs}, 0.1
+    EPOCHS, PAUSE_S = {epochs}, 0.15
 
     def say(line):
         os.write(1, f"{line}\\n".encode())  # in one piece: a thread of the checkpointer logs
@@ -79,8 +79,8 @@ SCRIPT = textwrap.dedent(
     """
 )
 LONG = bool(os.environ.get("HPC_ELASTIC_LONG"))
-EPOCHS = 120 if LONG else 40
-"""As long as all that a test does to a run takes at ten steps a second."""
+EPOCHS = 120 if LONG else 24
+"""As long as all that a test does to a run takes at seven steps a second."""
 NUM_STEPS = EPOCHS * 40
 
 

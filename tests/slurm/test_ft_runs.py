@@ -77,7 +77,7 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     They come back. The survivors' workers are never started again, all end with the same
     parameters, what is announced costs no step, and every sample is trained exactly once.
     """
-    run = Replicas(tmp_path, sweep, "nodes=2:4", "epochs=12", "pause_s=0.35", "save_every_s=5")
+    run = Replicas(tmp_path, sweep, "nodes=2:4", "epochs=10", "pause_s=0.5", "save_every_s=5")
     run.train(4)
     dead = leader_host(run.sweep)
     slurm.kill_node(dead)

@@ -95,8 +95,8 @@ def test_a_sweep_gives_every_run_a_node_first(slurm, sweep):
     assert all(s.value(n) > 0.95 for n in range(3)), output
     jobs = list((s.folder / ".hpc_elastic").glob("array-*.jobid"))
     assert len(jobs) == 1, "one array"
-    left = slurm.run(["squeue", "-h", "-j", jobs[0].read_text().strip()])
-    assert not left.stdout.strip(), "nothing of the runs stays in the queue"
+    left = ["squeue", "-h", "-j", jobs[0].read_text().strip()]
+    eventually(lambda: not slurm.run(left).stdout.strip(), "nothing of the runs stays in the queue")
 
 
 FAILING = """

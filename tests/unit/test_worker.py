@@ -40,6 +40,10 @@ def goodbye():
 def who():
     return [__name__, __file__, sys.argv]
 
+def frozen():
+    import gc
+    return gc.get_freeze_count() > 1000
+
 if __name__ == "__main__":
     raise SystemExit("the main block must not run")
 """
@@ -97,6 +101,12 @@ def test_the_script_is_loaded_as_a_spawned_child_would(job):
     job.worker("who", [])
     value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
     assert value == ["__mp_main__", str(job.script), [str(job.script)]]
+
+
+def test_imports_are_no_garbage(job):
+    """What was imported is not looked through again and again while the script trains."""
+    assert job.worker("frozen", []).returncode == 0
+    assert json.loads((job.folder / "run/results/round-1/rank-0.json").read_text()) is True
 
 
 def test_an_exception_is_reported_with_the_users_frames_only(job):

@@ -247,6 +247,7 @@ class _Reporter:
         self.page: ControlPage | None = None
         self.opened = False
         self.by_user = False
+        self.save_is_last = False
 
     def find_page(self) -> ControlPage | None:
         if not self.opened:
@@ -298,10 +299,18 @@ def report_counted(step: int) -> None:
         page.report(step, None, None)
 
 
-def is_held() -> bool:
-    """Tell whether this worker is to stay at its next checkpoint, because the group will change."""
+def save_is_last(yes: bool) -> None:
+    """Say whether nobody who has the state stays: the checkpoint due now is all that is left."""
+    _reporter.save_is_last = yes
+
+
+def save_is_urgent() -> bool:
+    """Tell whether a checkpoint has to be committed before this worker does anything else.
+
+    Its group will change, or its node is left and the state with it.
+    """
     page = own_page()
-    return page is not None and page.is_held
+    return _reporter.save_is_last or (page is not None and page.is_held)
 
 
 def announce_boundary(*, step: int) -> None:

@@ -172,7 +172,7 @@ class Checkpointer:
         """
         step = _checked_step(step)
         begin = time.monotonic()
-        urgent = control.is_held() if urgent is None else urgent
+        urgent = control.save_is_urgent() if urgent is None else urgent
         waits = urgent or not self._options.asynchronous
         save = self._new_save(step, urgent=urgent)
         if not self._is_saved_already(save, waits=waits):

@@ -1,8 +1,9 @@
 """Whether this replica group saves after a step: `preemption.should_checkpoint` asks it.
 
 One group saves for all, since all have the same parameters: the first of the contributors. It does
-so when it is due, and in the last step before everybody leaves. All ranks of the group answer the
-same; if the clock says that it is due, by the clock of the first rank, one step later.
+so when it is due, and in the last step before everybody leaves; that save is urgent, for who has
+left may commit nothing. All ranks of the group answer the same; if the clock says that it is due,
+by the clock of the first rank, one step later.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from hpc_elastic import control
 from hpc_elastic.ft.link import Link
 from hpc_elastic.ft.server import Group, open_store
 
@@ -78,11 +80,13 @@ class Saving:
             by_time: This process's clock says so.
         """
         confirm = self._link.settle()
-        if not self._is_saver():
+        is_saver = self._is_saver()
+        is_last = is_saver and confirm is not None and confirm.leaves and confirm.last
+        control.save_is_last(is_last)
+        if not is_saver:
             return False
         if self._group.world_size > 1:
             by_time = self._agreed(by_time)
-        is_last = confirm is not None and confirm.leaves and confirm.last
         return by_step or by_time or is_last
 
     def _agreed(self, due: bool) -> bool:

@@ -162,6 +162,23 @@ def test_buffers_are_used_again(tmp_path):
 # ---- urgent -------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def last_of_all() -> Iterator[None]:
+    """Nobody who has the state stays, as a replica finds when all of them have to leave."""
+    control.save_is_last(True)
+    yield
+    control.save_is_last(False)
+
+
+def test_what_goes_with_its_replica_is_committed_at_once(tmp_path, disk, last_of_all):
+    """Who has left the run may commit nothing any more."""
+    counter = Counter()
+    with checkpointer(tmp_path, counter) as c:
+        assert save_at(c, counter, 1) is True
+        assert Store(tmp_path).steps() == [1]
+        disk.goes_on.set()
+
+
 def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
     """It leaves the older ones for later."""
     counter = Counter()

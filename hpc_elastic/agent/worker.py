@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent import steadfast
+from hpc_elastic.agent.after_import import after_import
 from hpc_elastic.control import report_counted
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
@@ -55,11 +56,10 @@ def main(argv: list[str]) -> int:
     phase = "import"
     try:
         entry = run.load().entry
+        after_import("torch", _prepare_torch)
         function = load_function(entry)
         if spare is not None:
             _warn_of_late_variables(environment)
-        if "torch" in sys.modules:
-            _prepare_torch()
         gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
         phase = "run"
         value = call(function, entry, run)
@@ -126,17 +126,42 @@ def call(function: Callable[..., Any], entry: Entry, run: RunDir) -> Any:
 
 
 def _prepare_torch() -> None:
-    """Let data loaders withstand a notice, and report every optimizer step of this process.
+    """Let data loaders withstand a notice, and look at every optimizer step of this process.
 
-    The latter for scripts that report none themselves.
+    It is reported, for scripts that report none themselves; and the process group is kept.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
     from torch.utils.data._utils import signal_handling
 
     steadfast.keep_loaders(signal_handling)
 
-    steps = itertools.count(1)
-    register_optimizer_step_post_hook(lambda *_: report_counted(next(steps)))
+    steps, keep_group = itertools.count(1), _group_keeper()
+
+    def stepped(*_: object) -> None:
+        report_counted(next(steps))
+        keep_group()
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def _group_keeper() -> Callable[[], None]:
+    """Return a function that holds the present process group until the end of this process.
+
+    Where the script's DistributedDataParallel is the last to hold it, that destroys the group when
+    the user's function returns, with the interpreter lock, and waits for a thread of gloo's that
+    may be waiting for the lock (seen with torch 2.13): all work is done, and nothing ever ends.
+    """
+    import torch.distributed as dist
+
+    kept: list[object] = []
+
+    def keep() -> None:
+        if dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+            if not kept or kept[-1] is not group:
+                kept.append(group)
+
+    return keep
 
 
 def _load_script(path: str) -> types.ModuleType:

@@ -37,6 +37,24 @@ def goodbye():
     threading.Thread(target=lambda: (time.sleep(0.3), print("threaded"))).start()
     print("returned", end=" ")
 
+def train():
+    return [train_once() for _ in range(3)]
+
+def train_once():
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+    threads = [t.joinpath("comm").read_text() for t in Path("/proc/self/task").iterdir()]
+    return sum("gloo_runloop" in thread for thread in threads)
+
 def who():
     return [__name__, __file__, sys.argv]
 
@@ -124,6 +142,14 @@ def test_what_a_script_leaves_for_its_end_is_done(job):
     """Threads are waited for, then exit handlers run, and nothing printed is lost."""
     done = job.worker("goodbye", [])
     assert (done.returncode, done.stdout.split()) == (0, ["returned", "threaded", "registered"])
+
+
+def test_a_process_group_is_not_destroyed_while_the_script_holds_the_lock(job):
+    """Its threads live until the process ends, though the script has let go of it."""
+    done = job.worker("train", [])
+    assert done.returncode == 0, done.stderr
+    threads = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
+    assert threads == [threads[0], 2 * threads[0], 3 * threads[0]] and threads[0] > 0
 
 
 def test_sys_exit_with_a_message_is_a_failure_with_that_message(job):

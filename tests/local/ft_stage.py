@@ -1,6 +1,7 @@
 """Plays a schedule of faults to real processes, and collects what they tell."""
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -16,8 +17,9 @@ from ft_schedule import HARD, Fault, Schedule
 from ft_verdict import Commit, Life
 
 PATIENCE_S = 60.0
-LAST_STEPS = 20
-"""All make so many steps more once they are told to stop, so that they are told in time."""
+LAST_STEPS, LAG_S = 20, 1.0
+"""All make so many steps more, and those of so many seconds, once they are told to stop: what is
+known of them here lags behind, and all are to be told before the first of them has come there."""
 NOTICE_S = 30.0
 LOOK_S = 0.02
 _COUNT = itertools.count()
@@ -181,7 +183,8 @@ class Stage:
 
     def _finish(self) -> None:
         members = list(self._cast.values())
-        stop_at = max(_step(member) for member in members) + LAST_STEPS
+        stop_at = max(_step(member) + math.ceil(_pace(member) * LAG_S) for member in members)
+        stop_at += LAST_STEPS
         for member in members:
             member.tell({"stop_at": stop_at})
 
@@ -199,6 +202,15 @@ class Stage:
 
 def _step(member: Member) -> int:
     return next((e["commit"][0] for e in reversed(member.events) if "commit" in e), 0)
+
+
+def _pace(member: Member) -> float:
+    """Its steps a second, lately."""
+    commits = [e["commit"] for e in member.events if "commit" in e][-50:]
+    if len(commits) < 2:
+        return 0.0
+    (first, *_, began), (last, *_, ended) = commits[0], commits[-1]
+    return (last - first) / max(ended - began, 1e-3)
 
 
 def _life(member: Member, hit: bool) -> Life:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,10 @@ from hpc_elastic.ft.protocol import (
 )
 from hpc_elastic.ft.quorum import Roll, Rules, Standing
 from hpc_elastic.ft.switch import State, Switch
+
+GATHER_S = 0.1
+"""Nodes that are taken together are told one after the other: so long after the last of them is no
+switch begun, for whoever comes under notice once it is confirmed has no step left to save in."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Course:
         self._is_probing = False
         """It asks how far they are, to see who goes on with what a keeper before it confirmed."""
         self._waits_for = ""
+        self._noticed_at = -math.inf
+        """When the last group came under notice."""
 
     # ---- a quorum breaks, stands, or is formed -------------------------------------------
 
@@ -139,6 +146,8 @@ class Course:
             or roll.has_newcomers
             or not roll.notices.keys().isdisjoint(standing.stay)
         )
+        if switch.state is State.IDLE and now - self._noticed_at < GATHER_S:
+            return gone
         if not is_needed:
             return [*gone, *self._tell_members(switch.take_back(now))]
         if switch.state is State.IDLE:

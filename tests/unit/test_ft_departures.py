@@ -3,6 +3,7 @@
 import pytest
 from ft_asks import Groups, broken, last, of, placements
 
+from hpc_elastic.ft.course import GATHER_S
 from hpc_elastic.ft.protocol import Confirm, Farewell, Notice, Propose
 
 
@@ -10,6 +11,7 @@ def notice(groups, *names, left_s=60.0):
     """Put these under notice."""
     for name in names:
         told = groups.say(name, Notice(left_s))
+    groups.wait(GATHER_S)
     return told
 
 
@@ -27,6 +29,17 @@ def test_who_is_under_notice_leaves_at_a_switch():
     assert told["b"] == [Farewell(last=False)]
     assert list(placements(told)) == ["a", "c"]
     assert broken(groups.leave("b")) == {}
+
+
+def test_nodes_that_are_taken_together_leave_together():
+    """The first notice is not answered before the others had the time to come."""
+    groups = Groups()
+    groups.form("a", "b")
+    assert groups.say("a", Notice(60.0)) == {}
+    groups.wait(GATHER_S / 2)
+    assert groups.say("b", Notice(60.0)) == {}
+    assert groups.wait(0.9 * GATHER_S) == {}
+    assert set(groups.wait(0.2 * GATHER_S)) == {"a", "b"}
 
 
 def test_the_last_members_are_told_that_the_state_leaves_with_them():

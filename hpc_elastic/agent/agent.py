@@ -20,6 +20,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ from hpc_elastic import fence
 from hpc_elastic.agent import leftovers
 from hpc_elastic.agent.boundaries import Boundaries
 from hpc_elastic.agent.notices import Farewell, Notices
+from hpc_elastic.agent.preemption import why_leave_now
 from hpc_elastic.agent.processes import RoundLogs, made_from
-from hpc_elastic.agent.replica import Replica, ReplicaFarewell
+from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.agent.surroundings import is_training
@@ -186,15 +188,10 @@ class RunAgent(LocalElasticAgent):
         """Begin to pass on what the workers of a round and their leader tell each other."""
         self._boundaries = Boundaries(self._session, pages)
         replica, notices = self._workplace.replica, self._workplace.notices
-        if replica is not None:
-            self._farewell = ReplicaFarewell(
-                replica, self._session, notices, pages, since=self._started_at
-            )
-        else:
-            self._farewell = Farewell(
-                self._session, notices, pages,
-                since=self._started_at, saves_itself=self._workplace.saves_itself,
-            )  # fmt: skip
+        saves_itself = self._workplace.saves_itself
+        by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
+        why_leave = by_its_script if replica is None else replica.why_leave
+        self._farewell = Farewell(self._session, notices, pages, why_leave)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)

@@ -103,8 +103,8 @@ class Farewell:
         leader: The session.
         notices: Where the notice is.
         pages: The workers' control pages.
-        since: When they were started, in monotonic seconds.
-        saves_itself: As for `preemption.why_leave_now`.
+        why_leave: Tells why to wait no longer, and None to wait, from the notice, what the workers
+            have told, and the monotonic seconds.
     """
 
     def __init__(
@@ -112,15 +112,12 @@ class Farewell:
         leader: Leader,
         notices: Notices,
         pages: Sequence[ControlPage],
-        *,
-        since: float,
-        saves_itself: bool,
+        why_leave: Callable[[Notice, Sequence[Progress], float], str | None],
     ) -> None:
         self._leader = leader
         self._notices = notices
         self._pages = pages
-        self._since = since
-        self._saves_itself = saves_itself
+        self._why_leave = why_leave
         self._heard: session.Notice | None = None
         self._wish: float | None = None
         self._shown: float | None = None
@@ -142,12 +139,6 @@ class Farewell:
             _log.warning("this node is left now: %s", why)
             self._leaves = True
             self._leader.leave_now()
-
-    def _why_leave(self, notice: Notice, workers: list[Progress], now: float) -> str | None:
-        """Tell why to wait no longer; None: wait."""
-        return preemption.why_leave_now(
-            notice, workers, now=now, age_s=now - self._since, saves_itself=self._saves_itself
-        )
 
     def _hear_of(self, workers: Sequence[Progress]) -> None:
         """Take in what the leader knows, and what the workers' scripts want."""

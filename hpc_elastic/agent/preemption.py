@@ -124,7 +124,7 @@ def spread_s(num_tasks: int) -> float:
 
 
 def why_leave_now(
-    notice: Notice, workers: Sequence[Progress], *, now: float, age_s: float, saves_itself: bool
+    notice: Notice, workers: Sequence[Progress], now: float, *, since: float, saves_itself: bool
 ) -> str | None:
     """Tell why to wait no longer for a checkpoint; None: wait.
 
@@ -132,7 +132,7 @@ def why_leave_now(
         notice: The notice.
         workers: What this node's workers have told.
         now: Monotonic seconds.
-        age_s: How long the workers have been there.
+        since: When they were started.
         saves_itself: Whether a script that neither asks when to save nor tells that it has may get
             to its own next checkpoint in the time that is left.
     """
@@ -140,7 +140,7 @@ def why_leave_now(
         return "its time is up"
     asks = any(w.passed is not None or w.boundary is not None for w in workers)
     steps = any(w.step is not None for w in workers)
-    if not asks and not steps and age_s < _SET_UP_S:
+    if not asks and not steps and now - since < _SET_UP_S:
         return "its workers have made no step"
     if not asks and not saves_itself:
         return "its script does not say when it saves"

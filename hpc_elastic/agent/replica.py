@@ -8,16 +8,15 @@ travels as JSON objects over the agents' connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic import fence
-from hpc_elastic.agent.notices import Farewell, Leader, Notices
 from hpc_elastic.agent.preemption import Notice
 from hpc_elastic.agent.worker import RESULTS_VARIABLE
-from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.control import Progress
 from hpc_elastic.ft.group_server import GroupServer
 from hpc_elastic.ft.keeper import Keeper, Send
 from hpc_elastic.ft.protocol import SOCKET_ENV, Message, pack, unpack
@@ -48,6 +47,8 @@ class Replica:
         self._say: Callable[[Json], None] = lambda _: None
         self._server = GroupServer(self._path, replica_name(me), self)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._told: float | None = None
+        """The end of the notice that the quorum has been told of."""
 
     # ---- the session's thread -----------------------------------------------------------
 
@@ -82,16 +83,24 @@ class Replica:
 
     def expect_workers(self) -> None:
         """Forget the workers before: others are about to be started."""
+        self._told = None
         self._in_loop(self._server.expect, self.me.nproc)
 
-    def notice(self, left_s: float) -> None:
-        """Ask to be let go: the node is to be left within so many seconds."""
-        self._in_loop(self._server.notice, left_s)
+    def why_leave(self, notice: Notice, _: Sequence[Progress], now: float) -> str | None:
+        """Ask once to be let go; tell why to wait for that no longer, None to wait.
 
-    @property
-    def has_left(self) -> bool:
-        """Whether the replica has left the quorum in peace, as it asked for."""
-        return self._server.has_left
+        Args:
+            notice: The node is to be left.
+            now: Monotonic seconds.
+        """
+        if notice.by != self._told:
+            self._told = notice.by
+            self._in_loop(self._server.notice, max(0.0, notice.by - now))
+        if self._server.has_left:
+            return "its replica has left the quorum"
+        if now >= notice.by:
+            return "its time is up"
+        return None if self._server.was_placed else "its workers are in no quorum yet"
 
     def environment(self, round_: Round) -> dict[str, str]:
         """Return what its workers find in their environment."""
@@ -107,30 +116,6 @@ class Replica:
     def _in_loop(self, work: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(work, *arguments)
-
-
-class ReplicaFarewell(Farewell):
-    """What a replica and its agent do about a notice: it is let go by the quorum, or its time ends.
-
-    Args:
-        replica: The replica; the rest is as for `Farewell`.
-    """
-
-    def __init__(
-        self, replica: Replica, leader: Leader, notices: Notices, pages: list[ControlPage],
-        *, since: float,
-    ) -> None:  # fmt: skip
-        super().__init__(leader, notices, pages, since=since, saves_itself=True)
-        self._replica = replica
-        self._told: float | None = None
-
-    def _why_leave(self, notice: Notice, workers: list[Progress], now: float) -> str | None:
-        if notice.by != self._told:
-            self._told = notice.by
-            self._replica.notice(max(0.0, notice.by - now))
-        if self._replica.has_left:
-            return "its replica has left the quorum"
-        return super()._why_leave(notice, workers, now)
 
 
 def keepers(min_replicas: int) -> MakeKeeper:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -20,13 +19,10 @@ from hpc_elastic.ft.protocol import (
     Message,
     Placements,
     Propose,
+    SaveFirst,
 )
 from hpc_elastic.ft.quorum import Roll, Rules, Standing
 from hpc_elastic.ft.switch import State, Switch
-
-GATHER_S = 0.1
-"""Nodes that are taken together are told one after the other: so long after the last of them is no
-switch begun, for whoever comes under notice once it is confirmed has no step left to save in."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,6 @@ class Course:
         self._is_probing = False
         """It asks how far they are, to see who goes on with what a keeper before it confirmed."""
         self._waits_for = ""
-        self._noticed_at = -math.inf
-        """When the last group came under notice."""
 
     # ---- a quorum breaks, stands, or is formed -------------------------------------------
 
@@ -146,8 +140,6 @@ class Course:
             or roll.has_newcomers
             or not roll.notices.keys().isdisjoint(standing.stay)
         )
-        if switch.state is State.IDLE and now - self._noticed_at < GATHER_S:
-            return gone
         if not is_needed:
             return [*gone, *self._tell_members(switch.take_back(now))]
         if switch.state is State.IDLE:
@@ -169,21 +161,20 @@ class Course:
     def _carry_out_switch(self, standing: Standing) -> list[Send]:
         """All members ask at the call: the quorum is over, and who is to leave leaves."""
         standing.over = "its members ask for the next one"
-        last = len(self._leaves) == len(standing.stay)
         dropped = Broken(standing.quorum_id, "did not ask for the next one in time")
         sends = [Send(r, dropped) for r in standing.silent]
         for replica in [r for r in standing.stay if r in self._leaves]:
             if replica in self._roll.asks:
-                sends.append(Send(replica, Farewell(last)))
+                sends.append(Send(replica, Farewell()))
                 self._roll.retire(replica)
         return sends
 
     def _dismiss(self, now: float) -> list[Send]:
         """Let those go that are under notice, ask, and are in no quorum that stands."""
         sends = []
-        for replica, last in [*departures.outside(self._roll, now)]:
+        for replica, must_save in [*departures.outside(self._roll, now)]:
             self._roll.retire(replica)
-            sends.append(Send(replica, Farewell(last)))
+            sends.append(Send(replica, SaveFirst() if must_save else Farewell()))
         return sends
 
     def _tell_members(self, message: Message | None) -> list[Send]:

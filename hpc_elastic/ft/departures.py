@@ -4,7 +4,10 @@ A group under notice leaves at a switch. Where no quorum stands that it is in, i
 asks; but first it is waited for those previous members that live, to see whether one of them has
 the state that it has. If nobody who stays has it, it is a member once more, so that they heal from
 it, and leaves at the switch after that. That takes a while: with less than `ENOUGH_TO_HEAL_S` left
-it goes at once. ``last`` says that the newest state goes with it, so that it has to be saved.
+it goes at once.
+
+If the newest state leaves with members of a quorum, they are told so before (``is_last``). Outside
+of one, the first of those that have it makes one more step, in which it saves, and asks again.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def at_switch(roll: Roll, now: float) -> tuple[frozenset[str], bool]:
 
 
 def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:
-    """Yield who of those that ask is let go, no quorum standing that it is in, and if as last."""
+    """Yield who of those that ask is let go, in no quorum that stands, and if it has to save."""
     if not roll.notices:
         return
     standing = roll.standing
@@ -42,20 +45,22 @@ def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:
     if not leaving:
         return
     silent = standing.silent if standing is not None else {}
-    stay_silent = bool(roll.num_missing) or any(r not in roll.notices for r in silent)
+    stays_silent = any(r not in roll.notices for r in silent)
     stayers = [a for r, a in roll.asks.items() if r not in roll.notices]
-    newest = max(roll.asks[r].step for r in leaving)
+    newest = max(leaving, key=lambda r: roll.asks[r].step)
+    saved = [a for a in roll.asks.values() if a.is_saved]
+    is_unsaved = roll.asks[newest].step > 0 and not _is_held(roll.asks[newest], saved)
     for replica in leaving:
         ask = roll.asks[replica]
         if stands or _is_held(ask, stayers):
             yield replica, False
-        elif not _has_time(roll, replica, now) or not (silent or stay_silent or stayers):
-            yield replica, not stay_silent and ask.step == newest and ask.step > 0
+        elif not _has_time(roll, replica, now) or not (silent or roll.num_missing or stayers):
+            yield replica, replica == newest and is_unsaved and not stays_silent
 
 
-def _is_held(ask: Ask, stayers: list[Ask]) -> bool:
+def _is_held(ask: Ask, by: list[Ask]) -> bool:
     same = (ask.step, ask.lineage)
-    return any(a.step > ask.step or (a.step, a.lineage) == same for a in stayers)
+    return any(a.step > ask.step or (a.step, a.lineage) == same for a in by)
 
 
 def _has_time(roll: Roll, replica: str, now: float) -> bool:

@@ -32,6 +32,7 @@ def combined_ask(asks: Mapping[int, Ask]) -> Ask:
         min_replicas=max(ask.min_replicas for ask in ranks),
         shrink_only=any(ask.shrink_only for ask in ranks),
         metadata=tuple(text for ask in ranks for text in ask.metadata),
+        is_saved=all(ask.is_saved for ask in ranks),
     )
 
 

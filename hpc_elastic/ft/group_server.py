@@ -35,6 +35,7 @@ from hpc_elastic.ft.protocol import (
     Placement,
     Placements,
     Propose,
+    SaveFirst,
     Vote,
     Waiting,
     Welcome,
@@ -152,6 +153,11 @@ class GroupServer:
         """The group is out of the quorum as announced: its workers stand still, for good."""
         return self._left
 
+    @property
+    def was_placed(self) -> bool:
+        """The workers that are expected now have been in a quorum."""
+        return self._place is not None
+
     def notice(self, left_s: float) -> None:
         """Announce that the node is to be left within so many seconds."""
         self._notice_at = asyncio.get_running_loop().time() + left_s
@@ -201,8 +207,9 @@ class GroupServer:
                 self._send_all(message)
             case Farewell():
                 self._left = True
-                self._asks, self._asked = {}, None
-                self._send_all(message)
+                self._answer(message)
+            case SaveFirst():
+                self._answer(message)
             case Waiting():
                 self._send(self._asks, message)
             case _:
@@ -224,6 +231,10 @@ class GroupServer:
         self._place, self._broken, self._call = ranks[0], False, 0
         for rank, placement in enumerate(ranks):
             self._workers[rank].send(Placements((placement,), asks[rank].number))
+
+    def _answer(self, message: Farewell | SaveFirst) -> None:
+        self._asks, self._asked = {}, None
+        self._send_all(message)
 
     def _break(self, broken: Broken) -> bool:
         """Tell all workers, in the same order with respect to verdicts; whether it is news."""

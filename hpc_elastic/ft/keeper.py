@@ -176,7 +176,6 @@ class Keeper(Course):
     def _notice(self, replica: str, notice: Notice, now: float) -> list[Send]:
         if replica not in self._roll.notices:
             self._switch.hurry()
-            self._noticed_at = now
         self._roll.notices[replica] = now + notice.left_s
         return []
 

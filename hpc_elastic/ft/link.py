@@ -41,6 +41,7 @@ from hpc_elastic.ft.protocol import (
     Placement,
     Placements,
     Propose,
+    SaveFirst,
     Verdict,
     Vote,
     Waiting,
@@ -99,7 +100,7 @@ class Link:
         self._sending = threading.Lock()
         self._number = 0
         self._asking = False
-        self._answer: Placement | Farewell | None = None
+        self._answer: Placement | Farewell | SaveFirst | None = None
         self._waiting = ""
         self._verdict: Verdict | None = None
         self._gone: str | None = None
@@ -139,12 +140,11 @@ class Link:
             steps.settle(steps.call)
             return failed or steps.must_ask or steps.undecided
 
-    def settle(self) -> Confirm | None:
+    def settle(self) -> bool:
         """Decide about the next step now, at the end of one; wait as `needs_quorum` would.
 
         Returns:
-            The confirmation, if all members ask in the next step because the group changes; None
-            if it will not change there, and from now on can not.
+            Whether this group leaves in the next step, and nobody else has the state.
         """
         steps = self._steps
         with self._changed:
@@ -153,7 +153,7 @@ class Link:
                     lambda: not steps.undecided_next or self._gone is not None, _PROPOSAL_S
                 )
             steps.settle(steps.call + 1)
-            return steps.confirmed if steps.switches_next else None
+            return steps.is_last
 
     @property
     def call(self) -> int:
@@ -171,25 +171,18 @@ class Link:
         return self._steps.broken
 
     @property
-    def leaves(self) -> Confirm | None:
-        """Set once it is confirmed that this group leaves, at the call `leaves_at`."""
-        confirm = self._steps.confirmed
-        return confirm if confirm is not None and confirm.leaves else None
-
-    @property
-    def leaves_at(self) -> int | None:
-        """The call at which this group leaves, as it has been confirmed; else None."""
-        with self._changed:
-            proposal = self._steps.proposal
-            return proposal.call if self.leaves is not None and proposal is not None else None
+    def is_saved(self) -> bool:
+        """Whether the script could save at the end of the step before as the last that may."""
+        return self._steps.is_saved
 
     # ---- questions ----------------------------------------------------------------------
 
-    def ask(self, ask: Ask, timeout_s: float) -> Placement | Farewell:
+    def ask(self, ask: Ask, timeout_s: float) -> Placement | Farewell | SaveFirst:
         """Ask for a place in the next quorum, and wait for it.
 
         Returns:
-            The place; or `Farewell`, where the group has left as it was announced.
+            The place; or `Farewell`, where the group has left as it was announced; or `SaveFirst`,
+            where it is to save before.
 
         Raises:
             TimeoutError: there was none in time; says who is waited for. Ask again, or give up.
@@ -319,7 +312,11 @@ class Link:
             case Placements():
                 return self._placed(message), None
             case Farewell():
-                self._answered(message, NO_QUORUM)
+                self._steps.enter(NO_QUORUM)
+                self._answered(message)
+            case SaveFirst():
+                self._steps.save_first()
+                self._answered(message)
             case Waiting():
                 self._waiting = message.text
             case Broken():
@@ -338,15 +335,15 @@ class Link:
     def _placed(self, placements: Placements) -> Broken | None:
         (placement,) = placements.ranks
         if self._asking and placements.number == self._number:
-            self._answered(placement, placement.quorum_id)
+            self._steps.enter(placement.quorum_id)
+            self._answered(placement)
             return None
         # it crossed our withdrawal, and others count on us
         return Broken(placement.quorum_id, "a worker had given up waiting for it")
 
-    def _answered(self, answer: Placement | Farewell, quorum_id: int) -> None:
+    def _answered(self, answer: Placement | Farewell | SaveFirst) -> None:
         self._answer = answer
         self._asking = False
-        self._steps.enter(quorum_id)
 
 
 def _connected(path: Path, timeout_s: float) -> socket.socket:

@@ -37,9 +37,9 @@ from hpc_elastic.ft import devices
 from hpc_elastic.ft.background import Background
 from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
 from hpc_elastic.ft.link import Link
-from hpc_elastic.ft.membership import LeftQuorumError, Limits, Membership, Request
+from hpc_elastic.ft.membership import LeftQuorumError, Limits, Membership, Request, SaveFirstError
 from hpc_elastic.ft.one_step import ExceptionWithTraceback, Step
-from hpc_elastic.ft.participation import Progress, WorldSizeMode, share
+from hpc_elastic.ft.participation import Progress, Share, WorldSizeMode, share
 from hpc_elastic.ft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup
 from hpc_elastic.ft.protocol import Placement
 from hpc_elastic.ft.reducing import Reducing
@@ -266,7 +266,13 @@ class Manager(Reducing):
             request: What to ask with.
             is_late: The forward pass is over.
         """
-        entered = self._membership.enter(request)
+        try:
+            entered = self._membership.enter(request)
+        except SaveFirstError as e:
+            _log.warning("%s", e)
+            self._share = Share(rank=0, size=1)
+            step.fail(e)
+            return
         placement = self._placement = entered.placement
         eager = step.allow_heal and (not self._use_async_quorum or placement.max_step == 0)
         self._share = self._share_of(placement, eager)

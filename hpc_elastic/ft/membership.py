@@ -25,7 +25,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft import devices, lineage, meeting
 from hpc_elastic.ft.background import Background
 from hpc_elastic.ft.participation import Progress
-from hpc_elastic.ft.protocol import NO_QUORUM, SOCKET_ENV, Ask, Farewell, Placement
+from hpc_elastic.ft.protocol import NO_QUORUM, SOCKET_ENV, Ask, Farewell, Placement, SaveFirst
 from hpc_elastic.ft.server import Group
 from hpc_elastic.ft.states import States
 
@@ -56,6 +56,16 @@ class DamagedStateError(HpcElasticError):
 
 class QuorumBrokenError(HpcElasticError):
     """The quorum could not go on: a member was lost, or has reported an error."""
+
+
+class SaveFirstError(HpcElasticError):
+    """This replica is let go when it has saved: there is no quorum for the step."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this replica leaves, and nobody who stays has its state: it can be saved at the end "
+            "of this step, which is not committed"
+        )
 
 
 @dataclass(frozen=True)
@@ -181,6 +191,7 @@ class Membership:
             may_retry: Whether a quorum that breaks at once is followed by another question.
 
         Raises:
+            SaveFirstError: there is none, and at the end of this step the state is to be saved.
             TimeoutError: no quorum came; names who is waited for.
             LeftQuorumError: it has left, as announced.
             GroupServerGoneError: the group's server is dead; start the worker anew.
@@ -215,6 +226,8 @@ class Membership:
         answer = self._ask(request)
         if isinstance(answer, Farewell):
             stand_still("this replica has left the quorum, as it was announced")
+        if isinstance(answer, SaveFirst):
+            raise SaveFirstError
         if self._is_damaged and not answer.heals:
             self.link.report_broken(answer.quorum_id, "a member's state is damaged")
             raise DamagedStateError(
@@ -223,7 +236,7 @@ class Membership:
             )
         return answer
 
-    def _ask(self, request: Request) -> Placement | Farewell:
+    def _ask(self, request: Request) -> Placement | Farewell | SaveFirst:
         for _ in range(self._limits.quorum_retries):
             with suppress(TimeoutError):
                 return self.link.ask(self._question(request), request.timeout_s)
@@ -241,6 +254,7 @@ class Membership:
             shrink_only=request.shrink_only,
             store=self._group.store,
             metadata=(self._transport.metadata(),),
+            is_saved=self.link.is_saved,
         )
 
     def _settle(self, placement: Placement, request: Request) -> Healed | None:

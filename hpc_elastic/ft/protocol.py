@@ -73,6 +73,7 @@ class Ask:
         store: ``host:port`` of the group's TCPStore, for the members' process group.
         metadata: What a peer needs to fetch the state, by group rank (one worker: its own alone).
         number: Counts the asks of a group; the same when one is sent again.
+        is_saved: The script could save this state as one that nobody else has.
     """
 
     call: int
@@ -85,6 +86,7 @@ class Ask:
     store: str
     metadata: tuple[str, ...]
     number: int = 0
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,13 @@ class Placements:
 class Farewell:
     """Down, in answer to `Ask`: the group has left the quorum as announced."""
 
-    last: bool = False
+
+@dataclass(frozen=True)
+class SaveFirst:
+    """Down, in answer to `Ask`: it may go once it has saved its state, which nobody else has.
+
+    There is no quorum for the step that it was asked for: it fails, and its end is the moment.
+    """
 
 
 @dataclass(frozen=True)
@@ -279,7 +287,7 @@ class Here:
 
 Message = (
     Hello | Welcome | Ask | Withdraw | Broken | Propose | At | Confirm | Placement | Placements
-    | Farewell | Waiting | Vote | Verdict | Notice | Lost | Bye | Here
+    | Farewell | SaveFirst | Waiting | Vote | Verdict | Notice | Lost | Bye | Here
 )  # fmt: skip
 
 M = TypeVar("M")
@@ -288,7 +296,7 @@ _TYPES: dict[str, Any] = {
     t.__name__.lower(): t
     for t in (
         Hello, Welcome, Ask, Withdraw, Broken, Propose, At, Confirm, Placement, Placements,
-        Farewell, Waiting, Vote, Verdict, Notice, Lost, Bye, Here,
+        Farewell, SaveFirst, Waiting, Vote, Verdict, Notice, Lost, Bye, Here,
     )
 }  # fmt: skip
 

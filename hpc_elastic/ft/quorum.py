@@ -45,8 +45,8 @@ class Rules:
         join_timeout_s: What the first quorum waits for those that are connected.
         wait_for_live_s: What is waited for previous members that live but do not ask.
         come_back_s: What a new keeper waits for members that have not connected to it.
-        regroup_s: The same where the quorum is over, and at least half of it asks: most likely the
-            others are what broke it, and one that lives joins again at the next switch.
+        regroup_s: The same where at least half of the quorum asks for the next one: most likely the
+            others broke it, or have left; one that lives joins again at the next switch.
         greet_s: A keeper that has heard of no quorum forms none for so long after its start: the
             members of one may be about to come back, and would find it replaced by a newcomer's.
     """
@@ -244,8 +244,8 @@ class Roll:
         if standing is None:
             return True
         num_asking = len(standing.stay) - len(standing.silent)
-        half_asks = not standing.stands and 2 * num_asking >= standing.size
-        wait_s = self.rules.regroup_s if half_asks else self.rules.come_back_s
+        half_ask = 2 * num_asking >= standing.size
+        wait_s = self.rules.regroup_s if half_ask else self.rules.come_back_s
         return now - standing.since >= wait_s
 
     def next_quorum(self, now: float) -> tuple[str, ...] | str:

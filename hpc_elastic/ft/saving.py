@@ -79,10 +79,9 @@ class Saving:
             by_step: The count of steps says that it is due, on all ranks.
             by_time: This process's clock says so.
         """
-        confirm = self._link.settle()
+        is_last = self._link.settle()
         is_saver = self._is_saver()
-        is_last = is_saver and confirm is not None and confirm.leaves and confirm.last
-        control.save_is_last(is_last)
+        control.save_is_last(is_saver and is_last)
         if not is_saver:
             return False
         if self._group.world_size > 1:

@@ -22,6 +22,7 @@ class Steps:
         must_ask: A step that is begun now needs a new quorum.
         proposal: The change that this worker has agreed to.
         confirmed: Its confirmation.
+        is_saved: It was the last moment to save when the step begun last was begun.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -49,9 +50,12 @@ class Steps:
         self.confirmed: Confirm | None = None
         self._settled = 0
         """The call up to which nothing new may be agreed to."""
+        self._must_save = False
+        self.is_saved = False
 
     def begin(self, now: float) -> None:
         """Count a step."""
+        self.is_saved = self.is_last
         self.call += 1
         if self._begun_at is not None:
             took = now - self._begun_at
@@ -83,6 +87,17 @@ class Steps:
             and self.broken is None
             and self.call + 1 == proposal.call
         )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the group goes in the step after the one begun, and the newest state with it."""
+        confirmed = self.confirmed if self.switches_next else None
+        goes_last = confirmed is not None and confirmed.leaves and confirmed.last
+        return self._must_save or goes_last
+
+    def save_first(self) -> None:
+        """There is no quorum for the step begun: it is for saving."""
+        self._must_save = self.must_ask = True
 
     def settle(self, call: int) -> None:
         """Agree to no more proposals for the steps up to this one: it goes on there, or asks."""

@@ -7,82 +7,24 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 
 import pytest
-from ft_group import PATIENCE_S, Server, Worker, ask_of
+from ft_group import PATIENCE_S, ask_of
+from ft_place import Place, Q, until
 
 from hpc_elastic.ft.link import GroupServerGoneError, Link
 from hpc_elastic.ft.protocol import (
     NO_QUORUM,
     Ask,
-    At,
     Broken,
     Bye,
-    Confirm,
-    Farewell,
     Here,
     Lost,
     Notice,
-    Placement,
-    Propose,
     Waiting,
     Withdraw,
 )
-
-Q = 7 << 20
-
-
-class Place:
-    """One test's server, its links and its workers."""
-
-    def __init__(self, folder) -> None:
-        self._folder = folder
-        self._ends: list[Callable[[], None]] = []
-        self.threads = ThreadPoolExecutor()
-        self.broken: list[tuple[int, str]] = []
-
-    def serve(self, size: int = 1) -> Server:
-        """Start the server of a group with so many workers."""
-        self.server = Server(self._folder, size)
-        self._ends.append(self.server.stop)
-        self.server.do(self.server.server.up)
-        self.server.keeper.next(Here)
-        return self.server
-
-    def link(self, rank: int = 0, size: int = 1) -> Link:
-        """Connect a worker of this process."""
-        link = Link(self.server.path, rank, size, timeout_s=PATIENCE_S,
-                    on_broken=lambda q, why: self.broken.append((q, why)))  # fmt: skip
-        self._ends.append(link.close)
-        return link
-
-    def worker(self) -> Worker:
-        """Start a worker in a process of its own."""
-        worker = Worker(self.server.path)
-        self._ends.append(worker.end)
-        return worker
-
-    def asks(self, link: Link, rank: int = 0) -> Future[Placement | Farewell]:
-        """Begin a step that needs a quorum; the answer is to come."""
-        assert link.needs_quorum(failed=False)
-        return self.threads.submit(link.ask, ask_of(link, rank), PATIENCE_S)
-
-    def in_quorum(self, *links: Link, quorum_id: int = Q) -> None:
-        """Bring all workers into a quorum."""
-        answers = [self.asks(link, rank) for rank, link in enumerate(links)]
-        self.server.keeper.next(Ask)
-        self.server.place(quorum_id, len(links))
-        for answer in answers:
-            assert answer.result(PATIENCE_S).quorum_id == quorum_id
-
-    def end(self) -> None:
-        """End all, the last one first."""
-        for end in reversed(self._ends):
-            end()
-        self.threads.shutdown()
 
 
 @pytest.fixture
@@ -90,13 +32,6 @@ def place(tmp_path) -> Iterator[Place]:
     made = Place(tmp_path)
     yield made
     made.end()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_step_in_a_standing_quorum_says_nothing(place):
@@ -183,76 +118,6 @@ def test_vote_in_vain_is_a_no_for_all(place):
     place.in_quorum(*links)
     assert not links[0].vote(True, 0.05)
     assert not links[1].vote(True, PATIENCE_S)
-
-
-def test_proposal_is_answered_for_all_ranks(place):
-    """The group agrees to a call that none has begun, waits, and asks when it is confirmed."""
-    server = place.serve(size=2)
-    links = [place.link(rank, 2) for rank in range(2)]
-    place.in_quorum(*links)
-    assert not links[1].needs_quorum(failed=False)
-    server.hears(Propose(Q, 3, 1))
-    assert not server.keeper.next(At).ok
-    server.hears(Propose(Q, 4, 2))
-    at = server.keeper.next(At)
-    assert (at.number, at.ok, at.call) == (4, True, 1)
-    assert not links[0].needs_quorum(failed=False)
-    waiting = [place.threads.submit(link.needs_quorum, failed=False) for link in links]
-    server.hears(Confirm(Q, 4, leaves=True))
-    assert all(needs.result(PATIENCE_S) for needs in waiting)
-    assert links[0].leaves == Confirm(Q, 4, leaves=True)
-    assert links[0].leaves_at == 2
-
-
-def test_proposal_taken_back(place):
-    """Who waits at a proposed call goes on when it is taken back, and asks when all breaks."""
-    server = place.serve()
-    link = place.link()
-    place.in_quorum(link)
-    server.hears(Propose(Q, 1, 1))
-    server.keeper.next(At)
-    needs = place.threads.submit(link.needs_quorum, failed=False)
-    server.hears(Propose(Q, 0, 0))
-    assert not needs.result(PATIENCE_S)
-    server.hears(Propose(Q, 2, 2))
-    server.keeper.next(At)
-    needs = place.threads.submit(link.needs_quorum, failed=False)
-    server.hears(Broken(Q, "b died"))
-    assert needs.result(PATIENCE_S)
-
-
-def test_settle_waits_for_the_decision(place):
-    """At the end of a step, a worker learns whether the members change at the next one."""
-    server = place.serve()
-    link = place.link()
-    place.in_quorum(link)
-    assert link.settle() is None
-    server.hears(Propose(Q, 1, 1))
-    assert not server.keeper.next(At).ok
-    assert not link.needs_quorum(failed=False)
-    server.hears(Propose(Q, 2, 2))
-    assert server.keeper.next(At).ok
-    settled = place.threads.submit(link.settle)
-    server.hears(Confirm(Q, 2, leaves=True, last=True))
-    assert settled.result(PATIENCE_S) == Confirm(Q, 2, leaves=True, last=True)
-
-
-def test_farewell_ends_an_ask(place):
-    """A group that has left as announced is told so, and its end is no loss any more."""
-    server = place.serve()
-    link = place.link()
-    place.in_quorum(link)
-    server.do(server.server.notice, 60.0)
-    assert server.keeper.next(Notice).left_s == 60.0
-    assert link.needs_quorum(failed=True)
-    answer = place.threads.submit(link.ask, ask_of(link), PATIENCE_S)
-    server.keeper.next(Ask)
-    server.hears(Farewell(last=True))
-    assert answer.result(PATIENCE_S) == Farewell(last=True)
-    assert server.server.has_left
-    link._socket.shutdown(socket.SHUT_RDWR)
-    until(lambda: not server.server._workers)
-    assert not server.keeper.messages
 
 
 def test_new_keeper_is_told_everything(place):

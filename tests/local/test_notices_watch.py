@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 
 from hpc_elastic.agent import preemption
 from hpc_elastic.agent.notices import Farewell, Notices, Scheduler, Watch
-from hpc_elastic.agent.preemption import Notice, TimeLimit
+from hpc_elastic.agent.preemption import Notice, TimeLimit, why_leave_now
 from hpc_elastic.control import ControlPage
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.events import EventLog, read_events
@@ -153,7 +154,8 @@ def node(tmp_path):
     leader, page = Leader(), ControlPage.create(tmp_path, 0)
     notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
     notices.connect(leader)
-    return leader, notices, page, Farewell(leader, notices, [page], since=0.0, saves_itself=True)
+    why_leave = partial(why_leave_now, since=0.0, saves_itself=True)
+    return leader, notices, page, Farewell(leader, notices, [page], why_leave)
 
 
 def test_a_script_can_ask_for_its_node_to_be_left(node):

@@ -10,7 +10,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from hpc_elastic.ft import manager as module
-from hpc_elastic.ft.protocol import NO_QUORUM, Confirm, Placement, Source
+from hpc_elastic.ft.protocol import NO_QUORUM, Placement, SaveFirst, Source
 
 
 class FakeLink:
@@ -27,10 +27,12 @@ class FakeLink:
         self.reports = []
         self.votes = []
         self.verdict = True
-        self.confirm: Confirm | None = None
+        self.is_last = False
+        self.is_saved = False
         self.closed = False
 
     def needs_quorum(self, *, failed):
+        self.is_saved = self.is_last
         self.call += 1
         return failed or self.quorum_id == NO_QUORUM or self.broken is not None
 
@@ -41,6 +43,7 @@ class FakeLink:
             raise answer
         if isinstance(answer, Placement):
             self.quorum_id, self.call, self.broken = answer.quorum_id, 0, None
+        self.is_last = isinstance(answer, SaveFirst)
         return answer
 
     def report_broken(self, quorum_id, why):
@@ -58,7 +61,7 @@ class FakeLink:
         return yes and self.verdict
 
     def settle(self):
-        return self.confirm
+        return self.is_last
 
     def close(self):
         self.closed = True

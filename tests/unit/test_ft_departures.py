@@ -3,15 +3,13 @@
 import pytest
 from ft_asks import Groups, broken, last, of, placements
 
-from hpc_elastic.ft.course import GATHER_S
-from hpc_elastic.ft.protocol import Confirm, Farewell, Notice, Propose
+from hpc_elastic.ft.protocol import Confirm, Farewell, Notice, Propose, SaveFirst
 
 
 def notice(groups, *names, left_s=60.0):
     """Put these under notice."""
     for name in names:
         told = groups.say(name, Notice(left_s))
-    groups.wait(GATHER_S)
     return told
 
 
@@ -26,20 +24,9 @@ def test_who_is_under_notice_leaves_at_a_switch():
     assert last(groups.heard["b"], Confirm) == groups.heard["b"][-1], "it is told to wait"
     groups.ask("a", quorum_id=first, call=call)
     told = groups.ask("c", quorum_id=first, call=call)
-    assert told["b"] == [Farewell(last=False)]
+    assert told["b"] == [Farewell()]
     assert list(placements(told)) == ["a", "c"]
     assert broken(groups.leave("b")) == {}
-
-
-def test_nodes_that_are_taken_together_leave_together():
-    """The first notice is not answered before the others had the time to come."""
-    groups = Groups()
-    groups.form("a", "b")
-    assert groups.say("a", Notice(60.0)) == {}
-    groups.wait(GATHER_S / 2)
-    assert groups.say("b", Notice(60.0)) == {}
-    assert groups.wait(0.9 * GATHER_S) == {}
-    assert set(groups.wait(0.2 * GATHER_S)) == {"a", "b"}
 
 
 def test_the_last_members_are_told_that_the_state_leaves_with_them():
@@ -51,7 +38,7 @@ def test_the_last_members_are_told_that_the_state_leaves_with_them():
     assert {(c.leaves, c.last) for c in confirms.values()} == {(True, True)}
     groups.ask("a", quorum_id=first, call=call)
     told = groups.ask("b", quorum_id=first, call=call)
-    assert told == {"a": [Farewell(last=True)], "b": [Farewell(last=True)]}
+    assert told == {"a": [Farewell()], "b": [Farewell()]}
 
 
 def test_a_single_member_leaves_by_itself():
@@ -60,7 +47,7 @@ def test_a_single_member_leaves_by_itself():
     first = groups.form("a")
     notice(groups, "a")
     call, _ = groups.agree("a")
-    assert groups.ask("a", quorum_id=first, call=call) == {"a": [Farewell(last=True)]}
+    assert groups.ask("a", quorum_id=first, call=call) == {"a": [Farewell()]}
 
 
 @pytest.mark.parametrize(("left_s", "leaves"), [(60.0, False), (1.0, True)])
@@ -74,7 +61,7 @@ def test_a_newcomer_is_let_in_first_if_nobody_else_would_have_the_state(left_s, 
     call, confirms = groups.agree("a")
     assert confirms["a"].leaves == leaves
     told = groups.ask("a", quorum_id=first, call=call, step=4)
-    assert (told["a"] == [Farewell(last=True)]) == leaves
+    assert (told["a"] == [Farewell()]) == leaves
     if not leaves:
         assert list(placements(told)) == ["a", "b"]
         assert of(groups.wait(0.1)["b"], Propose).call == 0
@@ -93,14 +80,54 @@ def test_a_notice_after_the_confirmation_waits_for_the_next_switch():
     assert list(placements(told)) == ["a", "b", "c"]
 
 
+def test_who_is_left_alone_with_the_state_and_too_few_for_a_quorum_saves_it_first():
+    """Its notice came when it was settled already that the other one leaves."""
+    groups = Groups(min_replicas=2)
+    first = groups.form("a", "b")
+    notice(groups, "a")
+    call, confirms = groups.agree("a", "b")
+    assert not any(c.last for c in confirms.values())
+    notice(groups, "b")
+    groups.ask("a", quorum_id=first, call=call, step=4)
+    assert groups.ask("b", quorum_id=first, call=call, step=4) == {"a": [Farewell()]}
+    assert groups.wait(0.1) == {"b": [SaveFirst()]}
+    assert groups.ask("b", quorum_id=first, call=call + 1, step=4, is_saved=True) == {
+        "b": [Farewell()]
+    }
+
+
+def test_one_of_those_that_have_the_newest_state_saves_it():
+    """They would write to the same place."""
+    groups = Groups()
+    first = groups.form("a", "b", "c")
+    notice(groups, "a", "b")
+    groups.leave("c")
+    groups.ask("a", quorum_id=first, step=4)
+    assert groups.ask("b", quorum_id=first, step=4) == {"a": [SaveFirst()], "b": [Farewell()]}
+
+
+def test_who_saved_is_let_in_if_somebody_has_come_meanwhile():
+    """The newcomer takes the state from it, and it leaves at the next switch."""
+    groups = Groups(min_replicas=2)
+    first = groups.form("a", "b")
+    groups.leave("b")
+    groups.ask("a", quorum_id=first, step=4)
+    assert notice(groups, "a") == {"a": [SaveFirst()]}
+    groups.arrive("c")
+    groups.ask("c")
+    told = placements(groups.ask("a", quorum_id=first, step=4, is_saved=True))
+    assert told["c"].heals
+    assert not told["a"].heals
+
+
 def test_a_group_under_notice_in_no_quorum_is_let_go_when_it_asks():
     """It does not join for a moment."""
     groups = Groups()
     groups.form("a")
     groups.arrive("b")
     notice(groups, "b")
-    assert groups.ask("b") == {"b": [Farewell(last=False)]}
-    assert groups.ask("b") == {"b": [Farewell(last=False)]}, "again, if the answer was lost"
+    assert groups.ask("b") == {"b": [Farewell()]}
+    assert groups.ask("b") == {"b": [Farewell()]}, "again, if the answer was lost"
 
 
 def test_a_newcomer_that_gets_notice_while_it_waits_is_let_go():
@@ -110,7 +137,7 @@ def test_a_newcomer_that_gets_notice_while_it_waits_is_let_go():
     groups.arrive("b")
     groups.ask("b")
     told = notice(groups, "b")
-    assert told == {"b": [Farewell(last=False)], "a": [Propose(first, 0, 0)]}
+    assert told == {"b": [Farewell()], "a": [Propose(first, 0, 0)]}
 
 
 def test_members_under_notice_leave_a_broken_quorum_when_all_have_asked():
@@ -121,7 +148,7 @@ def test_members_under_notice_leave_a_broken_quorum_when_all_have_asked():
     groups.leave("c")
     assert groups.ask("b", quorum_id=first, step=3, lineage="x") == {}
     told = groups.ask("a", quorum_id=first, step=3, lineage="x")
-    assert told["b"] == [Farewell(last=False)]
+    assert told["b"] == [Farewell()]
     assert list(placements(told)) == ["a"]
 
 
@@ -145,7 +172,7 @@ def test_if_all_that_live_are_under_notice_the_newest_of_them_are_the_last():
     groups.leave("c")
     groups.ask("a", quorum_id=first, step=3, lineage="x")
     told = groups.ask("b", quorum_id=first, step=4, lineage="y")
-    assert told == {"a": [Farewell(last=False)], "b": [Farewell(last=True)]}
+    assert told == {"a": [Farewell()], "b": [SaveFirst()]}
 
 
 def test_who_has_no_time_left_is_not_kept_waiting():
@@ -155,5 +182,14 @@ def test_who_has_no_time_left_is_not_kept_waiting():
     notice(groups, "b", left_s=8.0)
     groups.leave("c")
     groups.ask("b", quorum_id=first, step=4)
-    assert groups.wait(2.0).get("b", [])[-1:] != [Farewell(last=False)]
-    assert groups.wait(2.0)["b"] == [Farewell(last=False)]
+    assert groups.wait(2.0).get("b", [])[-1:] != [Farewell()]
+    assert groups.wait(2.0)["b"] == [Farewell()]
+
+
+def test_who_has_no_time_left_saves_what_a_member_that_has_not_come_may_have_too():
+    """The keeper before may have been that member's node, and taken with it."""
+    groups = Groups(epoch=2)
+    groups.come_back(7, "b", size=2, broken=True)
+    notice(groups, "b", left_s=3.0)
+    groups.ask("b", quorum_id=7, call=4, step=4)
+    assert last(groups.heard["b"], (SaveFirst, Farewell)) == SaveFirst()

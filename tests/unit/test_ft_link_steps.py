@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hpc_elastic.ft.group import Ballot, combined_ask, combined_at, missing
 from hpc_elastic.ft.protocol import NO_QUORUM, Ask, At, Broken, Confirm, Propose, Verdict, Vote
 from hpc_elastic.ft.steps import Steps
@@ -224,3 +226,38 @@ def test_verdict():
 def test_missing_ranks_are_named():
     """Who waits is told for which ranks of its own group."""
     assert "rank 1, 3" in missing({0: 0, 2: 0}, 4)
+
+
+def test_the_last_moment_to_save_is_the_end_of_the_step_before_the_group_goes():
+    """And the question after that says that it was one."""
+    steps = in_quorum()
+    steps.proposed(Propose(Q, 1, 2), 0.0)
+    steps.confirm(Confirm(Q, 1, leaves=True, last=True))
+    assert not steps.is_last
+    steps.begin(1.0)
+    assert (steps.is_last, steps.is_saved) == (True, False)
+    steps.begin(2.0)
+    assert steps.must_ask and steps.is_saved
+
+
+@pytest.mark.parametrize("confirm", [Confirm(Q, 1), Confirm(Q, 1, leaves=True)])
+def test_where_others_keep_the_state_no_moment_is_the_last(confirm):
+    """Not for who stays, and not for who leaves."""
+    steps = in_quorum()
+    steps.proposed(Propose(Q, 1, 1), 0.0)
+    steps.confirm(confirm)
+    assert not steps.is_last
+    steps.begin(1.0)
+    assert steps.must_ask and not steps.is_saved
+
+
+def test_who_is_to_save_first_does_so_in_a_step_without_a_quorum():
+    """It keeps its place in the last one, and asks in the next step, unless it is placed."""
+    steps = in_quorum()
+    steps.begin(1.0)
+    steps.save_first()
+    assert steps.is_last and steps.must_ask and steps.quorum_id == Q
+    steps.begin(2.0)
+    assert steps.is_saved
+    steps.enter(Q + 1)
+    assert not steps.is_last and not steps.is_saved

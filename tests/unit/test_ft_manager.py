@@ -221,7 +221,7 @@ def test_one_group_saves_and_when_all_leave_at_once(monkeypatch):
     one_step(played.manager)
     dues = [(False, False), (True, False), (False, True)]
     assert [played.manager._saving.decide(1, *due) for due in dues] == [False, True, True]
-    played.link.confirm = type("C", (), {"leaves": True, "last": True})()
+    played.link.is_last = True
     assert played.manager._saving.decide(1, False, False)
 
 

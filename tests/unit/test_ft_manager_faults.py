@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from hpc_elastic.ft.manager import LeftQuorumError
 from hpc_elastic.ft.membership import DamagedStateError
-from hpc_elastic.ft.protocol import Farewell
+from hpc_elastic.ft.protocol import Farewell, SaveFirst
 
 
 def test_an_error_costs_the_step_and_is_told_at_once(monkeypatch):
@@ -244,6 +244,21 @@ def test_who_has_left_is_told_so(monkeypatch):
     played.manager.start_quorum()
     with pytest.raises(LeftQuorumError):
         played.manager.wait_quorum()
+
+
+def test_who_is_to_save_first_does_so_at_the_end_of_a_step_that_fails(monkeypatch):
+    """Whatever its rank was; then it asks again, and says so."""
+    played = make(monkeypatch, place(rank=1, size=2), SaveFirst(), place(2, size=1, step=1))
+    assert one_step(played.manager)[1]
+    assert not played.manager._saving.decide(1, False, False)
+    played.link.breaks()
+    assert not one_step(played.manager)[1]
+    assert "nobody who stays has its state" in str(played.manager.errored())
+    assert played.manager.participating_rank() == 0
+    assert played.manager.current_step() == 1
+    assert played.manager._saving.decide(1, False, False)
+    assert one_step(played.manager)[1]
+    assert [ask.is_saved for ask in played.link.asks] == [False, False, True]
 
 
 def test_a_late_error_of_an_earlier_step_costs_nothing_now(monkeypatch):

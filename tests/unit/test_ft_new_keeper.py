@@ -101,6 +101,15 @@ def test_a_missing_member_of_a_broken_quorum_is_not_waited_for_for_long():
     assert list(placements(groups.wait(0.2))) == ["a", "b"]
 
 
+def test_a_member_that_left_together_with_the_keeper_is_not_waited_for_for_long():
+    """The others ask as it was agreed, and the new keeper has not heard of that."""
+    groups = Groups(epoch=4, come_back_s=5.0, regroup_s=1.0)
+    groups.come_back(OLD, "a", size=2)
+    groups.ask("a", quorum_id=OLD, call=7)
+    assert placements(groups.wait(0.9)) == {}
+    assert list(placements(groups.wait(0.2))) == ["a"]
+
+
 def test_a_leader_that_is_dead_is_not_waited_for():
     """All others are there but for as many as are known to be dead."""
     keeper = Keeper(4, lost_members=["c"])

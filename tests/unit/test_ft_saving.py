@@ -5,20 +5,19 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_elastic import control
-from hpc_elastic.ft.protocol import Confirm
 from hpc_elastic.ft.saving import Saving
 from hpc_elastic.ft.server import Group
 
 
 class _Link:
-    """Knows what has been confirmed of the next call."""
+    """Knows whether the newest state goes with this group, in the next step."""
 
-    def __init__(self, confirm: Confirm | None) -> None:
-        self._confirm = confirm
+    def __init__(self, is_last: bool) -> None:
+        self._is_last = is_last
 
-    def settle(self) -> Confirm | None:
+    def settle(self) -> bool:
         """Return it."""
-        return self._confirm
+        return self._is_last
 
 
 @pytest.fixture(autouse=True)
@@ -28,27 +27,23 @@ def calm() -> Iterator[None]:
     control.save_is_last(False)
 
 
-LEAVES, STAYS = Confirm(1, 7, leaves=True), Confirm(1, 7)
-LAST = Confirm(1, 7, leaves=True, last=True)
 ALONE = Group(0, 1, "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
-    ("confirm", "is_saver", "due", "saves", "urgent"),
+    ("is_last", "is_saver", "due", "saves", "urgent"),
     [
-        (None, True, False, False, False),
-        (None, True, True, True, False),
-        (STAYS, True, True, True, False),
-        (LEAVES, True, False, False, False),
-        (LAST, True, False, True, True),
-        (LAST, True, True, True, True),
-        (LAST, False, True, False, False),
-        (None, False, True, False, False),
+        (False, True, False, False, False),
+        (False, True, True, True, False),
+        (True, True, False, True, True),
+        (True, True, True, True, True),
+        (True, False, True, False, False),
+        (False, False, True, False, False),
     ],
 )
-def test_one_replica_saves(confirm, is_saver, due, saves, urgent):
+def test_one_replica_saves(is_last, is_saver, due, saves, urgent):
     """When it is due, and urgently in the last step before everybody leaves."""
     control.save_is_last(True)  # said before, and void
-    saving = Saving(_Link(confirm), ALONE, 1.0, lambda: is_saver)
+    saving = Saving(_Link(is_last), ALONE, 1.0, lambda: is_saver)
     assert saving.decide(5, due, False) is saves
     assert control.save_is_urgent() is urgent

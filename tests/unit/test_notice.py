@@ -92,12 +92,12 @@ def test_ten_thousand_tasks_ask_slurm_over_half_a_minute():
         ([worker(passed=3)], {}, None),
         ([worker(), worker(boundary=10)], {"saves_itself": False}, None),
         ([worker(), worker()], {}, "its workers have made no step"),
-        ([worker(), worker()], {"age_s": 31.0}, None),
+        ([worker(), worker()], {"since": 19.0}, None),
         ([worker(step=1)], {}, None),
         ([worker(step=1)], {"saves_itself": False}, "its script does not say when it saves"),
     ],
 )
 def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why):
     """Too late, or nothing to lose, or nobody who could say that it is saved."""
-    asked = {"now": 50.0, "age_s": 5.0, "saves_itself": True, **fields}
+    asked = {"now": 50.0, "since": 45.0, "saves_itself": True, **fields}
     assert why_leave_now(Notice(Reason.SIGNAL, 100.0), workers, **asked) == why

@@ -78,7 +78,7 @@ class KeeperProcess:
         for send in sends:
             if isinstance(send.message, Farewell):
                 self._dismissed.add(send.replica)
-                self._sim.group(send.replica).dismissed(send.message.last)
+                self._sim.group(send.replica).dismissed()
         self._check(placed)
         for send in sends:
             self._sim.world.note("keeper", f"to {send.replica}", send.message)

@@ -28,7 +28,7 @@ class Faults:
         """Draw what will go wrong until all is calm."""
         kinds = {
             Kind.QUIET: ("notice",),
-            Kind.KEEPER: ("kill keeper",),
+            Kind.KEEPER: ("kill keeper", "notice"),
             Kind.ALL: (
                 "notice", "kill keeper", "kill worker", "kill worker", "kill node", "lose node",
                 "stop", "hold the lock", "reset", "cut", "own failure", "bye",

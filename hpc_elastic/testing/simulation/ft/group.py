@@ -18,6 +18,7 @@ from hpc_elastic.ft.protocol import (
     Message,
     Notice,
     Placements,
+    SaveFirst,
     Withdraw,
 )
 from hpc_elastic.testing.simulation.ft.worker import Worker
@@ -101,6 +102,8 @@ class Server:
             if isinstance(message, Farewell):
                 self._ask, self.has_left = None, True
                 self._group.farewell()
+            elif isinstance(message, SaveFirst):
+                self._ask = None
             self._to_worker(message)
 
     def _placed(self, placements: Placements) -> None:
@@ -293,14 +296,14 @@ class Group(Host):
         """The keeper has let the group go."""
         self.sim.world.after(0.05, None, self.leave)
 
-    def dismissed(self, last: bool) -> None:
+    def dismissed(self) -> None:
         """The keeper lets the group go: it says so, and that has not come yet."""
         others = [
             g.worker.state for g in self.sim.groups
             if g is not self and g.takes_part and g.worker is not None
         ]  # fmt: skip
         if self.worker is not None:
-            self.sim.monitor.farewell(self.name, self.worker.state, others, last)
+            self.sim.monitor.farewell(self.worker, others)
 
     def leave(self) -> None:
         """Its node is left, for good."""

@@ -4,9 +4,9 @@ Ids         Quorum ids rise for ever, over all keepers.
 Lineage     States with equal step and token have the same history.
 Mean        Those that contribute to one collective have the same state, and each divides by their
             number; all are at the same call.
-Announced   Where nothing goes wrong, whoever joins or leaves as announced costs nobody a step;
-            nor does a keeper's death alone.
-Last        Where nothing goes wrong, who leaves with the newest state is told so.
+Announced   Where nothing else goes wrong, whoever joins or leaves as announced costs nobody a step;
+            nor does a keeper's death.
+Last        Where nothing else goes wrong, who leaves with the newest state could save it.
 Minority    No quorum is formed beside as many live members of the last one that are left out.
 Switch      Nobody waits at a proposed call for long, unless there is no keeper.
 Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
@@ -91,12 +91,14 @@ class Monitor:
         quiet = self._scenario.kind is not Kind.ALL
         self.check(not quiet, "an announced change costs a step", who, why)
 
-    def farewell(self, who: str, state: State, others: Collection[State], last: bool) -> None:
+    def farewell(self, worker: Worker, others: Collection[State]) -> None:
         """A group is let go."""
         self.farewells += 1
-        if self._scenario.kind is Kind.QUIET:
-            held = any(o.step >= state.step for o in others)
-            self.check(last or held or not state.step, "the last state leaves unnoticed", who)
+        if self._scenario.kind is not Kind.ALL and worker.saves:
+            state = worker.state
+            held = any(other.step >= state.step for other in others)
+            unnoticed = not held and state.step > 0 and state != worker.saved
+            self.check(not unnoticed, "the last state leaves unnoticed", worker.name)
 
     def waits(self, worker: Worker) -> None:
         """A worker begins to wait at a proposed call."""

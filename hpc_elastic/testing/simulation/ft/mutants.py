@@ -8,7 +8,17 @@ from typing import Any
 
 from hpc_elastic.ft import recovery
 from hpc_elastic.ft.keeper import Keeper, Send
-from hpc_elastic.ft.protocol import Ask, At, Farewell, Here, Lost, Placements, Propose
+from hpc_elastic.ft.protocol import (
+    Ask,
+    At,
+    Confirm,
+    Farewell,
+    Here,
+    Lost,
+    Placements,
+    Propose,
+    SaveFirst,
+)
 from hpc_elastic.ft.quorum import Standing
 from hpc_elastic.ft.steps import Steps
 from hpc_elastic.ft.switch import State
@@ -60,16 +70,28 @@ class LetsGoAtOnce(Keeper):
     def _ask(self, replica: str, ask: Ask, now: float) -> list[Send]:
         if replica in self._leaves and self._roll.is_member(replica):
             self._roll.retire(replica)
-            return [Send(replica, Farewell(last=False))]
+            return [Send(replica, Farewell())]
         return super()._ask(replica, ask, now)
 
 
 class ForgetsTheLast(Keeper):
-    """Does not say that the newest state leaves."""
+    """Does not say, with the confirmation, that the newest state leaves."""
+
+    def _say(self, step: Propose | Confirm | None, now: float) -> list[Send]:
+        return [
+            replace(s, message=replace(s.message, last=False))
+            if isinstance(s.message, Confirm)
+            else s
+            for s in super()._say(step, now)
+        ]
+
+
+class LetsTheLastGo(Keeper):
+    """Lets go who has to save first."""
 
     def _advance(self, now: float) -> list[Send]:
         return [
-            replace(s, message=Farewell()) if isinstance(s.message, Farewell) else s
+            replace(s, message=Farewell()) if isinstance(s.message, SaveFirst) else s
             for s in super()._advance(now)
         ]
 
@@ -178,6 +200,7 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "confirms too early": (Parts(ConfirmsTooEarly), "costs a step|not all make steps"),
     "lets go at once": (Parts(LetsGoAtOnce), "costs a step|leaves unnoticed"),
     "forgets the last": (Parts(ForgetsTheLast), "leaves unnoticed"),
+    "lets the last go": (Parts(LetsTheLastGo), "leaves unnoticed"),
     "takes back at once": (Parts(TakesBackAtOnce), "costs a step|not all make steps"),
     "greets nobody": (Parts(GreetsNobody), "costs a step"),
     "blames the dead": (Parts(BlamesTheDead), "costs a step|not all make steps"),

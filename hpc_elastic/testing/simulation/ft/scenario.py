@@ -14,7 +14,7 @@ class Kind(Enum):
 
     Attributes:
         QUIET: Nothing: replicas join and leave as announced, and some are slow.
-        KEEPER: The keeper dies, and nothing else.
+        KEEPER: As QUIET, and the keeper dies.
         ALL: Everything.
     """
 

@@ -18,6 +18,7 @@ from hpc_elastic.ft.protocol import (
     Message,
     Placement,
     Propose,
+    SaveFirst,
     Withdraw,
 )
 from hpc_elastic.testing.simulation.ft.meeting import Meeting
@@ -33,6 +34,7 @@ _BETWEEN_S = 0.0005
 class Doing(Enum):
     """Where in a step a worker is."""
 
+    SETTLING = "waits at the end of the step before a proposed call"
     WAITING = "waits at a proposed call"
     ASKING = "asks"
     CONFIGURING = "configures"
@@ -63,6 +65,10 @@ class Worker:
         self.doing = Doing.COMPUTING
         self.waits_since = math.inf
         self.commits = 0
+        self.saves = group.sim.seed % 4 != 0
+        """Its script asks after each step whether to save."""
+        self.saved: State | None = None
+        """As the last that may."""
         self.place: Placement | None = None
         self.fails_next = False
         self.ends_next = False
@@ -89,10 +95,13 @@ class Worker:
         """Begin a step: `Manager.start_quorum`."""
         self.steps.begin(self._world.now)
         if self.steps.undecided and not self._is_failed:
-            self.doing, self.waits_since = Doing.WAITING, self._world.now
-            self._sim.monitor.waits(self)
+            self._wait(Doing.WAITING)
         else:
             self._decide()
+
+    def _wait(self, doing: Doing) -> None:
+        self.doing, self.waits_since = doing, self._world.now
+        self._sim.monitor.waits(self)
 
     def _decide(self) -> None:
         steps = self.steps
@@ -113,7 +122,8 @@ class Worker:
         may_shrink = is_wild and not is_calm and scenario.rules.min_replicas == 1
         shrink_only = may_shrink and self._world.rng.random() < 0.05
         self._send(Ask(steps.call, state.step, state.lineage, steps.quorum_id, self._failures,
-                       1, shrink_only, self.name, (self.name,)))  # fmt: skip
+                       1, shrink_only, self.name, (self.name,),
+                       is_saved=steps.is_saved))  # fmt: skip
         if is_wild and self._world.rng.random() < 0.2:
             patience_s = 4.0 * self._world.rng.random()
             self._world.after(patience_s, self.process, self._give_up, self._asks)
@@ -230,8 +240,19 @@ class Worker:
             self._send(Bye())
             self._world.after(0.05, self.process, self._leave_meeting)
             return
-        self._world.after(_BETWEEN_S, self.process, self.begin)
+        if self.saves and self.steps.undecided_next:
+            self._wait(Doing.SETTLING)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The end of a step: `Saving.decide`."""
+        self.waits_since = math.inf
+        if self.saves:
+            self.steps.settle(self.steps.call + 1)
+            self.saved = self.state if self.steps.is_last else self.saved
         self.doing = Doing.OVER
+        self._world.after(_BETWEEN_S, self.process, self.begin)
 
     def failed(self, quorum_id: int, call: int, why: str) -> None:
         """Something of this quorum failed: the step, if it has begun; else it asks again."""
@@ -255,6 +276,12 @@ class Worker:
         if self.steps.found_broken(self.steps.quorum_id, why):
             self._send(Broken(self.steps.quorum_id, why))
         self._leave_meeting()
+
+    def _save(self) -> None:
+        """There is no quorum for the step: it fails, and its end is for saving."""
+        self.steps.save_first()
+        self.doing, self._is_failed = Doing.OVER, True
+        self._world.after(self._group.step_s, self.process, self._next)
 
     def _apply_healed(self) -> None:
         if self._healed is None:
@@ -292,6 +319,9 @@ class Worker:
             case Farewell():
                 self.doing = Doing.OVER
                 self._leave_meeting()
+            case SaveFirst():
+                if self.doing is Doing.ASKING:
+                    self._save()
             case Broken():
                 if steps.told_broken(message):
                     self._broke(message)
@@ -303,6 +333,8 @@ class Worker:
                 steps.confirm(message)
         if self.doing is Doing.WAITING and not steps.undecided:
             self._decide()
+        if self.doing is Doing.SETTLING and not steps.undecided_next:
+            self._settle()
 
     def _broke(self, broken: Broken) -> None:
         self._leave_meeting()

@@ -100,3 +100,19 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     assert reached in run.restored(), "what was announced cost no step"
     audit = run.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_nodes_that_are_taken_one_after_the_other_lose_no_step(slurm, sweep, tmp_path):
+    """The second is no quorum by itself when it is told to go; both come back to the step."""
+    run = Replicas(tmp_path, sweep, "nodes=2", "epochs=10", "pause_s=1", "save_every_s=1000")
+    run.train(2)
+    first = leader_host(run.sweep)
+    (second,) = {e["host"] for e in run.sweep.events("task")} - {first}
+    slurm.preempt([first], for_s=TAKEN_S)
+    slurm.preempt([second], for_s=TAKEN_S)
+    eventually(lambda: len(run.sweep.events("left")) == 2, "both have left")
+    reached = max(step for step, _ in run.steps().values())
+    run.train(2)
+    output = run.sweep.output()
+    assert run.sweep.result()["status"] == "succeeded", output
+    assert run.restored() == {reached}

@@ -15,28 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ft_heals import LONG, NUM_MB, STEP, InThread, StallAfter, cut_after, is_equal, make_state
 from ft_relay import Relay
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import HealError, HealTimeoutError, HTTPTransport
-from hpc_elastic.ft.checkpointing.pg_transport import PGTransport
 from hpc_elastic.ft.checkpointing.server import ARRIVAL_S
 
 KEY = b"the run's"
-LONG = timedelta(seconds=60)
-STEP = 5
-NUM_MB = 24
-
-
-def make_state(value: float = 1.0, **values: object) -> dict[str, object]:
-    """Return a state of some large tensors and a small one."""
-    big = {f"w{i}": torch.full((NUM_MB * 1000 * 250 // 3,), value + i) for i in range(3)}
-    return {"model": {**big, "small": torch.full((5,), value)}, "lineage": "abc", **values}
-
-
-def is_equal(a: dict, b: dict) -> bool:
-    """Tell whether two states have the same tensors."""
-    return all(a["model"][k].equal(b["model"][k]) for k in {*a["model"], *b["model"]})
 
 
 @pytest.fixture
@@ -82,52 +68,6 @@ def relay() -> Iterator[Callable[..., Relay]]:
 def fetch(t: HTTPTransport, *metadata: str, timeout: timedelta = LONG) -> dict:
     """Heal from sources, the best first."""
     return t.recv_checkpoint(0, json.dumps(metadata), STEP, timeout)
-
-
-class InThread(threading.Thread):
-    """Calls a function in a thread; `result` waits for it."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._call, self._value, self._error = call, None, None
-        self.start()
-
-    def run(self) -> None:
-        """Call it."""
-        try:
-            self._value = self._call()
-        except Exception as e:
-            self._error = e
-
-    def result(self) -> object:
-        """Return or raise what the function did; it must come to an end."""
-        self.join(20)
-        assert not self.is_alive()
-        if self._error:
-            raise self._error
-        return self._value
-
-
-def cut_after(num_bytes: int) -> Callable[[bytes, int], bytes | None]:
-    """End all connections once so many bytes have passed."""
-    return lambda data, before: data if before < num_bytes else None
-
-
-class StallAfter:
-    """Nothing more comes once so many bytes have passed."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self.reached = threading.Event()
-        self.end = threading.Event()
-
-    def __call__(self, data: bytes, before: int) -> bytes | None:
-        """Pass the bytes on, or wait."""
-        if before < self._num_bytes:
-            return data
-        self.reached.set()
-        self.end.wait(60)
-        return None
 
 
 @pytest.fixture
@@ -491,61 +431,6 @@ def test_a_transport_that_is_shut_down_leaves_nothing(transport, source):
         assert set(threading.enumerate()) <= set(before)
         with contextlib.suppress(ConnectionResetError):
             assert not s.recv(1)
-
-
-class Pair:
-    """Two gloo process groups that are each other's peers, in one process."""
-
-    def __init__(self) -> None:
-        store = dist.HashStore()
-        making = [InThread(lambda r=r: self._make(store, r)) for r in range(2)]
-        self.groups = [m.result() for m in making]
-
-    def _make(self, store: dist.Store, rank: int) -> dist.ProcessGroup:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
-        return dist.ProcessGroupGloo(store, rank, 2, options)
-
-
-@pytest.fixture
-def pair() -> Pair:
-    """Makes two process groups."""
-    return Pair()
-
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_process_group_carries_a_state(pair, in_place):
-    """Everything in it is equal; in place there is no second state."""
-    state, own = make_state(t=(1, torch.ones(2, 3).t(), torch.empty(0))), make_state(0.0)
-    a = PGTransport(pair.groups[0], LONG, CPU)
-    b = PGTransport(pair.groups[1], LONG, CPU, (lambda: own) if in_place else None)
-    sending = InThread(lambda: a.send_checkpoint([1], STEP, state, LONG))
-    got = b.recv_checkpoint(0, a.metadata(), STEP, LONG)
-    sending.result()
-    a.disallow_checkpoint()
-    assert is_equal(got, state)
-    assert got["t"][1].equal(torch.ones(3, 2))
-    assert is_equal(got, own) == in_place
-
-
-def test_a_process_group_refuses_another_step(pair):
-    """The error names both steps."""
-    a, b = (PGTransport(group, LONG, CPU) for group in pair.groups)
-    sending = InThread(lambda: a.send_checkpoint([1], 4, {"a": 1}, LONG))
-    with pytest.raises(HealError, match=f"sends step 4, not {STEP}"):
-        b.recv_checkpoint(0, a.metadata(), STEP, LONG)
-    sending.result()
-
-
-def test_a_process_group_whose_peer_is_silent_names_it(pair):
-    """Time is up."""
-    b = PGTransport(pair.groups[1], LONG, CPU)
-    with pytest.raises(HealError, match="replica 0 did not send its state"):
-        b.recv_checkpoint(0, "<n/a>", STEP, timedelta(seconds=0.2))
 
 
 @pytest.fixture

@@ -55,8 +55,9 @@ def connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
 def cut(kept: Collection[socket.socket]) -> None:
     """Break connections, and forget them.
 
-    What was sent still arrives. What was received and not read yet is thrown away, so that nothing
-    is written into a tensor once this has returned (but by a reduction that is under way).
+    What was sent still arrives. Gloo itself reads what has come already, up to the end, and closes
+    its descriptors; nothing is written into a tensor after that. We do not read as long as gloo
+    may: it would take the rest of a message for the beginning of one, and end the process.
 
     Reading ends first, and writing once gloo has seen that: a send that fails in gloo's own loop is
     lost, and who waits for it would wait for its time-out.
@@ -64,12 +65,12 @@ def cut(kept: Collection[socket.socket]) -> None:
     for sock in kept:
         with suppress(OSError):  # the peer was faster
             sock.shutdown(socket.SHUT_RD)
-        _drain(sock)
-    _await_owner(kept)
+    is_ours_alone = _await_owner(kept)
     for sock in kept:
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        _drain(sock)
+        if is_ours_alone:
+            _drain(sock)  # a connection that is closed with bytes unread loses what was sent
         sock.close()
 
 
@@ -79,12 +80,13 @@ def _drain(sock: socket.socket) -> None:
             pass
 
 
-def _await_owner(kept: Collection[socket.socket]) -> None:
-    """Wait a moment for gloo to close its own descriptors of these connections."""
+def _await_owner(kept: Collection[socket.socket]) -> bool:
+    """Wait a moment for gloo to close its own descriptors of these connections; tell if it has."""
     names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in kept}
     until = time.monotonic() + _NOTICE_S
-    while time.monotonic() < until and _num_open(names) > len(kept):
+    while (num_open := _num_open(names)) > len(kept) and time.monotonic() < until:
         time.sleep(_NOTICE_S / 50)
+    return num_open <= len(kept)
 
 
 def _num_open(names: Collection[str]) -> int:

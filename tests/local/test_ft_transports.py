@@ -134,7 +134,7 @@ def test_if_the_best_source_fails_small_tensors_come_from_the_next(
     other = {k: v + 1 for k, v in small.items()}
     cut = relay(source(small), cut_after(12_000_000))
     urls = cut.url, source(other).metadata()
-    got = fetch(transport(num_chunks=num_chunks), *urls, timeout=timedelta(seconds=10))
+    got = fetch(transport(num_chunks=num_chunks), *urls)
     assert all(v.eq(2.0).all() for v in got.values())
 
 

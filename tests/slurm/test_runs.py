@@ -165,7 +165,10 @@ def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     script.write_text(rendered.stdout)
     slurm.run(["sbatch", str(script)])
     run = tmp_path / "sweep" / "0"
-    eventually((run / "result.json").exists, "the run ends")
+    try:
+        eventually((run / "result.json").exists, "the run ends")
+    finally:  # what is shown if it did not
+        print(slurm.run(["squeue"]).stdout, *(f.read_text() for f in run.rglob("agent.log")))
     assert json.loads((run / "result.json").read_text())["status"] == "succeeded"
     eventually(lambda: not slurm.run(["squeue", "-h"]).stdout.strip(), "the queue is empty")
 

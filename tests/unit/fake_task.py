@@ -19,7 +19,7 @@ def main() -> None:
     results = run / "results" / "round-0"
     results.mkdir(parents=True, exist_ok=True)
     for rank in range(2):
-        (results / f"rank-{rank}.json").write_text(json.dumps(rank + 0.5))
+        _replace(results / f"rank-{rank}.json", rank + 0.5)
     _replace(run / "status.json", {"phase": "training", "nodes": 1, "step": 7, "restarts": 0})
     _replace(run / "result.json", _result(plot))
 
@@ -32,7 +32,7 @@ def _result(plot: str) -> dict:
     return {"status": "failed", "restarts": 0, "failure": failure, "victims": []}
 
 
-def _replace(path: Path, value: dict) -> None:
+def _replace(path: Path, value: object) -> None:
     staged = path.with_name(f"{path.name}.{os.getpid()}")
     staged.write_text(json.dumps(value))
     staged.replace(path)

@@ -53,9 +53,13 @@ def lines(path):
 
 
 def release(slurm, job_id):
-    """Clear the two-minute hold of a requeued job once it is back in the queue."""
+    """Clear the two-minute hold of a requeued job once it is back in the queue.
+
+    Not at once: a start in the very second in which Slurm lets go of the attempt before may fail
+    for good.
+    """
     wait("the requeue", lambda: job_field(slurm, job_id, "JobState") == "PENDING")
-    slurm.run(["scontrol", "update", f"jobid={job_id}", "starttime=now"])
+    slurm.run(["scontrol", "update", f"jobid={job_id}", "starttime=now+2"])
 
 
 @pytest.fixture

@@ -166,8 +166,7 @@ class Blame:
             note = Note("crash loop", {"attempts": self.fruitless, "checkpoint": self.progress})
             return [note, EndRun("failed", self.first_of_series, (first, *victims))]
         self.restarts += 1
-        restart = {"restarts": self.restarts, "host": first.host, "failure": first.summary()}
-        return [Note("restart", restart)]
+        return [Note("restart", {"restarts": self.restarts, "failure": first.summary()})]
 
     def _strike(
         self, blamed: Mapping[str, tuple[int, str]], hosts: Collection[str]

@@ -72,7 +72,6 @@ class Script:
         cwd: Directory of the submission; setup lines run there.
         python_path: What PYTHONPATH must begin with for the agent to be importable.
         gang: Whether it is one job of ``num_tasks`` nodes in place of an array.
-        module: What each task runs, with the path of ``array-<k>.json``.
     """
 
     settings: SlurmSettings
@@ -84,7 +83,6 @@ class Script:
     cwd: Path
     python_path: tuple[str, ...] = ()
     gang: bool = False
-    module: str = TASK_MODULE
 
     @property
     def array_file(self) -> Path:
@@ -246,8 +244,7 @@ def task_argv(script: Script) -> list[str]:
     """Return the command line of the task, without srun and container."""
     inside = "python3" if script.settings.container.runtime else script.python
     python = _one_line("launcher.python", script.settings.python or inside)
-    file = _one_line("hydra.sweep.dir", str(script.array_file))
-    return [python, "-u", "-m", script.module, file]
+    return [python, "-u", "-m", TASK_MODULE, _one_line("hydra.sweep.dir", str(script.array_file))]
 
 
 def _in_container(script: Script, argv: Sequence[str]) -> list[str]:

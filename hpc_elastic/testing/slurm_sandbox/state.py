@@ -14,16 +14,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from .commands import wait_until
-from .config import SandboxConfig
-from .layout import Layout
+from .config import Layout, SandboxConfig
 from .processes import Process
 
 DEFAULT_ROOT = Path("/run/hpc-elastic-sandbox")
 _LOCK_TIMEOUT_S = 180.0
-_TUPLES = ("open_paths", "extra_lines")
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,7 @@ class State:
 def to_json(state: State) -> str:
     """Return the text of the state file."""
     content = asdict(state)
-    layout = state.layout
-    content["layout"]["directory"] = str(layout.directory)
-    content["layout"]["tree"] = None if layout.tree is None else str(layout.tree)
+    content["layout"]["directory"] = str(state.layout.directory)
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -62,22 +57,11 @@ def from_json(text: str) -> State:
     content = json.loads(text)
     config, layout = content["config"], content["layout"]
     return State(
-        config=SandboxConfig(
-            **{**config, **{name: tuple(config.get(name, ())) for name in _TUPLES}}
-        ),
-        layout=_layout(layout),
+        config=SandboxConfig(**{**config, "extra_lines": tuple(config["extra_lines"])}),
+        layout=Layout(**{**layout, "directory": Path(layout["directory"])}),
         processes={name: Process(**entry) for name, entry in content["processes"].items()},
         ready=content["ready"],
     )
-
-
-def _layout(content: dict[str, Any]) -> Layout:
-    tree = content.get("tree")
-    places = {
-        "directory": Path(content["directory"]),
-        "tree": None if tree is None else Path(tree),
-    }
-    return Layout(**{**content, **places})
 
 
 def path_of(name: str, root: Path) -> Path:

@@ -5,6 +5,7 @@
     from hpc_elastic import should_checkpoint    is now the moment to save, on all ranks?
     from hpc_elastic import Checkpointer         atomic, verified, asynchronous checkpoints
     from hpc_elastic import checkpoint_boundary  a worker has a complete checkpoint
+    from hpc_elastic import log_run_scalars     restarts and goodput into TensorBoard or W&B
     from hpc_elastic import fence                may this worker still commit a checkpoint?
 
 All are loaded when they are first used: importing the package costs nothing.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hpc_elastic.checkpoint import Checkpointer
     from hpc_elastic.control import checkpoint_boundary, report
     from hpc_elastic.preemption import leave_node, notice_left_s, should_checkpoint
+    from hpc_elastic.scalars import log_run_scalars
 
 __all__ = [
     "Checkpointer",
@@ -29,6 +31,7 @@ __all__ = [
     "fence",
     "launch",
     "leave_node",
+    "log_run_scalars",
     "notice_left_s",
     "report",
     "should_checkpoint",
@@ -40,6 +43,7 @@ _LAZY = {
     "checkpoint_boundary": "hpc_elastic.control",
     "launch": "hpc_elastic.api",
     "leave_node": "hpc_elastic.preemption",
+    "log_run_scalars": "hpc_elastic.scalars",
     "notice_left_s": "hpc_elastic.preemption",
     "report": "hpc_elastic.control",
     "should_checkpoint": "hpc_elastic.preemption",

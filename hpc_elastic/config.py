@@ -53,6 +53,14 @@ class AgentSettings:
     as OMP_NUM_THREADS, has them set in ``launcher.env`` instead, or sets this to false."""
     preload: list[str] = field(default_factory=lambda: ["torch"])
     """Modules that a spare imports ahead; may be more, such as ``transformers``."""
+    hang_after_s: float | None = None
+    """No step for so long, and workers that stand still, is a hang: the group is restarted. null or
+    ``auto``: 10 times the median step, at least 60 s; 0 or false: never."""
+    preflight: bool = True
+    """Check a node (GPUs, arithmetic, space, clock) before it joins; one that fails is left."""
+    metrics_port: int | None = None
+    """Serve this node's OpenMetrics on that port of 127.0.0.1, beside the text file that is always
+    written; null: no port."""
 
 
 @dataclass

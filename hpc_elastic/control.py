@@ -1,8 +1,9 @@
 """The control page: one small memory page that a worker and its agent share.
 
-The worker writes its step, loss, samples and checkpoint boundaries; the agent reads them whenever
-it wants, and writes what it asks of the worker: to save at a step that all ranks agree on, to stay
-at its next checkpoint, and by when the node is to be left. No socket, no lock, no collective: a
+The worker writes its step, loss, samples and checkpoint boundaries, and when it made its first step
+and how long its checkpoints took; the agent reads them whenever it wants, and writes what it asks
+of the worker: to save at a step that all ranks agree on, to stay at its next checkpoint, and by
+when the node is to be left. No socket, no lock, no collective: a
 report costs well under a microsecond, and the agent's heartbeats do not wait for the training
 process. Each field is eight aligned bytes, written and read in one piece, with one writer.
 
@@ -16,16 +17,18 @@ memory barrier, which Python does not have: a store is visible to other cores lo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import SupportsFloat
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.progress import Progress as Progress
 
 DIRECTORY_VARIABLE = "HPC_ELASTIC_CONTROL_DIR"
 LONGEST_HOLD_S = 60.0
@@ -41,35 +44,15 @@ _NO_PROPOSAL = 0
 _STEP_BITS = 40
 (
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
-    _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY,
-) = range(15)  # fmt: skip
-_BLANK = {_STEP: _UNSET, _SAMPLES: _UNSET, _TOTAL: _UNSET, _BOUNDARY: _UNSET, _PASSED: _UNSET}
-_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY)
+    _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED, _RESTORE_S,
+    _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT,
+) = range(25)  # fmt: skip
+_BLANK = {
+    field: _UNSET
+    for field in (_STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED)
+}  # fmt: skip
+_NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
 _LOOK_AGAIN_S = 0.002
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a worker last published; None where it has published nothing yet."""
-
-    step: int | None
-    samples: int | None
-    loss: float | None
-    step_time: float | None
-    """Unix seconds at which ``step`` was reported."""
-    total_steps: int | None
-    boundary: int | None
-    """The last step whose checkpoint was announced."""
-    held: int
-    """Not 0: the worker stays there; the number of the request that it obeys."""
-    passed: int | None = None
-    """The last step at which it asked whether to save."""
-    waiting: int = 0
-    """The number of the last proposal that it waited, or waits, for."""
-    wanted: int = 0
-    """How often it has asked for a checkpoint of the group."""
-    leave_by: float | None = None
-    """Monotonic seconds by which the script wants its node to be left."""
 
 
 class ControlPage:
@@ -80,6 +63,8 @@ class ControlPage:
             page = memoryview(mmap.mmap(f.fileno(), _SIZE))
         self._numbers = page.cast("q")  # one item is read and written in one piece
         self._floats = page.cast("d")
+        self._has_begun = False
+        """Whether the first step is on the page (worker)."""
 
     @classmethod
     def create(cls, directory: Path, local_rank: int) -> ControlPage:
@@ -104,7 +89,8 @@ class ControlPage:
         samples: int | None,
         total_steps: int | None = None,
     ) -> None:
-        """Publish what is not None (worker)."""
+        """Publish what is not None (worker); a report of nothing is a sign of life."""
+        self._numbers[_PULSE] += 1
         if total_steps is not None:
             self._numbers[_TOTAL] = total_steps
         if samples is not None:
@@ -112,8 +98,39 @@ class ControlPage:
         if loss is not None:
             self._floats[_LOSS] = float(loss)
         if step is not None:
+            now = time.time()
             self._numbers[_STEP] = step
-            self._floats[_TIME] = time.time()
+            self._floats[_TIME] = now
+            if not self._has_begun:
+                self._begin(step, now)
+
+    def _begin(self, step: int, now: float) -> None:
+        """Publish the first step, unless it is only said where the training goes on from."""
+        if step > max(0, self._numbers[_RESTORED]):
+            self._floats[_FIRST_TIME] = now
+            self._numbers[_FIRST] = step  # last: with it, the time is there
+            self._has_begun = True
+
+    def count(self, number: int) -> None:
+        """Publish the n-th step since the worker's start, where nobody says which step that is."""
+        self._numbers[_COUNTED] = 1
+        self.report(max(0, self._numbers[_RESTORED]) + number, None, None)
+
+    def tell(self) -> None:
+        """Publish that the script reports its steps: what was counted before is forgotten."""
+        self._numbers[_COUNTED] = 0
+        self._numbers[_FIRST] = _UNSET
+        self._has_begun = False
+
+    def restored(self, step: int | None, took_s: float) -> None:
+        """Publish which step was restored, None: there was no checkpoint, and how long it took."""
+        self._floats[_RESTORE_S] = took_s
+        if step is not None:
+            self._numbers[_RESTORED] = step
+
+    def blocked(self, seconds: float) -> None:
+        """Publish that a checkpoint has held up the training for so long (worker)."""
+        self._floats[_BLOCKED_S] += seconds
 
     def passes(self, step: int) -> bool:
         """Publish that a step is done; tell whether all ranks are to save there (worker).
@@ -142,6 +159,12 @@ class ControlPage:
             time.sleep(_LOOK_AGAIN_S)
             proposal = self._numbers[_PROPOSAL]
         return False
+
+    def occupy(self, by: int, took_s: float = 0.0) -> None:
+        """Say that something long begins (1), or is over (-1) after so long (worker)."""
+        self._numbers[_BUSY] += by
+        if self._numbers[_BUSY] == 0:
+            self._floats[_BUSY_S] += took_s
 
     def want(self) -> None:
         """Ask for a checkpoint of the whole group (worker, rank 0)."""
@@ -187,7 +210,16 @@ class ControlPage:
         by = self._floats[_NOTICE_BY]
         return None if math.isnan(by) else by - time.monotonic()
 
+    @property
+    def goodput(self) -> float | None:
+        """The share of its node's time that made new steps; None: not known yet (worker)."""
+        return _given(self._floats[_GOODPUT])
+
     # ---- the agent ----------------------------------------------------------------------
+
+    def tell_goodput(self, share: float) -> None:
+        """Say which share of this node's time has made new steps (agent)."""
+        self._floats[_GOODPUT] = share
 
     def hold(self, request: int) -> None:
         """Ask the worker to stay at its next boundary; 0 lets it go (agent)."""
@@ -225,6 +257,15 @@ class ControlPage:
             waiting=numbers[_WAITING],
             wanted=numbers[_WANTED],
             leave_by=_given(self._floats[_LEAVE_BY]),
+            first_step=_known(numbers[_FIRST]),
+            first_time=_given(self._floats[_FIRST_TIME]),
+            restored=_known(numbers[_RESTORED]),
+            restore_s=_given(self._floats[_RESTORE_S]),
+            blocked_s=self._floats[_BLOCKED_S],
+            counted=bool(numbers[_COUNTED]),
+            pulse=numbers[_PULSE],
+            busy=numbers[_BUSY],
+            busy_s=self._floats[_BUSY_S],
         )
 
 
@@ -276,7 +317,8 @@ def report(
     """Publish this worker's progress to the live display and the run's status.
 
     May be called by any rank as often as it likes; outside a run it does nothing. The first rank's
-    loss is the one shown.
+    loss is the one shown. Every call is a sign of life, also with nothing new in it: where a
+    validation or the like takes longer than `launcher.agent.hang_after_s`, call it now and then.
 
     Args:
         step: Optimizer steps done, at least 0. Without it the steps are counted by a hook on
@@ -286,17 +328,36 @@ def report(
         total_steps: The step at which the training will be done, at least 1. With it, a late node
             is admitted only if what remains repays the restart.
     """
-    _reporter.by_user = _reporter.by_user or step is not None
     page = own_page()
+    if step is not None and not _reporter.by_user:
+        _reporter.by_user = True
+        if page is not None:
+            page.tell()
     if page is not None:
         page.report(step, loss, samples, total_steps)
 
 
-def report_counted(step: int) -> None:
-    """Publish a step that was counted for the script, unless it reports its steps itself."""
+def report_counted(number: int) -> None:
+    """Publish the n-th step of this worker, unless the script reports its steps itself."""
     page = None if _reporter.by_user else own_page()
     if page is not None:
-        page.report(step, None, None)
+        page.count(number)
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Say, for as long as the context lasts, that this worker is at something that takes long.
+
+    Nobody takes it for hung then. Used by our checkpoints; other scripts `report` now and then.
+    """
+    page, since = own_page(), time.monotonic()
+    if page is not None:
+        page.occupy(1)
+    try:
+        yield
+    finally:
+        if page is not None:
+            page.occupy(-1, time.monotonic() - since)
 
 
 def save_is_last(yes: bool) -> None:
@@ -311,6 +372,20 @@ def save_is_urgent() -> bool:
     """
     page = own_page()
     return _reporter.save_is_last or (page is not None and page.is_held)
+
+
+def note_restored(step: int | None, took_s: float) -> None:
+    """Publish what a Checkpointer restored, for the run's account; see `ControlPage.restored`."""
+    page = own_page()
+    if page is not None:
+        page.restored(step, took_s)
+
+
+def note_blocked(seconds: float) -> None:
+    """Publish for how long a save has held up the training, for the run's account."""
+    page = own_page()
+    if page is not None:
+        page.blocked(seconds)
 
 
 def announce_boundary(*, step: int) -> None:

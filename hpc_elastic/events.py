@@ -1,7 +1,10 @@
 """The event log: everything that happened to a run, one JSON object a line, append only.
 
-Each line has ``time`` (Unix seconds), ``kind``, ``task`` and fields of its kind. Every task writes
-its own file, so that nothing is interleaved on a shared file system.
+Each line has ``v`` (the version of the schema), ``time`` (Unix seconds), ``kind``, ``task`` and
+fields of its kind; `hpc_elastic.story.kinds` lists them. Every task writes its own file, so that
+nothing is interleaved on a shared file system.
+
+Readers pass over what they do not know: a run may have been started by a newer version.
 """
 
 from __future__ import annotations
@@ -10,13 +13,18 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger(__name__)
 
+VERSION = 1
+"""It changes when a kind or a field changes its meaning or goes, not when one is added."""
+
 _LOGGED_CHARS = 500
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,9 @@ class EventLog:
 
     def line(self, kind: str, **fields: Any) -> str:
         """Return the line of an event that happens now, for `append`."""
-        line = json.dumps({"time": time.time(), "kind": kind, "task": self.task, **fields})
+        line = json.dumps(
+            {"v": VERSION, "time": time.time(), "kind": kind, "task": self.task, **fields}
+        )
         _log.info("%s", line[:_LOGGED_CHARS])
         return line
 
@@ -45,15 +55,57 @@ class EventLog:
             _log.warning("%s: %d events not written: %s", self.path, len(lines), e)
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of all tasks of a run, in order of time; a torn last line is left out."""
-    events = [e for path in sorted(folder.glob("*.jsonl")) for e in _lines(path)]
-    return sorted(events, key=lambda e: float(e["time"]))
+@dataclass
+class EventReader:
+    """Reads the events of all tasks of a run, and later those that have come since.
+
+    Args:
+        folder: The run's ``events``; it need not be there yet.
+    """
+
+    folder: Path
+    _read: dict[Path, int] = field(default_factory=dict)
+    """How many bytes of each file were read, up to the end of a line."""
+
+    def new(self) -> list[Event]:
+        """Return what has come since the last call, in order of time.
+
+        A line that is still being written comes the next time; one that was torn, because the
+        process or its node ended, is left out.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        events = [e for path in sorted(self.folder.glob("*.jsonl")) for e in self._new_in(path)]
+        return sorted(events, key=lambda e: float(e["time"]))
+
+    def _new_in(self, path: Path) -> Iterator[Event]:
+        with path.open("rb") as f:
+            f.seek(self._read.get(path, 0))
+            whole, newline, _ = f.read().rpartition(b"\n")
+        self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+        for line in whole.splitlines():
+            event = _parsed(line)
+            if event is not None:
+                yield event
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
+def read_events(folder: Path) -> list[Event]:
+    """Return the events of all tasks of a run, in order of time; torn lines are left out."""
+    return EventReader(folder).new()
+
+
+def _parsed(line: bytes) -> Event | None:
+    """Return the event of a line; None: it is none.
+
+    An attempt that was killed while it wrote leaves half a line, and the next attempt goes on in
+    it.
+    """
+    for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
         try:
-            yield json.loads(line)
-        except ValueError:
-            return
+            event = json.loads(text)
+            float(event["time"]), str(event["kind"]), str(event["task"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        return dict(event)
+    return None

@@ -14,6 +14,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
+    <run>/settings.json                   what was asked for: nodes and launcher.*; 0600
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
     <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
@@ -21,11 +22,24 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/excluded.json                   nodes that the run is not to get again, and why
     <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
     <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
-    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker
+    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
+                                          says when it was written (`hpc_elastic.output_index`)
     <run>/events/<task>.jsonl             what happened, one JSON object a line
+    <run>/metrics/<task>.prom             OpenMetrics of the task's node
     <run>/results/                        return values of the workers, by rank
     <run>/status.json                     the group as the leader sees it, about once a second
+    <run>/progress.jsonl                  the same over time, one JSON object a line, append only: a
+                                          line at each change of the group, and else every 5 s, in
+                                          a run of days more rarely (`rendezvous.series`)
+    <run>/cancelled                       who cancelled it, and when: no task of it comes back
     <run>/result.json                     written once, when the run has ended
+    <run>/before-resume.<n>/              both of these, as the n-th `resume` of the run found them
+
+A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, epoch, nodes,
+world_size, step (the furthest), total_steps, samples, loss (the first rank's), blocked_s (seconds
+for which checkpoints have held up the workers of this round), checkpoint (the last step that was
+announced as saved), steps_per_s and samples_per_s (over half a minute); null where nothing is
+known. Lines of two leaders may be out of order, and one may be cut short: `story.points` reads it.
 """
 
 from __future__ import annotations
@@ -43,6 +57,7 @@ from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
 
 SUBMISSION = ".hpc_elastic"
+AGENT_LOG = "agent.log"
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,8 @@ class RunSpec:
     agent: AgentSettings = field(default_factory=AgentSettings)
     provenance: dict[str, Any] = field(default_factory=dict)
     """Python, command line, git commit, dirty or not, host, user, time."""
+    generation: int = 0
+    """How often the run was resumed. Tasks of an earlier generation have no part in it any more."""
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
         """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
@@ -176,9 +193,37 @@ class RunDir:
         return self.path / "status.json"
 
     @property
+    def progress(self) -> Path:
+        """The group over time, as its leaders have seen it."""
+        return self.path / "progress.jsonl"
+
+    @property
     def result(self) -> Path:
         """How the run ended; exists once it has."""
         return self.path / "result.json"
+
+    @property
+    def settings(self) -> Path:
+        """What was asked for at the last submission, as `settings.as_config` says it."""
+        return self.path / "settings.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """Who cancelled the run, and when; exists from before the first task is cancelled on."""
+        return self.path / "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or is cancelled: no task of it starts or comes back.
+
+        The folder is opened anew, which makes a client of NFS ask the server.
+        """
+        ends = (self.result.name, self.cancelled.name)
+        try:
+            with os.scandir(self.path) as entries:
+                return any(entry.name in ends for entry in entries)
+        except FileNotFoundError:
+            return False
 
     @property
     def notices(self) -> Path:
@@ -192,6 +237,10 @@ class RunDir:
     def events(self, task: str) -> Path:
         """Return the event log of one task."""
         return self.path / "events" / f"{task}.jsonl"
+
+    def metrics(self, task: str) -> Path:
+        """Return the metrics of one task."""
+        return self.path / "metrics" / f"{task}.prom"
 
     def load(self) -> RunSpec:
         """Return the frozen description of the run.
@@ -275,6 +324,10 @@ class Submission:
     def logs(self) -> Path:
         """Folder of what Slurm captures of each task."""
         return self.path / "logs"
+
+    def log(self, task: str) -> Path:
+        """Return what Slurm captures of a task; of a gang's job, by its id, the batch script's."""
+        return self.logs / f"{task}.log"
 
     @property
     def local_tasks(self) -> Path:

@@ -10,6 +10,7 @@
 - `boundaries`  checkpoint boundaries and steps to save at, between the workers and the leader
 - `preemption`  why, and by when, this node is to be left; `notices` finds it out
 - `processes`   the workers' processes as torch makes them; `leftovers` ends what they leave behind
+- `output_times`  when the output of this node was written, for those who read it
 - `steadfast`   what keeps a worker at work while its node is under notice
 - `spares`      processes that have imported torch, to make the next workers from
 - `report`      failed workers as the run's report shows them

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,17 +37,24 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from hpc_elastic import fence
 from hpc_elastic.agent import leftovers
+from hpc_elastic.agent.beginning import Beginning
 from hpc_elastic.agent.boundaries import Boundaries
+from hpc_elastic.agent.hangs import Alone, HangWatch, Watched, kill_stopped
 from hpc_elastic.agent.notices import Farewell, Notices
+from hpc_elastic.agent.observer import Crew, Observer
+from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preemption import why_leave_now
 from hpc_elastic.agent.processes import RoundLogs, made_from
 from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
 from hpc_elastic.agent.spares import Spares
+from hpc_elastic.agent.stacks import stacks_file
+from hpc_elastic.agent.stopping import event_fields
 from hpc_elastic.agent.surroundings import is_training
 from hpc_elastic.agent.worker import ROUND_VARIABLE
 from hpc_elastic.config import AgentSettings
 from hpc_elastic.control import ControlPage
+from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous.handler import SlurmRendezvousHandler
 from hpc_elastic.rendezvous.session import Round, Verdict
 from hpc_elastic.rundir import RunDir
@@ -69,20 +77,28 @@ class Workplace:
         place: Where it is, and where its workers' logs go.
         control: Folder of the control pages, in memory.
         run: The run's directory.
+        stopped: Writes the event of workers that were stopped (`stopping`).
         settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
+        trains: Writes the event of its workers' first step in a round (`beginning`).
         saves_itself: Whether under notice there is sense in waiting for a script that does not
             say when it saves.
         replica: The node's, where its workers are one (``ft=true``).
+        times: Writes down when the workers' output was written.
     """
 
     place: Place
     control: Path
     run: RunDir
+    stopped: Callable[..., None]
     settings: AgentSettings
     notices: Notices
+    trains: Callable[..., None]
     saves_itself: bool = True
     replica: Replica | None = None
+    times: OutputTimes | None = None
+    events: EventLog | None = None
+    observer: Observer | None = None
 
 
 class RunAgent(LocalElasticAgent):
@@ -95,12 +111,15 @@ class RunAgent(LocalElasticAgent):
         workplace: Workplace,
         spares: Spares,
     ) -> None:
-        super().__init__(spec, RoundLogs(workplace.place.logs), exit_barrier_timeout=0)
+        logs = RoundLogs(workplace.place.logs, workplace.times)
+        super().__init__(spec, logs, exit_barrier_timeout=0)
         self._handler = handler
         self._session = handler.session
         self._workplace = workplace
         self._boundaries: Boundaries | None = None
         self._farewell: Farewell | None = None
+        self._beginning: Beginning | None = None
+        self._hangs: HangWatch | None = None
         self._awaits_leader = False
         self._spares = spares
         self._filled = False
@@ -187,15 +206,39 @@ class RunAgent(LocalElasticAgent):
     def _listen(self, pages: list[ControlPage]) -> None:
         """Begin to pass on what the workers of a round and their leader tell each other."""
         self._boundaries = Boundaries(self._session, pages)
+        self._beginning = Beginning(self._workplace.trains, self._round.number, pages)
         replica, notices = self._workplace.replica, self._workplace.notices
         saves_itself = self._workplace.saves_itself
         by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
         why_leave = by_its_script if replica is None else replica.why_leave
         self._farewell = Farewell(self._session, notices, pages, why_leave)
+        self._hangs = self._watch_for_hangs()
+        if self._workplace.observer is not None:
+            self._workplace.observer.watch(Crew(self.pages, self._pids_by_rank))
+
+    def _pids_by_rank(self) -> dict[int, int]:
+        return dict(self._pcontext.pids()) if self._pcontext is not None else {}
+
+    def _watch_for_hangs(self) -> HangWatch:
+        place, control = self._workplace.place, self._workplace.control
+        first = self._round.first_rank
+        workers = [
+            Watched(rank - first, page, self._files(rank), stacks_file(control, rank - first))
+            for rank, page in self.pages.items()
+        ]
+        replica, events = self._workplace.replica, self._workplace.events
+        alone = Alone(replica.me, events.write) if replica is not None and events else None
+        after_s = self._workplace.settings.hang_after_s
+        return HangWatch(self._session, workers, after_s=after_s, place=place, alone=alone)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._hangs = None
+        kill_stopped(self._pids)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         leftovers.end(self._spares.pids)
+        if self.pages and self._session.verdict is None:
+            fields = event_fields(page.read() for page in self.pages.values())
+            self._workplace.stopped(round=self._round.number, **fields)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report what became of the workers to the leader, once; torch hears the verdict."""
@@ -206,6 +249,10 @@ class RunAgent(LocalElasticAgent):
             now = time.monotonic()
             self._boundaries.look(now)
             self._farewell.look(now)
+            if self._hangs is not None:
+                self._hangs.look(self._pids_by_rank(), now, done=self._awaits_leader)
+        if self._beginning is not None and self._beginning.look():
+            self._beginning = None
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
         leftovers.reap({*self._pids, *self._spares.pids})
@@ -213,7 +260,7 @@ class RunAgent(LocalElasticAgent):
 
     @property
     def _pids(self) -> list[int]:
-        return list(self._pcontext.pids().values()) if self._pcontext is not None else []
+        return list(self._pids_by_rank().values())
 
     def _look_at_workers(self, worker_group: WorkerGroup) -> None:
         result = super()._monitor_workers(worker_group)

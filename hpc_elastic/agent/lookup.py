@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpc_elastic.agent import gang
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError
-from hpc_elastic.rundir import ArrayFiles, RunDir, RunSpec
+from hpc_elastic.rundir import AGENT_LOG, ArrayFiles, RunDir, RunSpec
 from hpc_elastic.slurm.environment import SlurmEnvironment
 
 
@@ -24,6 +24,8 @@ class Task:
     in_gang: bool = False
     num_in_array: int = 1
     """How many tasks the array has, of all its runs."""
+    superseded: bool = False
+    """Whether the run was resumed since, with other tasks."""
 
     @property
     def name(self) -> str:
@@ -39,6 +41,11 @@ class Task:
     def logs(self) -> Path:
         """Where this attempt's logs go."""
         return self.run.attempt(self.name, self.attempt)
+
+    @property
+    def agent_log(self) -> Path:
+        """The log of this attempt's agent."""
+        return self.logs / AGENT_LOG
 
 
 def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
@@ -64,7 +71,9 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if in_gang:
         gang.record(files, slurm)
     run = RunDir(Path(runs[index]["dir"]))
-    return Task(run, run.load(), int(runs[index]["slot"]), slurm, in_gang, len(runs))
+    spec = run.load()
+    superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
+    return Task(run, spec, int(runs[index]["slot"]), slurm, in_gang, len(runs), superseded)
 
 
 def require_readable(slurm: SlurmEnvironment) -> None:

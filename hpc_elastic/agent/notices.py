@@ -74,9 +74,7 @@ class Notices:
                 return
             before, self._notice = self._notice, preemption.merged(self._notice, new)
             if before is None or self._is_news(before, self._notice):
-                left_s = self._notice.by - time.monotonic()
-                reason = self._notice.reason.value
-                self._events.write("notice", reason=reason, left_s=round(left_s, 1))
+                self._write(self._notice)
                 self._tell(self._notice)
 
     def connect(self, leader: Leader) -> None:
@@ -85,6 +83,12 @@ class Notices:
             self._leader = leader
             if self._notice is not None:
                 self._tell(self._notice)
+
+    def _write(self, notice: Notice) -> None:
+        left_s = notice.by - time.monotonic()
+        found = {"signal": notice.signal, "given_s": notice.given_s}
+        fields = {name: value for name, value in found.items() if value is not None}
+        self._events.write("notice", reason=notice.reason.value, left_s=round(left_s, 1), **fields)
 
     def _tell(self, notice: Notice) -> None:
         if self._leader is not None:

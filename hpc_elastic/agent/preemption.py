@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hpc_elastic.control import Progress
 from hpc_elastic.slurm.decision import Departure, Reason
@@ -35,10 +35,14 @@ class Notice:
     Attributes:
         reason: Why.
         by: By when, in monotonic seconds.
+        signal: Name of the signal that announced it; None: it was something else.
+        given_s: How much time was given, from the announcement on; None: unknown.
     """
 
     reason: Reason
     by: float
+    signal: str | None = field(default=None, compare=False)
+    given_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,18 @@ class Terms:
     user_signal: signal.Signals
 
 
-def within(reason: Reason, left_s: float, now: float) -> Notice:
+def within(reason: Reason, left_s: float, now: float, signal: str | None = None) -> Notice:
     """Return the notice for a node that is gone after so many seconds."""
-    return Notice(reason, now + left_s - min(_RESERVE_S, left_s / 3))
+    return Notice(reason, now + left_s - min(_RESERVE_S, left_s / 3), signal, left_s)
 
 
 def of_signal(number: signal.Signals, terms: Terms, now: float) -> Notice | None:
     """Return what a signal means; None: nothing."""
     if number is signal.SIGTERM:
-        return within(Reason.SIGNAL, terms.grace_s, now)
-    return within(Reason.ASKED, terms.notice_s, now) if number is terms.user_signal else None
+        return within(Reason.SIGNAL, terms.grace_s, now, number.name)
+    if number is terms.user_signal:
+        return within(Reason.ASKED, terms.notice_s, now, number.name)
+    return None
 
 
 def of_departure(how: Departure | None, terms: Terms, now: float) -> Notice:
@@ -89,8 +95,8 @@ def merged(known: Notice | None, new: Notice) -> Notice:
     """
     if known is None:
         return new
-    reason = Reason.SIGNAL if new.reason is Reason.SIGNAL else known.reason
-    return Notice(reason, min(known.by, new.by))
+    signalled = new.reason is Reason.SIGNAL and known.reason is not Reason.SIGNAL
+    return replace(new if signalled else known, by=min(known.by, new.by))
 
 
 @dataclass(frozen=True)

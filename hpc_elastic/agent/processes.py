@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.report import WorkerFiles
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.agent.steadfast import STOP
@@ -32,9 +33,10 @@ _MAKES_PROCESS = "get_subprocess_handler"
 class RoundLogs(LogsSpecs):
     """Every worker's output in files of its own for each round, which nothing ever truncates."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, times: OutputTimes | None = None) -> None:
         super().__init__(str(folder))
         self._folder = folder
+        self._times = times
 
     @property
     def root_log_dir(self) -> str:
@@ -50,6 +52,8 @@ class RoundLogs(LogsSpecs):
         }
         for local_rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = str(files[local_rank].error)
+        if self._times is not None:
+            self._times.new_round(path for f in files.values() for path in (f.out, f.err))
         return LogsDest(
             stdouts={local_rank: str(f.out) for local_rank, f in files.items()},
             stderrs={local_rank: str(f.err) for local_rank, f in files.items()},

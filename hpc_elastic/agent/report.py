@@ -47,6 +47,11 @@ class WorkerFiles:
         """What it wrote of its own failure."""
         return self._file("error.json")
 
+    @property
+    def stack(self) -> Path:
+        """Its stacks, whenever its group was looked into."""
+        return self._file("stack.txt")
+
     def _file(self, suffix: str) -> Path:
         return self.folder / f"round-{self.round}.rank-{self.rank}.{suffix}"
 

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_elastic.agent import gang
+from hpc_elastic.agent import gang, preflight
 from hpc_elastic.agent.lookup import Task, find_task
+from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import Caught
 from hpc_elastic.agent.surroundings import first_spares
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.rundir import task_name
+from hpc_elastic.rundir import Submission, task_name
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 
@@ -32,21 +33,26 @@ def start(argv: Sequence[str], caught: Caught) -> int:
     arguments = parser.parse_args(argv)
     try:
         task = find_task(arguments.array, SlurmEnvironment.from_env(os.environ))
-        if task.run.result.exists():
-            print(f"{task.run.path}: the run has ended; nothing to do")
+        if task.superseded or task.run.is_over:
+            why = "was resumed with other tasks" if task.superseded else "has ended"
+            print(f"{task.run.path}: the run {why}; nothing to do")
             return 0
         task.logs.mkdir(parents=True, exist_ok=True)
-        _log_to(task.logs / "agent.log")
+        _log_to(task.agent_log)
     except (HpcElasticError, OSError) as e:
         print(f"hpc_elastic: {e}", file=sys.stderr)
         return 1
+    times = OutputTimes([task.agent_log, Submission(Path(task.spec.submission)).log(task.name)])
+    times.start()
     print(f"{task.run.path}: logs of this task are in {task.logs}")
     spares = first_spares(task)  # they import torch while this process does
+    checks = preflight.begin(task) if task.spec.agent.preflight else None
     from hpc_elastic.agent.supervise import supervise
 
-    exit_code = supervise(task, caught, spares)
+    exit_code = supervise(task, caught, spares, times, checks)
     if task.in_gang:
         _leave_gang(task)
+    times.close()
     return exit_code
 
 

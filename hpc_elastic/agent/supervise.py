@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -21,8 +23,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from hpc_elastic.agent.agent import RunAgent, Workplace
 from hpc_elastic.agent.lookup import Task
+from hpc_elastic.agent.metrics import Exporter, Sample
 from hpc_elastic.agent.notices import Notices, Scheduler, Watch
+from hpc_elastic.agent.observer import Observer
+from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preemption import Terms, spread_s
+from hpc_elastic.agent.preflight import Preflight, keep_away
 from hpc_elastic.agent.replica import Replica, keepers
 from hpc_elastic.agent.report import Place
 from hpc_elastic.agent.signals import Caught
@@ -35,6 +41,7 @@ from hpc_elastic.config import Nproc
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.events import EventLog
+from hpc_elastic.net.keys import of_generation
 from hpc_elastic.rendezvous import address
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
@@ -54,29 +61,37 @@ from hpc_elastic.slurm.states import queue_name
 _log = logging.getLogger(__name__)
 
 TAKEN = 128 + signal.SIGTERM
+_UNFIT_AWAY_S = 10.0
 _ENDS_AGENT = "SIGINT,SIGHUP,SIGQUIT"
 """What torch's agent ends by; SIGTERM is a notice."""
 
 
-def supervise(task: Task, caught: Caught, spares: Spares) -> int:
+def supervise(
+    task: Task, caught: Caught, spares: Spares, times: OutputTimes, checks: Preflight | None = None
+) -> int:
     """Run the agent of one node until the run has ended or the node is left.
 
     Args:
         task: The node's task.
         caught: The signals that came since the process was started.
         spares: The first spares; they end with this call.
+        times: Writes down when the workers' output was written.
+        checks: Those of this node, under way; None: it is not checked.
 
     Returns:
         0: the run has succeeded; `TAKEN`: the node was left; 1: the run, or this node, has failed.
     """
     events = EventLog(task.run.events(task.name), task.name)
-    events.write("task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid())
+    started = psutil.Process().create_time()
+    events.write(
+        "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
+    )
     notices = Notices(events)
     watch = Watch(caught, _terms(task.spec), notices, _scheduler(task))
     watch.start()
     with agent_folder() as folder:
         try:
-            return _Node(task, events, folder, notices).run(spares)
+            return _Node(task, events, folder, notices).run(spares, times, checks)
         except SignalException as e:
             _log.warning("this agent is ended: %s", e)
             events.write("taken", signal=e.sigval.name)
@@ -137,19 +152,23 @@ class _Node:
         self._tasks = tasks_of(task.spec)
         self._interface = _interface(task)
         self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
-        self._agent: RunAgent | None = None
+        self._observer = Observer(self._sample)
+        self._session: Session | None = None
         self._replica: Replica | None = None
 
-    def run(self, spares: Spares) -> int:
+    def run(self, spares: Spares, times: OutputTimes, checks: Preflight | None = None) -> int:
         """Return the task's exit code."""
         early = self._notices.current
         if early is not None:
             return _go(self._task, self._events, early.reason)
+        unfit = self._unfit(checks) if checks is not None else None
+        if unfit is not None:
+            return unfit
         self._prepare_environment()
-        session = self._open_session()
+        session = self._session = self._open_session()
         self._notices.connect(session)
         try:
-            exit_code = self._run_agent(session, spares)
+            exit_code = self._run_agent(session, spares, times)
         except SignalException as e:
             session.leave(f"taken by {e.sigval.name}")
             raise
@@ -161,6 +180,21 @@ class _Node:
         if session.leaving is not None:
             return _go(self._task, self._events, self._why(session.leaving))
         return exit_code
+
+    def _unfit(self, checks: Preflight) -> int | None:
+        """Leave this node if something is wrong with it; None: it may join."""
+        host = self._task.slurm.node_name
+        for problem in checks.problems():
+            goes = problem.is_nodes and keep_away(problem, self._task, self._tasks)
+            self._events.write(
+                "preflight", check=problem.check, reason=problem.reason, host=host,
+                fit=not problem.is_nodes, excluded=goes,
+            )  # fmt: skip
+            if problem.is_nodes:
+                told = f"hpc_elastic: {host} is not fit to join: {problem.reason}"
+                print(told, file=sys.stderr)
+                return self._go_back(SentBack(_UNFIT_AWAY_S)) if goes else 1
+        return None
 
     def _why(self, leaving: Leaving) -> Reason:
         """Return why this node is left: a notice from the leader may have come outside a round."""
@@ -178,7 +212,7 @@ class _Node:
             return 1
         return TAKEN
 
-    def _run_agent(self, session: Session, spares: Spares) -> int:
+    def _run_agent(self, session: Session, spares: Spares, times: OutputTimes) -> int:
         stores = RoundStores(self._interface.address) if self._replica is not None else None
         handler = SlurmRendezvousHandler(
             session, self._spec.run_id, self._spec.rendezvous.join_timeout_s, stores=stores
@@ -187,14 +221,23 @@ class _Node:
             place=Place(self._task.name, self._task.slurm.node_name, self._task.logs),
             control=self._control,
             run=self._task.run,
+            stopped=partial(self._events.write, "stopped", attempt=self._task.attempt),
             settings=self._spec.agent,
             notices=self._notices,
+            trains=partial(self._events.write, "trains", attempt=self._task.attempt),
             saves_itself=self._spec.launcher == "slurm",
             replica=self._replica,
+            times=times,
+            events=self._events,
+            observer=self._observer,
         )
         spares.resize(self._nproc if self._spec.agent.spares else 0)
-        self._agent = RunAgent(self._worker_spec(handler), handler, workplace, spares)
-        self._agent.run()
+        agent = RunAgent(self._worker_spec(handler), handler, workplace, spares)
+        exporter = self._exporter()
+        try:
+            agent.run()
+        finally:
+            exporter.close()
         verdict = session.verdict
         return 0 if verdict is not None and verdict.status == "succeeded" else 1
 
@@ -217,7 +260,7 @@ class _Node:
         candidacy = Candidacy(self._interface.address, office, self._tasks.is_running)
         if self._spec.ft:
             self._replica = Replica(me, self._control, self._spec.max_nodes)
-        return Session(me, candidacy, progress=self._progress, group=self._replica)
+        return Session(me, candidacy, progress=self._observer.progress, group=self._replica)
 
     def _office(self, tasks: RunTasks, secret: bytes) -> Office:
         """Return what this node would lead the run with."""
@@ -235,20 +278,33 @@ class _Node:
             liveness=Liveness.of(
                 settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
             ),
-            secret=secret,
+            secret=of_generation(secret, spec.generation),
             register=Register(run.rdzv, secret),
             make_journal=lambda: Journal(run, spec.run_id, events),
             world=RunWorld(run, tasks, RoundStores(self._interface.address)),
             notices=NoticeFiles(run.notices),
             make_keeper=keepers(spec.min_nodes),
+            generation=spec.generation,
         )  # fmt: skip
 
-    def _progress(self) -> dict[str, Any]:
-        """Return what the first of this node's workers last reported."""
-        if self._agent is None or not self._agent.pages:
-            return {}
-        progress = self._agent.pages[min(self._agent.pages)].read()
-        return {"step": progress.step, "total": progress.total_steps, "loss": progress.loss}
+    def _exporter(self) -> Exporter:
+        task = self._task
+        labels = (self._spec.run_id, task.name, task.slurm.node_name)
+        port = self._spec.agent.metrics_port
+        return Exporter(task.run.metrics(task.name), labels, self._observer.look, port)
+
+    def _sample(self) -> Sample:
+        """Return what is known of this node beside its workers."""
+        session = self._session
+        round_ = session.placed if session is not None else None
+        noticed = self._notices.current is not None
+        task = Sample(requeues=self._task.attempt, notices=int(noticed), group_nodes=0)
+        if round_ is None:
+            return task
+        return replace(
+            task, group_nodes=round_.group_size, group_workers=round_.world_size,
+            rounds=round_.number, restarts=round_.restarts,
+        )  # fmt: skip
 
     def _prepare_environment(self) -> None:
         allow_connections()

@@ -133,7 +133,7 @@ class SlurmTasks:
 
     def _is_back(self, run: RunDir, name: str, state: TaskState) -> bool:
         """Requeue or replace a task that has ended; return whether it is held in the queue."""
-        facts = Facts(Reason.LOST, state, run_ended=run.result.exists())
+        facts = Facts(Reason.LOST, state, run_ended=run.is_over)
         if state.phase is not Phase.ENDED or decide(facts) is not Departure.REQUEUE:
             return state.is_held
         try:
@@ -142,6 +142,9 @@ class SlurmTasks:
             if not is_refused(e):
                 raise
             replacement.replace(run, name, self._client)
+            return False
+        if run.is_over:  # cancelled meanwhile: it is not to come back
+            self._client.cancel([name])
             return False
         return True
 

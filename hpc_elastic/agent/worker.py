@@ -29,9 +29,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.agent import steadfast
+from hpc_elastic.agent import stacks, steadfast
 from hpc_elastic.agent.after_import import after_import
-from hpc_elastic.control import report_counted
+from hpc_elastic.control import DIRECTORY_VARIABLE, report_counted
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import Entry, RunDir, write_atomic
 
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
     spare = os.environ.pop(SPARE_VARIABLE, None)
     if spare is not None:
         _wait_for_use(spare, run)
+    _offer_stacks()
     environment = dict(os.environ)
     phase = "import"
     try:
@@ -107,6 +108,14 @@ def _wait_for_use(spare: str, run: RunDir) -> None:
         if spec.entry.kind != "function":
             modules.append("hpc_elastic.agent.hydra_job")
     wait_for_use(spare, modules)
+
+
+def _offer_stacks() -> None:
+    """Let the agent see where this worker is, should it make no step."""
+    control, local_rank = os.environ.get(DIRECTORY_VARIABLE), os.environ.get("LOCAL_RANK")
+    if control is not None and local_rank is not None:
+        with contextlib.suppress(OSError, RuntimeError):
+            stacks.offer(Path(control), int(local_rank))
 
 
 def _warn_of_late_variables(before: dict[str, str]) -> None:

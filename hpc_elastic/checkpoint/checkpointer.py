@@ -171,6 +171,10 @@ class Checkpointer:
             ConfigError: the step is no number, or something in the state can not be stored.
         """
         step = _checked_step(step)
+        with control.busy():
+            return self._save_now(step, urgent)
+
+    def _save_now(self, step: int, urgent: bool | None) -> bool:
         begin = time.monotonic()
         urgent = control.save_is_urgent() if urgent is None else urgent
         waits = urgent or not self._options.asynchronous
@@ -181,6 +185,7 @@ class Checkpointer:
             self._fill(save, waits=waits)
             self._begin(save, waits=waits)
         self.blocked_s = time.monotonic() - begin
+        control.note_blocked(self.blocked_s)
         _log.info("step %d: training was held up for %.3f s", step, self.blocked_s)
         if waits and self._committed == step:
             control.checkpoint_boundary(step=step)
@@ -201,13 +206,16 @@ class Checkpointer:
             CheckpointError: the checkpoint does not fit the state; the message names the key. The
                 state may be filled in part.
         """
+        begin = time.monotonic()
         self._settle()
         context = self._context
         restorer = Restorer(context.store, self._group, context.damaged, self._tier)
-        step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
+        with control.busy():
+            step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
+        control.note_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -337,7 +345,8 @@ class Checkpointer:
 
     def _settle(self) -> None:
         if self._save is not None:
-            self._save.wait()
+            with control.busy():
+                self._save.wait()
 
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""

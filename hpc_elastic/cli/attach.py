@@ -7,10 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rundir import SUBMISSION, RunDir, Submission, read_json
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
+
+
+@click.command(
+    epilog="\b\nExample:\n  hpc-elastic attach multirun/2030-01-31/12-00-00",
+)
+@click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP_DIR")
+@click.option("--poll-s", default=1.0, show_default=True, help="Interval in seconds.")
+def command(sweep: Path, poll_s: float) -> int:
+    """Show the progress of submitted runs, as the launcher does, until they end.
+
+    SWEEP_DIR is the directory of a sweep, or one of its run directories. The exit code is 1 if a
+    run failed.
+    """
+    return attach(sweep, poll_s)
 
 
 def attach(sweep: Path, poll_s: float) -> int:

@@ -6,13 +6,27 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import click
 from rich.console import Console
 from rich.table import Table
 
+from hpc_elastic.cli import options
 from hpc_elastic.data.audit import EpochProof, Proof, audit
 
 _COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
 _ALWAYS_SHOWN = ("once", "twice", "never")
+
+
+@click.command(epilog="\b\nExamples:\n  hpc-elastic audit last\n  hpc-elastic audit runs/7 --json")
+@options.run
+@options.as_json
+def command(run: Path, as_json: bool) -> int:
+    """Tell whether every sample was trained exactly once an epoch.
+
+    Reads the ledger that the run's samplers have kept, whatever happened to the world size. The
+    exit code is 1 if a sample was left out or trained twice.
+    """
+    return audit_run(run, as_json=as_json)
 
 
 def audit_run(run: Path, *, as_json: bool) -> int:

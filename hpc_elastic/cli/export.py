@@ -5,11 +5,34 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
+
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.store import read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
+from hpc_elastic.cli import options
 from hpc_elastic.cli.verify import find_checkpoints
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+
+@click.command(
+    epilog="\b\nExamples:\n  hpc-elastic export last --key model -o model.pt\n"
+    "  hpc-elastic export runs/7 --step 1000 -o all.pt",
+)
+@options.checkpoints
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    metavar="FILE", help="Such as model.pt.",
+)  # fmt: skip
+@click.option("--step", type=int, metavar="N", help="This step instead of the newest.")
+@click.option("--key", metavar="KEY", help="One key of the Checkpointer's state, such as model.")
+def command(run: Path, output: Path, step: int | None, key: str | None) -> int:
+    """Write the newest good checkpoint of a run as one file of whole tensors.
+
+    It is for torch.load(FILE, weights_only=True). RUN is a run, its directory of checkpoints, or
+    one checkpoint.
+    """
+    return export(run, output, step=step, key=key)
 
 
 def export(run: Path, output: Path, *, step: int | None, key: str | None) -> int:

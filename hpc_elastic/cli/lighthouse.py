@@ -6,8 +6,34 @@ import asyncio
 import signal
 from contextlib import suppress
 
+import click
+
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
+
+
+@click.command(
+    epilog="\b\nExample:\n  hpc-elastic lighthouse --bind 0.0.0.0:29510 --min-replicas 2"
+)
+@click.option("--bind", default="0.0.0.0:29510", show_default=True, metavar="ADDRESS:PORT")
+@click.option("--min-replicas", default=1, show_default=True, help="Fewest members of a quorum.")
+@click.option(
+    "--join-timeout-ms", default=100, show_default=True,
+    help="How long to wait for replicas that do not ask yet.",
+)  # fmt: skip
+@click.option(
+    "--quorum-tick-ms", default=100, show_default=True, help="How often to look at the time-outs."
+)
+@click.option(
+    "--heartbeat-timeout-ms", default=5000, show_default=True,
+    help="A replica that is silent for longer is lost.",
+)  # fmt: skip
+def command(bind: str, **options: int) -> int:
+    """Keep the quorum of hpc_elastic.ft where no run of this launcher does.
+
+    The Managers are given its address in TORCHFT_LIGHTHOUSE. May be killed and started again.
+    """
+    return lighthouse(bind, LighthouseOptions(**options))
 
 
 def lighthouse(bind: str, options: LighthouseOptions) -> int:

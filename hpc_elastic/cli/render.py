@@ -8,7 +8,35 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
+
 from hpc_elastic.errors import SubmissionError
+
+_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic render train.py launcher=slurm nodes=1:16
+  hpc-elastic render -o scripts train.py -m launcher=slurm lr=0.1,0.2 launcher.partition=gpu,cpu
+"""
+
+
+@click.command(
+    epilog=_EXAMPLES,
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="Write the scripts to this directory.",
+)  # fmt: skip
+@click.argument("script")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
+def command(output: Path | None, script: str, overrides: tuple[str, ...]) -> int:
+    """Print the batch script that `python SCRIPT OVERRIDE...` would submit.
+
+    The run directories are made, so that the script can be given to sbatch by hand. All that
+    follows SCRIPT is handed to it.
+    """
+    return render(script, overrides, output)
 
 
 def render(script: str, arguments: Sequence[str], output: Path | None) -> int:

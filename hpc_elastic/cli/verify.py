@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import click
+
 from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.checkpoint.store import Store, read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
+from hpc_elastic.cli import options
 from hpc_elastic.errors import CheckpointError, CheckpointNotFoundError
 
 CHECKPOINTS = "checkpoints"
@@ -36,6 +39,20 @@ class Finding:
     world_size: int | None = None
     created: float | None = None
     problems: tuple[str, ...] = ()
+
+
+@click.command(
+    epilog="\b\nExamples:\n  hpc-elastic verify last\n  hpc-elastic verify runs/7 --json"
+)
+@options.checkpoints
+@options.as_json
+def command(run: Path, as_json: bool) -> int:
+    """Read all checkpoints of a run and compare their checksums.
+
+    RUN is a run, its directory of checkpoints, or one checkpoint. The exit code is 1 if one is
+    damaged, or there is none.
+    """
+    return verify(run, as_json=as_json)
 
 
 def verify(run: Path, *, as_json: bool) -> int:

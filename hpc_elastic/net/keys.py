@@ -70,3 +70,11 @@ def _create_key(path: Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.link(staged, path)
     staged.unlink()
+
+
+def of_generation(secret: bytes, generation: int) -> bytes:
+    """Return the secret of a run's agents since it was resumed for the n-th time.
+
+    So that no agent of an earlier generation is let in any more. Generation 0 has the run's own.
+    """
+    return secret if generation == 0 else sign(secret, f"generation|{generation}").encode()

@@ -9,6 +9,7 @@ Pure, each with its theory of operation at its head; read them in this order:
 - `regroup`     when a running round is broken so that the group can change: `growth` whether a
                 late node is worth it, `boundary` where members stand with their checkpoints,
                 `agreement` on which step all ranks save
+- `hang`        when a group that makes no step is hung, and which rank holds the others up
 - `blame`, `failures`     what a broken round costs, which node is bad, which worker failed first
 - `patience`, `comeback`  which nodes go back to the queue, and which tasks are brought back from it
 - `replicas`    the rules of a run with ``ft=true``, whose nodes are replicas of the model;

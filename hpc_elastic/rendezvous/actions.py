@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.record import Agent
@@ -24,12 +25,19 @@ class StartRound:
         return self.members if self.placed is None else self.placed
 
 
+StopCause = Literal["regroup", "gone", "failed", "anew", "full"]
+
+
 @dataclass(frozen=True)
 class StopRound:
     """Tell these agents to stop their workers and to join again."""
 
     agents: tuple[Agent, ...]
     reason: str
+    cause: StopCause = field(default="regroup", compare=False)
+    """The reason's kind, for the event log: what follows from it is the same."""
+    step: int | None = field(default=None, compare=False)
+    """The step whose checkpoint all of them have announced; None: they stop as they are."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,14 @@ class Propose:
 @dataclass(frozen=True)
 class Confirm:
     """Tell these members that all ranks save at the step of a proposal."""
+
+    agents: tuple[Agent, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class AskStacks:
+    """Ask these members what their workers are at (`hang`)."""
 
     agents: tuple[Agent, ...]
     number: int
@@ -127,6 +143,7 @@ Action = (
     | Hold
     | Propose
     | Confirm
+    | AskStacks
     | Release
     | Depart
     | GiveBack

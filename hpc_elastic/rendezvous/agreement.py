@@ -36,8 +36,10 @@ Events return the actions to carry out, in order. Times are monotonic seconds of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hpc_elastic.rendezvous.actions import Confirm, Propose
 from hpc_elastic.rendezvous.record import Agent
@@ -64,6 +66,15 @@ class Answer:
     ok: bool
     passed: int | None
     rate: float
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Answer:
+        """Read it out of an agent's message."""
+        passed = message["passed"]
+        return cls(
+            int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
+            float(message["rate"]),
+        )  # fmt: skip
 
 
 class State(Enum):

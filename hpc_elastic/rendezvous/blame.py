@@ -166,7 +166,8 @@ class Blame:
             note = Note("crash loop", {"attempts": self.fruitless, "checkpoint": self.progress})
             return [note, EndRun("failed", self.first_of_series, (first, *victims))]
         self.restarts += 1
-        return [Note("restart", {"restarts": self.restarts, "failure": first.summary()})]
+        restart = {"restarts": self.restarts, "host": first.host, "failure": first.summary()}
+        return [Note("restart", restart)]
 
     def _strike(
         self, blamed: Mapping[str, tuple[int, str]], hosts: Collection[str]

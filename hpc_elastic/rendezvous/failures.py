@@ -25,7 +25,8 @@ class Failure:
     """One failed worker, as result.json shows it.
 
     ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
-    function has been entered, then ``run``; ``start`` where a task ended before it had any worker.
+    function has been entered, then ``run``; ``start`` where a task ended before it had any worker;
+    ``hang`` where the worker was ended because it made no step (`hang`).
     ``exit_code`` is None where a signal ended the worker, and ``signal`` its name.
     """
 
@@ -46,6 +47,9 @@ class Failure:
         """Return one line: who failed, and of what."""
         if self.phase == "start":
             return f"task {self.task}{f' on {self.host}' if self.host else ''}: {self.message}"
+        if self.phase == "hang":
+            where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
+            return f"{where}, hung: {self.message}"
         how = self.signal or f"exit code {self.exit_code}"
         where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
         what = f"{self.exception}: {self.message}" if self.exception else self.message

@@ -43,13 +43,14 @@ from hpc_elastic.rendezvous.agent_effects import (
 )
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S, Watch
-from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.record import Agent, Record, begins_anew
 
 _STAGGER_S, _LOOK_STAGGER_S, _LONGEST_STAGGER_S = 0.02, 0.0001, 1.0
 _PUNCTUAL_S = 0.1
 _LOOK_AGAIN_S, _LONGEST_LOOK_S = 0.1, 2.0
 _FIRST_IN_LINE = 16
 """So many members watch the lease at every heartbeat; the others look less often."""
+_SUPERSEDED = {"type": "end", "status": "superseded", "failure": "resumed with other tasks"}
 _ADVISED_BY_SLURM = 3
 """So many members ask Slurm about a leader out of reach; the others wait for the lease."""
 
@@ -76,10 +77,14 @@ class Following:
         liveness: The run's.
         now: The time.
         stays: Whether its workers go on without a leader.
+        generation: The run's, when this agent's task was submitted.
     """
 
-    def __init__(self, me: Agent, liveness: Liveness, now: float, *, stays: bool = False) -> None:
+    def __init__(
+        self, me: Agent, liveness: Liveness, now: float, *, stays: bool = False, generation: int = 0
+    ) -> None:
         self.me = me
+        self._generation = generation
         self._stays = stays
         self.joining = False
         self.liveness = liveness
@@ -163,17 +168,17 @@ class Following:
         self._looking = False
         if self._over or self._claiming:
             return []
+        if record is not None and record.generation > self._generation:
+            return [HangUp(), *self._end(_SUPERSEDED)]
         if record is not None and record.ending is not None:
-            ending = record.ending
-            end = {"type": "end", "status": ending.status, "failure": ending.summary}
-            return [Publish(record), *self._end(end)]
+            return [Publish(record), *self._end(record.ending.message)]
         self._note_epoch(number, record, now)
         self._watch.saw_lease(lease, now)
         if self._link is _Link.UP:
             deposed = self._record is not None and number > 0 and self._is_newer(record)
             return self._lost("another agent leads", now) if deposed else []
         self._plan_look(now)
-        if number == 0 or self._may_claim(number, record, now):
+        if begins_anew(number, record) or self._may_claim(number, record, now):
             self._claiming = True
             hang_up: list[Effect] = [HangUp()] if self._link is _Link.CONNECTING else []
             self._link = _Link.DOWN
@@ -230,7 +235,7 @@ class Following:
                 return [Tell(message)]
             case "stop" if not self.joining:
                 return [Tell(message), *self._stopped()]
-            case "hold" | "propose" | "confirm" if self._in_round:
+            case "hold" | "propose" | "confirm" | "stacks" if self._in_round:
                 return [Tell(message)]
             case "waiting" | "ft":
                 return [Tell(message)]

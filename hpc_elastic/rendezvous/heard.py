@@ -89,6 +89,7 @@ class Heard:
         self.round: Round | None = None
         self.stop_requested = False
         self.hold = 0
+        self.stacks = 0
         self.proposal: Proposal | None = None
         self.notice: Notice | None = None
         self.ending: Ending | None = None
@@ -106,7 +107,7 @@ class Heard:
         """
         with self._changed:
             self.round, self.proposal = None, None
-            self.stop_requested, self.hold = False, 0
+            self.stop_requested, self.hold, self.stacks = False, 0, 0
             ask()
             self._changed.wait_for(lambda: self.round or self.ending or self.error, timeout_s)
             if self.error is not None:
@@ -138,6 +139,8 @@ class Heard:
                 self.stop_requested = True
             case "hold":
                 self.hold = int(message["number"])
+            case "stacks":
+                self.stacks = int(message["number"])
             case "propose" | "confirm":
                 self._note_proposal(message)
             case "noticed":
@@ -180,6 +183,11 @@ class Hearing:
         self._heard = Heard()
 
     @property
+    def placed(self) -> Round | None:
+        """The round that this agent has a place in; None while it waits for one."""
+        return self._heard.round
+
+    @property
     def stop_requested(self) -> bool:
         """Whether this agent's workers must be stopped and `join` be called again."""
         return self._heard.stop_requested
@@ -188,6 +196,11 @@ class Hearing:
     def hold(self) -> int:
         """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
         return self._heard.hold
+
+    @property
+    def stacks(self) -> int:
+        """Not 0: the leader asks what the workers are at (`hang`); the question's number."""
+        return self._heard.stacks
 
     @property
     def proposal(self) -> Proposal | None:

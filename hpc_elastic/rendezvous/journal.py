@@ -1,4 +1,4 @@
-"""What the leader writes for others to read: the event log, the group's status, the result.
+"""What the leader writes for others to read: events, the group's status and progress, the result.
 
 All writes go through one thread, in order, so that a slow shared file system delays the files and
 never the heartbeats. What the agents decide by is not here but in `register`.
@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic import fence
 from hpc_elastic.events import EventLog
 from hpc_elastic.rendezvous.record import Record
-from hpc_elastic.rundir import RunDir, write_atomic
+from hpc_elastic.rendezvous.series import line_of
+from hpc_elastic.rundir import RunDir, read_json, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ class Journal:
         self._run_id = run_id
         self._events = events
         self._lines: list[str] = []
+        self._has_status = False
         self._noting = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
@@ -45,16 +50,30 @@ class Journal:
             self._thread.submit(self._flush)
 
     def status(self, status: dict[str, Any]) -> None:
-        """Replace status.json, in the background."""
+        """Replace status.json, in the background.
+
+        What stands there at first is the last word of the leader before: it goes into the progress.
+        """
+        if not self._has_status:
+            self._has_status = True
+            self._thread.submit(self._keep_last_word)
         self._thread.submit(self._try_write, self._run.status, {**status, "updated": time.time()})
+
+    def progress(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append lines to progress.jsonl, in the background."""
+        if lines:
+            self._thread.submit(self._append_progress, "".join(f"{json.dumps(x)}\n" for x in lines))
 
     async def publish(self, record: Record) -> None:
         """Write result.json unless it is there; the end may be announced once this returns."""
         result = _result(record, self._run_id)
-        loop = asyncio.get_running_loop()
-        while not await loop.run_in_executor(self._thread, self._try_publish, result):
+        loop, number = asyncio.get_running_loop(), record.number
+        while not await loop.run_in_executor(self._thread, self._try_publish, result, number):
             await asyncio.sleep(_RETRY_S)
-        self.note("end", status=result["status"], rounds=record.round, restarts=record.restarts)
+        self.note(
+            "end", status=result["status"], rounds=record.round, restarts=record.restarts,
+            failure=record.ending.summary if record.ending else None,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Write what was handed over so far, and end the thread."""
@@ -65,7 +84,35 @@ class Journal:
             lines, self._lines = self._lines, []
         self._events.append(lines)
 
-    def _try_publish(self, result: dict[str, Any]) -> bool:
+    def _keep_last_word(self) -> None:
+        try:
+            status = read_json(self._run.status)
+            if status is not None:
+                line = {"time": round(float(status["updated"]), 3), **line_of(status)}
+                self._append_progress(json.dumps(line) + "\n")
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            _log.info("%s says nothing of the leader before: %s", self._run.status, e)
+
+    def _append_progress(self, text: str) -> None:
+        """Append lines, below one that another leader may not have finished."""
+        try:
+            with self._run.progress.open("a+b") as f:
+                end = f.seek(0, os.SEEK_END)
+                f.seek(max(0, end - 1))
+                torn = f.read(1) not in (b"", b"\n")
+                f.write((b"\n" if torn else b"") + text.encode())
+        except OSError as e:
+            _log.warning("%s: not written: %s", self._run.progress, e)
+
+    def _try_publish(self, result: dict[str, Any], number: int) -> bool:
+        try:
+            if fence.last_record(self._run.rdzv) > number:
+                return True  # resumed meanwhile: this result is one of the past
+        except FileNotFoundError:
+            pass  # no records are kept
+        except OSError as e:
+            _log.error("%s: not read: %s", self._run.rdzv, e)
+            return False
         return self._run.result.exists() or self._try_write(self._run.result, result)
 
     @staticmethod

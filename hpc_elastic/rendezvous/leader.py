@@ -1,10 +1,11 @@
 """Carries out what a leader decides: connections, files and Slurm around `leadership`.
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. Messages to an
-agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``notice``, ``end``,
-``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``, ``here``,
-``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``notice``, ``leave``, ``close``,
-``ft`` and ``beat``. What is in an ``ft`` is for the replicas' quorum (`quorum_desk`).
+agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``stacks``, ``notice``,
+``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
+``here``, ``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``stalled``, ``stacks``,
+``notice``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
+``ft`` is for the replicas' quorum (`quorum_desk`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic.net.listener import Listener
 from hpc_elastic.net.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
+from hpc_elastic.rendezvous import notes
 from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
 from hpc_elastic.rendezvous.diagnosis import waiting_for
 from hpc_elastic.rendezvous.leader_effects import (
@@ -46,6 +48,7 @@ from hpc_elastic.rendezvous.placements import placements, placements_alone
 from hpc_elastic.rendezvous.quorum_desk import Desk, open_desk
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
+from hpc_elastic.rendezvous.series import Series
 from hpc_elastic.rendezvous.status import status_of
 
 __all__ = ["Leader", "Office", "World"]
@@ -71,6 +74,7 @@ class Leader:
         self._office = office
         self._journal = office.make_journal()
         self._epoch = claim.epoch
+        self._series = Series()
         self._listener = listener
         rng = random.Random()
         kind = ReplicaLeadership if office.rules.ft else Leadership
@@ -100,6 +104,8 @@ class Leader:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
         self._journal.note("leader", epoch=self._epoch)
+        for note in self._leadership.inherited:
+            self._journal.note(note.kind, **note.fields)
         self._listener.serve(self._take)
         for duty in (self._tick(), self._watch_records(), self._tell_status()):
             self._start(duty, self._duties)
@@ -264,6 +270,7 @@ class Leader:
                 case Exclude(hosts, why):
                     self._let_slurm(self._office.world.exclude, hosts, why)
                 case ClearHolds(tasks):
+                    self._journal.note("brought back", tasks=list(tasks))
                     self._let_slurm(self._office.world.clear_holds, tasks)
                 case Publish(record):
                     self._start(self._publish(record, list(remaining)), self._clean_up)
@@ -293,11 +300,8 @@ class Leader:
         placed = placements(announce) if self._desk is None else placements_alone(announce)
         for agent, message in placed:
             self._send(agent, {**message, "store": self._store or ("", 0)})
-        self._journal.note(
-            "round", number=start.number, record=announce.record, epoch=self._epoch,
-            nodes=len(start.members), world_size=sum(m.nproc for m in start.members),
-            members=[vars(m) for m in start.members], restarts=start.restarts,
-        )  # fmt: skip
+        note = notes.round_(start, record=announce.record, epoch=self._epoch)
+        self._journal.note(note.kind, **note.fields)
         self._write_status()
 
     async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
@@ -367,11 +371,14 @@ class Leader:
             self._num_refused = 0
 
     def _write_status(self) -> None:
-        self._journal.status(status_of(self._leadership))
+        status = status_of(self._leadership)
+        lines = self._series.look(status, time.time(), self._leadership.at.started)
+        self._journal.status({**status, **self._series.rates})
+        self._journal.progress(lines)
 
 
 def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:
     """Give failures the leader's time: agents send their age, since their clocks may differ."""
-    for failure in message.get("failures", ()):
-        failure["time"] = time.time() - float(failure.pop("age_s"))
+    for item in (*message.get("failures", ()), *message.get("ranks", ())):
+        item["time"] = time.time() - float(item.pop("age_s"))
     return message

@@ -34,9 +34,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_elastic.rendezvous import slurms_word
+from hpc_elastic.rendezvous import notes, slurms_word
 from hpc_elastic.rendezvous.actions import (
     Action,
+    AskStacks,
     ClearHolds,
     Confirm,
     Depart,
@@ -55,6 +56,7 @@ from hpc_elastic.rendezvous.attendance import Attendance, Liveness
 from hpc_elastic.rendezvous.comeback import SURE_S
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.growth import Estimate
+from hpc_elastic.rendezvous.hang import Inquest
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
@@ -72,6 +74,7 @@ from hpc_elastic.rendezvous.machine import Machine, Phase
 from hpc_elastic.rendezvous.questions import Questions
 from hpc_elastic.rendezvous.record import Agent, Ending, Record
 from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.stragglers import Stragglers
 from hpc_elastic.slurm.states import TaskState
 
 OVERDUE = "has not found the new leader"
@@ -81,6 +84,8 @@ class Leadership:
     """One leader in one epoch."""
 
     machines: type[Machine] = Machine
+    inherited: tuple[Note, ...] = ()
+    """What there is to be noted of the leadership before."""
 
     def __init__(
         self, claim: Record, rules: Rules, liveness: Liveness, now: float, rng: random.Random
@@ -104,6 +109,8 @@ class Leadership:
         """The requests that each round answers that was decided and is not announced yet."""
         self._queue: list[Action] = []
         self._slurm = Questions()
+        self._inquest = Inquest()
+        self.stragglers = Stragglers()
 
     # ---- events -------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class Leadership:
             case "leave":
                 return self.disconnected(agent, str(message["why"]), now)
             case "join" | "here" if self.at.ending is not None:
-                return [Tell(agent, _end(self.at.ending))]
+                return [Tell(agent, self.at.ending.message)]
             case "join" | "here" if self.machine.phase is Phase.ENDED:
                 return []  # it hears the end with everybody else, once that is recorded
             case "join":
@@ -187,6 +194,7 @@ class Leadership:
         effects = self._drop_silent(now)
         self._yield_if_cut_off(now)
         effects += self._do(self.machine.tick(now), now)
+        effects += self._do(self._inquest.tick(self.machine, now), now)
         effects += self._beat(now)
         if self._hears_half() and not self._is_below_min():
             effects.append(RenewLease())
@@ -211,7 +219,7 @@ class Leadership:
             case "want" if ours:
                 return self.machine.wants_checkpoint(agent, now)
             case "answer" if ours:
-                return self.machine.answered(agent, _answer(message), now)
+                return self.machine.answered(agent, Answer.of(message), now)
             case "finished" if ours:
                 return self.machine.finished(agent, now)
             case "failed" if ours:
@@ -220,21 +228,25 @@ class Leadership:
             case "boundary" if ours:
                 step, held = int(message["step"]), int(message["held"])
                 return self.machine.boundary(agent, step, held, now)
+            case "stalled" | "stacks" if ours:
+                return self._inquest.hear(self.machine, agent, message, now)
             case "close":
                 return self.machine.close()
             case "beat" if message["progress"]:
                 self.progress[agent] = message["progress"]
-                self._learn(agent, message["progress"], now)
+                return self._learn(agent, message["progress"], now)
         return []
 
     def _record_of(self, agent: Agent) -> int | None:
         """Return the number of the record by which an agent's reports count."""
         return self.round_record
 
-    def _learn(self, agent: Agent, progress: Message, now: float) -> None:
+    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Action]:
         if self.machine.members and agent == self.machine.members[0]:
             self.estimate.stepped(progress.get("step"), progress.get("total"), now)
             self.machine.outlook = self.estimate.outlook
+        told = "loads" in progress and agent in self.machine.roster
+        return self.stragglers.heard(agent, progress["loads"], self.machine.round) if told else []
 
     # ---- decisions ----------------------------------------------------------------------
 
@@ -289,8 +301,8 @@ class Leadership:
                 return [ClearHolds(held)] if held else []
             case StopRound(agents, reason):
                 self.estimate.broke(now)
-                note = Note("stop", {"reason": reason})
-                return [note, *self._tell(agents, {"type": "stop", "reason": reason})]
+                stop = notes.stop(action, self.machine.round)
+                return [stop, *self._tell(agents, {"type": "stop", "reason": reason})]
             case StartRound():
                 self.estimate.closed(now)
                 self._attendance.closed_round()
@@ -302,20 +314,22 @@ class Leadership:
                 return self._tell(agents, {"type": "propose", "number": number, "step": step})
             case Confirm(agents, number):
                 return self._tell(agents, {"type": "confirm", "number": number})
+            case AskStacks(agents, number):
+                return self._tell(agents, {"type": "stacks", "number": number})
             case Release(agents):
                 return [Note("released", {"tasks": [a.task for a in agents]})]
             case Depart(agent):
                 self._attendance.have_no_node([agent.task])
-                return []
+                return [notes.departed(action)]
             case GiveBack(agents, delay_s, everybody):
-                note = Note("given back", {"nodes": len(agents), "delay_s": round(delay_s, 1)})
                 told = self._tell(agents, {"type": "give back", "delay_s": delay_s})
-                return [note, *([Postpone(delay_s)] if everybody else []), *told]
+                postponed = [Postpone(delay_s)] if everybody else []
+                return [notes.given_back(action), *postponed, *told]
             case EndRun():
                 assert self.at.ending is not None
                 return [
                     Publish(self.at),
-                    *self._tell(tuple(self._attendance.heard), _end(self.at.ending)),
+                    *self._tell(tuple(self._attendance.heard), self.at.ending.message),
                 ]
 
     def _tell(self, agents: tuple[Agent, ...], message: Message) -> list[Effect]:
@@ -386,15 +400,3 @@ class Leadership:
             return []
         about = (machine.round, machine.forming_since, waiting)
         return [AskSlurm()] if self._slurm.ask(about, now, gently=not waiting) else []
-
-
-def _end(ending: Ending) -> Message:
-    return {"type": "end", "status": ending.status, "failure": ending.summary}
-
-
-def _answer(message: Message) -> Answer:
-    passed = message["passed"]
-    return Answer(
-        int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
-        float(message["rate"]),
-    )  # fmt: skip

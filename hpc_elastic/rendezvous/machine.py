@@ -63,6 +63,7 @@ from hpc_elastic.rendezvous.actions import (
     Note,
     Release,
     StartRound,
+    StopCause,
     StopRound,
 )
 from hpc_elastic.rendezvous.agreement import Answer
@@ -149,7 +150,7 @@ class Machine:
             return [excluded, self.patience.send_bad((agent,))]
         actions: list[Action] = []
         if self.phase is Phase.RUNNING and agent in self.roster:
-            actions += self._break(now, f"{agent.host} joins anew")
+            actions += self._break(now, f"{agent.host} joins anew", "anew")
         self.muster.enter(agent, self.roster, now)
         self.patience.away.pop(agent.task, None)
         actions.append(Note("joined", {"task": agent.task, "host": agent.host}))
@@ -160,7 +161,7 @@ class Machine:
         if not self._is_at_work(agent):
             return []
         self.blame.failures += failures
-        actions = self._break(now, f"a worker failed on {agent.host}", excused=False)
+        actions = self._break(now, f"a worker failed on {agent.host}", "failed")
         return actions + self._advance(now)
 
     def finished(self, agent: Agent, now: float) -> list[Action]:
@@ -207,7 +208,7 @@ class Machine:
         self.muster.lose(agent)
         actions: list[Action] = [Note("gone", {"task": agent.task, "host": agent.host, "why": why})]
         if self._is_at_work(agent):
-            actions += self._break(now, f"{agent.host} is gone: {why}")
+            actions += self._break(now, f"{agent.host} is gone: {why}", "gone")
             self.blame.excused = True
         self.muster.unsettled.discard(agent)
         return actions + self._advance(now)
@@ -284,18 +285,20 @@ class Machine:
         running = self.phase is Phase.RUNNING and agent in self.roster
         return running or (self.phase is Phase.FORMING and agent in self.muster.unsettled)
 
-    def _break(self, now: float, reason: str, *, excused: bool = True) -> list[Action]:
+    def _break(
+        self, now: float, reason: str, cause: StopCause, step: int | None = None
+    ) -> list[Action]:
         if self.phase is not Phase.RUNNING:
             return []
         self.phase = Phase.FORMING
         self.forming_since = now
         stopped = tuple(a for a in self.members if not self.muster.is_lost(a))
         released = self._release()
-        self.blame.broke(excused=excused or bool(released))
+        self.blame.broke(excused=cause != "failed" or bool(released))
         self.muster.expect(self.members)
         self.done.clear()
         self.regroup.broke()
-        return [*released, *([StopRound(stopped, reason)] if stopped else [])]
+        return [*released, *([StopRound(stopped, reason, cause, step)] if stopped else [])]
 
     def _release(self) -> list[Action]:
         """Wait no more for the members under notice."""
@@ -377,9 +380,9 @@ class Machine:
         if not self.joined and self.regroup.is_quiet:
             return []
         waiting = Waiting(self.joined, self.muster.view or {}, self.outlook)
-        actions, admits, why = self.regroup.consider(waiting, now, finishing=bool(self.done))
+        actions, admits, why, step = self.regroup.consider(waiting, now, finishing=bool(self.done))
         if why is not None:
-            return actions + self._break(now, why)
+            return actions + self._break(now, why, "regroup", step)
         return actions if admits else actions + self._send_back_parked(now)
 
     def _send_back_parked(self, now: float) -> list[Action]:

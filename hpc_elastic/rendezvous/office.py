@@ -59,6 +59,8 @@ class Office:
     """Where it is asked for nodes to be left; None: nowhere."""
     make_keeper: MakeKeeper | None = None
     """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""
+    generation: int = 0
+    """The run's, as this agent's task was submitted."""
 
 
 @dataclass(frozen=True)

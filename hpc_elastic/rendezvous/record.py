@@ -14,6 +14,9 @@ that was decided before:
   back*, or *ends the run*, by creating the next record of its own epoch.
 - A leader that was paused or cut off, while somebody else has claimed an epoch, finds its next
   number taken. It is *fenced*: nothing that it would still decide can come true.
+- A user *resumes* a run that has stopped by creating the next record, of the next generation and
+  without a leader. So the numbers go on, and with them fences, checkpoints and ledgers; whoever
+  comes back from an earlier generation finds that he has no part in the run any more.
 
 The number of a round's record is its fencing token: whoever acts for that round (a checkpoint's
 writer, `hpc_elastic.fence`) may do so as long as no later record exists.
@@ -58,6 +61,10 @@ class Endpoint:
     attempt: int
 
 
+NOBODY = Endpoint("", 0, "", 0)
+"""In place of a leader: the next agent that comes claims the epoch at once."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a run ended."""
@@ -67,6 +74,11 @@ class Ending:
     victims: tuple[Failure, ...] = ()
     results: str | None = None
     """Name of the folder with what the workers have returned; None: the last round's."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """What agents are told of it."""
+        return {"type": "end", "status": self.status, "failure": self.summary}
 
     @property
     def summary(self) -> str | None:
@@ -110,6 +122,13 @@ class Record:
     tally: Tally = field(default_factory=Tally)
     away: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that the run gave back itself: its next start has a time of its own."""
+    generation: int = 0
+    """How often the run was resumed; agents of another generation have no part in it."""
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether nobody leads: the run was resumed, and waits for its first agent."""
+        return self.leader == NOBODY
 
     def seal(self, secret: bytes) -> str:
         """Return the text of the record's file."""
@@ -131,12 +150,46 @@ def claim(number: int, before: Record | None, leader: Endpoint, now: float) -> R
     """
     if before is None:
         return Record(number=number, epoch=number, leader=leader, started=now)
-    gone = before.leader
-    lost = {**before.lost, gone.task: max(gone.attempt, before.lost.get(gone.task, -1))}
+    gone, lost = before.leader, dict(before.lost)
+    if not before.is_vacant:
+        lost[gone.task] = max(gone.attempt, before.lost.get(gone.task, -1))
     if lost.get(leader.task, -1) >= leader.attempt:
         del lost[leader.task]
-    epoch = before.epoch + number - before.number
-    return replace(before, number=number, epoch=epoch, leader=leader, lost=lost)
+    epoch, started = before.epoch + number - before.number, before.started or now
+    return replace(before, number=number, epoch=epoch, leader=leader, lost=lost, started=started)
+
+
+def begins_anew(number: int, record: Record | None) -> bool:
+    """Tell whether nobody has led yet since the run was submitted, or resumed.
+
+    Args:
+        number: That of the last record.
+        record: The newest one that verifies.
+    """
+    return number == 0 or (record is not None and record.number == number and record.is_vacant)
+
+
+def reopen(number: int, before: Record | None, generation: int) -> Record:
+    """Return the record by which a run that has stopped is resumed (login node).
+
+    Its rounds go on to be counted; what it has spent and lost is forgotten.
+
+    Args:
+        number: The record's number.
+        before: The newest record that verifies; None where there is none.
+        generation: The new one.
+    """
+    if before is None:
+        return Record(number=number, epoch=number, leader=NOBODY, generation=generation)
+    return Record(
+        number=number,
+        epoch=before.epoch + number - before.number,
+        leader=NOBODY,
+        round=before.round,
+        started=before.started,
+        tally=Tally(progress=before.tally.progress),
+        generation=generation,
+    )
 
 
 def unseal(text: str, secret: bytes) -> Record | None:

@@ -56,6 +56,8 @@ class Considered(NamedTuple):
     """Whether nodes that wait are wanted."""
     why: str | None = None
     """Why the round is to be broken; None: it goes on."""
+    step: int | None = None
+    """The step whose checkpoint all members have announced."""
 
 
 class Waiting(NamedTuple):
@@ -152,7 +154,7 @@ class Regroup:
         who = self._who(waiting, admits=admits)
         step = self.boundaries.reached(self.members, now)
         if step is not None and step >= self.agreement.ahead:
-            return Considered(actions, admits, f"{who}, at the checkpoint of step {step}")
+            return Considered(actions, admits, f"{who}, at the checkpoint of step {step}", step)
         if admits and self._is_pointless(waiting, now):
             return Considered(actions, admits, f"{who}; the script announces no checkpoints")
         actions += [*self._hold(True), *self._agree(True, finishing, now)]

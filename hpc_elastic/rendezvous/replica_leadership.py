@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 
+from hpc_elastic.rendezvous import notes
 from hpc_elastic.rendezvous.actions import Action, Depart, GiveBack, StartRound
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.leader_effects import Drop, Effect, Message
@@ -39,6 +40,9 @@ class ReplicaLeadership(Leadership):
         """Members, and the record of the round that placed each."""
         self._silent: dict[Agent, str] = {}
         """Who is not heard, and is not taken for lost yet; and what happened."""
+        members = self.machine.members
+        dead = [a for a in claim.members if a not in members]  # the leader before, if it died
+        self.inherited = tuple(notes.departed(Depart(agent, members)) for agent in dead)
 
     def is_cut_off(self, now: float) -> bool:
         """Tell whether this leader may be the one that nobody hears."""
@@ -55,10 +59,11 @@ class ReplicaLeadership(Leadership):
     def _record_of(self, agent: Agent) -> int | None:
         return self._placed_by.get(agent)
 
-    def _learn(self, agent: Agent, progress: Message, now: float) -> None:
-        super()._learn(agent, progress, now)
+    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Action]:
+        notes = super()._learn(agent, progress, now)
         if progress.get("step") is not None:
             self.machine.stepped(int(progress["step"]))
+        return notes
 
     # ---- decisions ----------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from hpc_elastic.rendezvous.actions import (
     EndRun,
     Note,
     StartRound,
+    StopCause,
     StopRound,
 )
 from hpc_elastic.rendezvous.agreement import Answer
@@ -86,13 +87,13 @@ class Replicas(Machine):
     def here(self, agent: Agent, round_: int, now: float) -> list[Action]:
         """An agent that another leader has placed, in this round, is here; its workers go on."""
         if self.phase is not Phase.RUNNING or agent.host in self.blame.excluded:
-            return [StopRound((agent,), "the run has been formed anew")]
+            return [StopRound((agent,), "the run has been formed anew", "anew")]
         self.muster.unsettled.discard(agent)
         if agent in self.roster:
             self.placed[agent] = round_
             return self._advance(now)
         if not self._has_room:
-            return [StopRound((agent,), "the run has its max nodes, or is nearly done")]
+            return [StopRound((agent,), "the run has its max nodes, or is nearly done", "full")]
         self.muster.enter(agent, self.roster, now)
         admitted = self._admit((agent,), (), now)
         self.placed[agent] = round_
@@ -122,7 +123,8 @@ class Replicas(Machine):
             if agent.host in self.blame.excluded:
                 actions.append(self.patience.send_bad((agent,)))
             return actions + self._advance(now)
-        return [*actions, StopRound((agent,), "its workers failed, and are started again")]
+        why = "its workers failed, and are started again"
+        return [*actions, StopRound((agent,), why, "failed")]
 
     def finished(self, agent: Agent, now: float) -> list[Action]:
         """All workers of a member have returned."""
@@ -189,7 +191,9 @@ class Replicas(Machine):
     def _has_room(self) -> bool:
         return len(self.members) < self.rules.max_nodes and not self.done
 
-    def _break(self, now: float, reason: str, *, excused: bool = True) -> list[Action]:
+    def _break(
+        self, now: float, reason: str, cause: StopCause, step: int | None = None
+    ) -> list[Action]:
         """Nobody's round is broken because of others."""
         return []
 

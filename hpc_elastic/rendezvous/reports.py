@@ -36,6 +36,19 @@ class Reports(ABC):
         """Ask that all ranks save at one step soon."""
         self._report("want")
 
+    def stalled(self, stalled_s: float, limit_s: float) -> None:
+        """Report that workers have made no step for so long, which is longer than the limit."""
+        self._report("stalled", stalled_s=stalled_s, limit_s=limit_s)
+
+    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
+        """Answer what the workers of this node are at.
+
+        Args:
+            number: Of the question.
+            ranks: Fields of `hang.RankState`, with ``age_s`` for ``time``.
+        """
+        self._report("stacks", number=number, ranks=ranks)
+
     def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
         """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
 

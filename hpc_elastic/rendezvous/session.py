@@ -91,8 +91,9 @@ class Session(Hearing, Reports):
         self._group = group
         """The workers of this node, if they are a replica of their own."""
         self._following = Following(
-            me, self._office.liveness, time.monotonic(), stays=group is not None
-        )
+            me, self._office.liveness, time.monotonic(),
+            stays=group is not None, generation=self._office.generation,
+        )  # fmt: skip
         self._stream: Stream | None = None
         self._attempt: asyncio.Task[None] | None = None
         """The connection, or the attempt to make one."""

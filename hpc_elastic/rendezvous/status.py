@@ -29,7 +29,9 @@ def status_of(leadership: Leadership) -> dict[str, Any]:
             for rank, m in enumerate(members)
         ],
         "joined": len(machine.joined), "restarts": machine.restarts,
-        "max_restarts": machine.rules.max_restarts, **_progress(leadership, members),
+        "max_restarts": machine.rules.max_restarts, "checkpoint": machine.blame.progress,
+        **_progress(leadership, members),
+        "stragglers": leadership.stragglers.current if members else [],
     }  # fmt: skip
 
 
@@ -37,8 +39,11 @@ def _progress(leadership: Leadership, members: tuple[Agent, ...]) -> dict[str, A
     reports = [leadership.progress[m] for m in members if m in leadership.progress]
     steps = [r["step"] for r in reports if r.get("step") is not None]
     losses = [r["loss"] for r in reports if r.get("loss") is not None]
+    samples = [r["samples"] for r in reports if r.get("samples") is not None]
     return {
         "step": max(steps, default=None),
         "total_steps": leadership.estimate.total,
         "loss": losses[0] if losses else None,
+        "samples": max(samples, default=None),
+        "blocked_s": max((r.get("blocked_s") or 0.0 for r in reports), default=0.0),
     }

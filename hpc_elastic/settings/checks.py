@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hpc_elastic.errors import ConfigError
 from hpc_elastic.settings.flags import sbatch_flags, srun_args
 from hpc_elastic.settings.forms import parse_time
 from hpc_elastic.settings.groups import Given, Parser, integer, number, text, texts
@@ -103,6 +104,27 @@ def _modules(given: Given) -> list[str]:
     return texts(given)
 
 
+def _hang_after(given: Given) -> float | None:
+    """Return seconds; None for the default, 0 for never."""
+    if given.value == "auto":
+        return None
+    if given.value is False:
+        return 0.0
+    try:
+        value = number(given)
+        _WAIT(given)
+        return value
+    except ConfigError as e:
+        raise given.refuse("allowed is a number of seconds, auto, or false for never") from e
+
+
+def _port(given: Given) -> int:
+    value = integer(given)
+    if not 1 <= value <= 65535:
+        raise given.refuse("allowed is a port from 1 to 65535, or null for none")
+    return value
+
+
 _word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
 
 
@@ -139,6 +161,8 @@ PARSERS: dict[str, Parser] = {
     "launcher.agent.stop_timeout_s": _AT_LEAST_0,
     "launcher.agent.omp_num_threads": _AT_LEAST_1,
     "launcher.agent.preload": _modules,
+    "launcher.agent.hang_after_s": _hang_after,
+    "launcher.agent.metrics_port": _port,
     "launcher.partition": _name,
     "launcher.account": _name,
     "launcher.qos": _name,

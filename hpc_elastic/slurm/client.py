@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -17,21 +16,19 @@ from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.command import call
 from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process
 from hpc_elastic.slurm.nodelist import compress, compress_indices
-from hpc_elastic.slurm.scontrol import (
+from hpc_elastic.slurm.outputs import (
+    SQUEUE_FORMAT,
     Preemption,
     Record,
     parse_config,
+    parse_job_id,
+    parse_node_address,
+    parse_partitions,
     parse_preemption,
     parse_records,
-)
-from hpc_elastic.slurm.states import (
-    SQUEUE_FORMAT,
-    Phase,
-    TaskState,
-    job_of,
     parse_squeue,
-    queue_name,
 )
+from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +63,12 @@ class SlurmClient:
         self._env = for_commands(os.environ if env is None else env)
         self._given = env
 
-    def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
+    def tasks(self, job_ids: Iterable[str], *, once: bool = False) -> dict[str, TaskState]:
         """Return all tasks of these jobs by name, in one call of squeue.
 
         Args:
             job_ids: Jobs and job arrays, the user's own.
+            once: If Slurm knows none of several, believe it, and do not ask for each alone.
 
         Returns:
             Every array element by ``<array job id>_<index>``, the pending ones too. A task that
@@ -84,7 +82,7 @@ class SlurmClient:
         except SlurmCommandError as e:
             if FORGOTTEN not in e.stderr:
                 raise
-        alone = ids if len(ids) > 1 else []
+        alone = ids if len(ids) > 1 and not once else []
         return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
@@ -147,7 +145,7 @@ class SlurmClient:
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
-        return list(dict.fromkeys(self._run(["sinfo", "-h", "-a", "-o", "%R"]).split()))
+        return parse_partitions(self._run(["sinfo", "-h", "-a", "-o", "%R"]))
 
     def node_address(self, node: str) -> str | None:
         """Return where the controller reaches a node: a host name or an address, as configured.
@@ -161,8 +159,7 @@ class SlurmClient:
             if "not found" not in e.stderr:
                 raise
             return None
-        m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
-        return None if m is None or m[1] in ("(null)", "n/a") else m[1]
+        return parse_node_address(output)
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
@@ -266,9 +263,7 @@ class SlurmClient:
         argv += [] if index is None else [f"--array={index}"]
         avoided = sorted(exclude)
         argv += [f"--exclude={compress(avoided)}"] if avoided else []
-        env = for_submission(of_this_process() if self._given is None else self._given)
-        output = call([*argv, script], env=env, timeout_s=self.timeout_s)
-        return output.strip().partition(";")[0]
+        return parse_job_id(call([*argv, script], env=self._outside(), timeout_s=self.timeout_s))
 
     def _update_waiting(self, task: str, what: str) -> None:
         """Change waiting tasks; elements that do not wait any more are no error."""
@@ -277,6 +272,10 @@ class SlurmClient:
         except SlurmCommandError as e:
             if not _says_only(e, _NOT_PENDING):
                 raise
+
+    def _outside(self) -> dict[str, str]:
+        """Return the environment to submit in: without the job, if any, that this runs in."""
+        return for_submission(of_this_process() if self._given is None else self._given)
 
     def _run(self, argv: Sequence[str]) -> str:
         """Return what a command prints."""

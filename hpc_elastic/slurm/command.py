@@ -32,6 +32,11 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> st
     Raises:
         SlurmCommandError: it is not installed, failed, or did not answer in time.
     """
+    return answer(argv, env=env, timeout_s=timeout_s)[0]
+
+
+def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
+    """Return what a command prints, and what it writes to standard error; as `call` otherwise."""
     process = _start(argv, env)
     try:
         output, errors = process.communicate(timeout=timeout_s)
@@ -42,7 +47,7 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> st
             _kill(process)
     if process.returncode != 0:
         raise SlurmCommandError(argv, process.returncode, errors.strip() or output)
-    return output
+    return output, errors
 
 
 def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:

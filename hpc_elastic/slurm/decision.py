@@ -12,6 +12,8 @@ SIGTERM says neither why nor what comes next, so Slurm is asked. What it says te
 - Tasks that have ended as PREEMPTED, TIMEOUT or NODE_FAIL can be requeued by a peer for as long as
   Slurm knows them, unless they were submitted with ``--no-requeue``. While a task runs, its owner
   can permit the requeue after all; once it has ended, only another task can take its place.
+- On a cluster with PreemptMode=SUSPEND,GANG there is no grace in any partition, and no PreemptTime:
+  that such a task was preempted is known when it has ended as PREEMPTED, to its peers.
 - A suspended task (PreemptMode=SUSPEND) gets no signal that a process could see: it stands still
   and goes on. There is nothing to do.
 
@@ -105,6 +107,8 @@ def _was_requeued(facts: Facts) -> bool:
 def _was_preempted(facts: Facts) -> bool:
     if facts.state is None or not facts.has_gone:
         return False
+    if facts.state.state == "PREEMPTED":
+        return True
     return facts.state.preempted and facts.state.state not in ("COMPLETED", "CANCELLED")
 
 

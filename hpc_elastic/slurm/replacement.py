@@ -14,8 +14,9 @@ ahead, and then creates the next number by link(2): whose link is made has repla
 releases it; the others cancel theirs. Who dies in between leaves a task that starts ten minutes
 later: either the record names it, or it joins as one node more, and goes with the run.
 
-Whoever makes a replacement looks afterwards whether the run has ended, and takes it back then; the
-end of a run cancels what has been recorded so far. So none is left whichever comes first.
+Whoever makes a replacement looks afterwards whether the run is over, and takes it back then; the
+end of a run, and its cancellation, cancel what has been recorded so far. So none is left whichever
+comes first.
 """
 
 from __future__ import annotations
@@ -115,6 +116,23 @@ def current_names(spec: RunSpec) -> list[str]:
     ]
 
 
+def is_of(spec: RunSpec, task: str) -> bool:
+    """Tell whether a task has a part in the run: one from before it was resumed has none."""
+    return spec.generation == 0 or _find(spec, queue_name(task)) is not None
+
+
+def all_jobs(spec: RunSpec) -> dict[Place, list[str]]:
+    """Return all job ids that each place of a run has had so far; none where none was submitted."""
+    submission = Submission(Path(spec.submission))
+    return {place: _jobs_at(submission, place) for place in dict.fromkeys(places(spec))}
+
+
+def _jobs_at(submission: Submission, place: Place) -> list[str]:
+    files = submission.array(place.array)
+    jobs = [files.job_id, *replacements(files).get(place.label, [])]
+    return [job for job in jobs if job]
+
+
 def followed(submission: Submission) -> dict[str, str]:
     """Return what each replaced task is now, both as squeue prints them (login node).
 
@@ -169,7 +187,7 @@ def replace(run: RunDir, task: str, client: SlurmClient) -> str | None:
     """
     spec = run.load()
     found = _find(spec, queue_name(task))
-    if found is None or run.result.exists():
+    if found is None or run.is_over:
         return None
     place, older, newer = found
     if newer is not None:
@@ -177,7 +195,7 @@ def replace(run: RunDir, task: str, client: SlurmClient) -> str | None:
     files = Submission(Path(spec.submission)).array(place.array)
     made = client.resubmit(str(files.script), place.index, exclude=excluded(run))
     job = _record(files, place, older, made)
-    if job != made or run.result.exists():
+    if job != made or run.is_over:
         client.cancel([made])
         return place.queue_name(job) if job != made else None
     _log.warning("%s is submitted in place of %s", place.queue_name(made), task)

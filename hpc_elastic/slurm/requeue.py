@@ -176,18 +176,14 @@ def _ask(
     state = client.tasks([job_of(task)]).get(queue_name(task))
     if run is None:
         return Facts(reason, state, attempt)
-    left = _requeues_left(run, attempt or 0)
-    return Facts(reason, state, attempt, run_ended=run.result.exists(), requeues_left=left)
-
-
-def _requeues_left(run: RunDir, attempt: int) -> int | None:
-    """Return how often the task may come back; a run that can not be read forbids nothing."""
     try:
-        allowed = run.load().max_requeues
-    except RunDirectoryError as e:
+        spec = run.load()
+    except RunDirectoryError as e:  # then it forbids nothing
         _log.warning("launcher.max_requeues is not looked at: %s", e)
-        return None
-    return None if allowed is None else allowed - attempt
+        return Facts(reason, state, attempt, run_ended=run.is_over)
+    left = None if spec.max_requeues is None else spec.max_requeues - (attempt or 0)
+    ended = run.is_over or not replacement.is_of(spec, task)
+    return Facts(reason, state, attempt, run_ended=ended, requeues_left=left)
 
 
 def _carry_out(
@@ -203,6 +199,8 @@ def _carry_out(
     if how is Departure.REPLACE:
         made = None if run is None else replacement.replace(run, task, client)
         return Departure.EXIT if made is None else how
+    if how is Departure.REQUEUE and run is not None and run.is_over:
+        return _take_back(task, client)
     if how in _COMES_BACK:
         _start_after(task, client, delay_s)
         _keep_away(task, client, facts, run)
@@ -219,6 +217,13 @@ def _requeue(task: str, client: SlurmClient) -> bool:
         _log.warning("Slurm does not requeue %s: %s", task, e)
         return False
     return True
+
+
+def _take_back(task: str, client: SlurmClient) -> Departure:
+    """Cancel a task that was requeued while its run was cancelled: it is not to come back."""
+    _log.warning("%s: the run was cancelled meanwhile, so it does not come back", task)
+    client.cancel([task])
+    return Departure.EXIT
 
 
 def _start_after(task: str, client: SlurmClient, delay_s: float) -> None:

@@ -14,13 +14,8 @@ Source: https://slurm.schedmd.com/job_state_codes.html
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-
-from hpc_elastic.slurm.nodelist import expand_indices
 
 
 class Phase(Enum):
@@ -46,24 +41,8 @@ _STATES: dict[Phase, tuple[str, ...]] = {
 }
 PHASES: dict[str, Phase] = {state: phase for phase, states in _STATES.items() for state in states}
 
-FIELDS = (
-    *("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "TimeLeft"),
-    *("PreemptTime", "StartTime", "Reason"),
-)
-"""The fields asked of squeue; the reason comes last, for it is free text."""
-
-NO_ARRAY = "N/A"
-"""squeue's index of a job that is no element of an array."""
-
-SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
-"""For squeue -O: width 0 cuts nothing."""
-
 SOON_S = 3.0
 """A start no further ahead is not worth hastening; longer than it takes to say ``now+2``."""
-
-_DATE = "%Y-%m-%dT%H:%M:%S"
-_DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
-"""Days, hours, minutes and seconds."""
 
 
 @dataclass(frozen=True)
@@ -118,82 +97,3 @@ def queue_name(task: str) -> str:
 def job_of(task: str) -> str:
     """Return the job id, of the array or of the job of several nodes, that a task is a part of."""
     return queue_name(task).partition("_")[0]
-
-
-def parse_time_left(text: str) -> float | None:
-    """Return the seconds in squeue's TimeLeft, such as ``1-02:03:04`` or ``2:03``.
-
-    Returns:
-        None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
-    """
-    m = _DURATION.fullmatch(text.strip())
-    if m is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def parse_date(text: str) -> float | None:
-    """Return a date of squeue's, which is local time, in seconds since the epoch.
-
-    Returns:
-        None for N/A, NONE, Unknown, and whatever else is no date.
-    """
-    try:
-        return time.mktime(time.strptime(text.strip(), _DATE))
-    except (ValueError, OverflowError):
-        return None
-
-
-def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
-    """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
-
-    Without ``-r``: the pending elements of an array are one line then, and are taken apart here.
-    squeue itself loses the last of a set such as ``3-9:2`` (22.05). An array whose last pending
-    elements were cancelled leaves a line without an index, which is no task.
-
-    Args:
-        output: What squeue printed.
-        now: Seconds since the epoch, to tell how far a start lies ahead; None leaves that open.
-
-    Raises:
-        ValueError: a line is not of that format.
-    """
-    lines = [_fields(line) for line in output.splitlines() if line.strip()]
-    arrays = {array_job for array_job, index, *_ in lines if index != NO_ARRAY}
-    tasks = [
-        task
-        for line in lines
-        if line[1] != NO_ARRAY or line[0] not in arrays
-        for task in _tasks(now, *line)
-    ]
-    return {task.task: task for task in tasks}
-
-
-def _fields(line: str) -> list[str]:
-    fields = line.split("|", len(FIELDS) - 1)
-    if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
-        raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
-    return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
-
-
-def _tasks(
-    now: float | None, array_job: str, indices: str, job: str, *rest: str
-) -> Iterator[TaskState]:
-    """Yield what one line stands for."""
-    state, restarts, node, left, preempted, start, reason = rest
-    names = [job]
-    if indices != NO_ARRAY:
-        names = [f"{array_job}_{index}" for index in expand_indices(indices)[0]]
-    starts_at = parse_date(start) if state == "PENDING" and now is not None else None
-    known = TaskState(
-        "", state,
-        reason="" if reason == "None" else reason,
-        node=node,
-        restarts=int(restarts) if restarts.isdecimal() else None,
-        time_left_s=parse_time_left(left),
-        preempted=parse_date(preempted) is not None,
-        starts_in_s=None if starts_at is None or now is None else starts_at - now,
-    )  # fmt: skip
-    for name in names:
-        yield replace(known, task=name)

@@ -12,7 +12,7 @@ from functools import cache
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.scontrol import Preemption
+from hpc_elastic.slurm.outputs import Preemption
 from hpc_elastic.submit.plan import PlannedRun
 
 LOCAL_S = 30.0

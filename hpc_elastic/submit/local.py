@@ -3,7 +3,10 @@
 Each array task is one process in a session of its own, with the SLURM_* variables that it would
 have in Slurm. At most ``max_agents`` run at a time, started in the order of the array; a task
 whose run has ended is not started any more. What the agents would ask squeue for, they read from
-``local-tasks.json``: {task name: {"state": "PENDING|RUNNING|ENDED", "pid", "exit_code"}}.
+``local-tasks.json``: {task name: {"state": "PENDING|RUNNING|ENDED", "pid", "started", "exit_code",
+"host", "launcher", "launcher_started"}}. ``started`` is the time at which the process with that pid
+was made, in Unix seconds: so a pid that was given to another process since is told apart; and the
+same of the launcher, without which nothing starts that is PENDING.
 
 A thread keeps the queue, so that a free place is filled however the launcher is busy. The
 processes end with the launcher.
@@ -29,10 +32,10 @@ from hpc_elastic.errors import ConfigError
 from hpc_elastic.rundir import RunDir, Submission, read_json, task_name, write_atomic
 from hpc_elastic.slurm.environment import as_array_task, outside
 from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.submit import gpus
+from hpc_elastic.submit import detach, gpus
 from hpc_elastic.submit.plan import Plan
 from hpc_elastic.submit.prepare import Prepared, python_path
-from hpc_elastic.submit.processes import end_processes, wait_all
+from hpc_elastic.submit.processes import end_processes, locked, started, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
 _log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class LocalTask:
     cpus: int
     gpus: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    started: float | None = None
     skipped: bool = False
 
     @property
@@ -75,7 +79,11 @@ class LocalTask:
         """Return its entry in ``local-tasks.json``."""
         state = "PENDING" if self.pending else "RUNNING" if self.running else "ENDED"
         pid = self.process.pid if self.process else None
-        return {"state": state, "pid": pid, "exit_code": self.exit_code}
+        launcher, launched = os.getpid(), started(os.getpid())
+        return {
+            "state": state, "pid": pid, "started": self.started, "exit_code": self.exit_code,
+            "host": socket.gethostname(), "launcher": launcher, "launcher_started": launched,
+        }  # fmt: skip
 
     def seen_by_slurm(self) -> TaskState:
         """Return the state that Slurm would give it."""
@@ -187,11 +195,12 @@ class LocalHandle:
 
     def _tick(self) -> None:
         for task in self._tasks:
-            task.skipped = task.skipped or (task.process is None and task.run.result.exists())
+            task.skipped = task.skipped or (task.process is None and task.run.is_over)
         num_running = sum(task.running for task in self._tasks)
         pending = (task for task in self._tasks if task.pending)
         for task in next_to_start(pending, num_running=num_running, max_agents=self._max_agents):
             task.process = self._spawn(task)
+            task.started = started(task.process.pid)
         self._write()
 
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
@@ -212,7 +221,8 @@ class LocalHandle:
             return
         path = Submission(self._submission).local_tasks
         try:
-            write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
+            with locked(path):
+                write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
         except OSError as e:  # a full disk is the runs' to report; the queue goes on
             _log.warning("%s: not written: %s", path, e)
         self._written = now
@@ -269,8 +279,9 @@ def require_possible(plan: Plan) -> None:
         ConfigError: ``launcher.wait=false``, for nothing would keep the queue; or a run has more
             nodes than the machine has GPUs.
     """
-    if not plan.launcher.wait:
-        remedy = "launcher=local runs as long as the launcher waits; leave the setting off"
+    if not plan.launcher.wait and detach.report_file() is None:
+        remedy = "launcher=local runs as long as the launcher waits: leave the setting off, or use "
+        remedy += "`hpc-elastic submit`, whose launcher goes on behind the terminal"
         raise ConfigError("launcher.wait", False, remedy)
     gpus.require_enough(plan.runs, gpus.machine_gpus(os.environ))
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.errors import WorkerGroupError
-from hpc_elastic.rundir import Submission, read_json
+from hpc_elastic.rundir import RunDir, Submission, read_json
 from hpc_elastic.slurm.states import queue_name
 from hpc_elastic.submit.backend import TrackedRun
 
@@ -26,14 +27,15 @@ class Outcome:
 
     Attributes:
         run: The run.
-        status: ``lost``: its tasks are gone, and it has left no result.
+        status: ``lost``: its tasks are gone, and it has left no result; ``cancelled``: for it was
+            cancelled by `hpc-elastic cancel`.
         values: Return values of the workers, by global rank.
         restarts: How many restarts it spent.
         error: What to raise; None if it succeeded.
     """
 
     run: TrackedRun
-    status: Literal["succeeded", "failed", "lost"]
+    status: Literal["succeeded", "failed", "lost", "cancelled"]
     values: dict[int, Any]
     restarts: int
     error: WorkerGroupError | None
@@ -82,10 +84,47 @@ def lost(run: TrackedRun, last_seen: Mapping[str, str]) -> Outcome:
         run: The run.
         last_seen: What Slurm last said of each of its tasks.
     """
+    mark = cancellation(run.paths)
+    if mark is not None:
+        error = WorkerGroupError(f"the run was cancelled{mark.by_whom}: {run.dir}")
+        return Outcome(run, "cancelled", {}, 0, error)
     lines = [f"the run ended without a result: {run.dir}"]
     lines += [f"  task {task}: {last_seen.get(task, 'never seen')}" for task in run.tasks]
     lines += log_tails(run)
     return Outcome(run, "lost", {}, 0, WorkerGroupError("\n".join(lines)))
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """What ``<run>/cancelled`` says.
+
+    Attributes:
+        user: Who cancelled the run.
+        host: Where.
+        time: Unix seconds; 0 if unknown.
+    """
+
+    user: str = ""
+    host: str = ""
+    time: float = 0.0
+
+    @property
+    def by_whom(self) -> str:
+        """Return `` by USER on HOST at TIME``, as far as it is known."""
+        parts = [("by", self.user), ("on", self.host)]
+        at = time.strftime("%F %T", time.localtime(self.time)) if self.time else ""
+        return "".join(f" {word} {value}" for word, value in [*parts, ("at", at)] if value)
+
+
+def cancellation(run: RunDir) -> Cancellation | None:
+    """Return who cancelled a run; None if nobody did."""
+    if not run.cancelled.exists():
+        return None
+    try:
+        raw = read_json(run.cancelled) or {}
+        return Cancellation(str(raw["user"]), str(raw["host"]), float(raw["time"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Cancellation()  # torn by a full disk: it was cancelled all the same
 
 
 def log_tails(run: TrackedRun, num_files: int = 3) -> list[str]:
@@ -131,6 +170,8 @@ def _where(failed: Mapping[str, Any]) -> str:
 
 
 def _how(failed: Mapping[str, Any]) -> str:
+    if failed.get("phase") == "hang":
+        return "hung"
     if failed.get("signal"):
         return f"ended by {_signal_name(failed['signal'])}"
     if failed.get("exit_code") is not None:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic import resources
-from hpc_elastic.config import SlurmSettings
+from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, write_atomic
+from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
 from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import Plan, PlannedArray, has_gang
@@ -64,22 +65,21 @@ def prepare(
         ConfigError: a setting can not be written into the batch script.
         SubmissionError: the snapshot of the code failed.
     """
-    scripts = _render(plan, name)  # refuses before anything is written
+    scripts = render_scripts(plan, name)  # refuses before anything is written
     try:
         Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
         require_links(plan.submission)
         entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
         specs = _specs(plan, entry, name, graces or [Grace()] * len(plan.runs))
         _write_runs(plan, specs, dict(provenance or {}))
-        _write_arrays(plan, scripts)
+        prepared = write_arrays(plan, scripts, name)
     except RunDirectoryError:
         raise
     except OSError as e:
         remedy = "choose another folder with hydra.sweep.dir=..."
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
-    submission = Submission(plan.submission)
-    return Prepared(plan, tuple(submission.array(k).script for k in scripts), name)
+    return prepared
 
 
 def require_links(folder: Path) -> None:
@@ -181,24 +181,52 @@ def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]
     for run, spec in zip(plan.runs, specs, strict=True):
         spec.provenance.update(provenance)
         RunDir(run.dir).create(spec)
+        write_settings(RunDir(run.dir), run.settings)
         if run.settings.launcher.snapshot:
             link_snapshot(run.dir, plan.submission)
 
 
-def _write_arrays(plan: Plan, scripts: Mapping[int, str]) -> None:
+def write_settings(run: RunDir, settings: RunSettings) -> None:
+    """Write down what was asked for, for a later `resume` to go by."""
+    write_atomic(run.settings, json.dumps(as_config(settings), indent=1) + "\n", mode=0o600)
+
+
+def write_arrays(plan: Plan, scripts: Mapping[int, str], name: str) -> Prepared:
+    """Write the files of all arrays of a plan.
+
+    Raises:
+        OSError: one could not be written.
+    """
     submission = Submission(plan.submission)
     for array in plan.arrays:
         text = json.dumps(plan.array_file(array), indent=1) + "\n"
         write_atomic(submission.array(array.number).tasks, text)
     for number, text in scripts.items():
         write_atomic(submission.array(number).script, text)
+    return Prepared(plan, tuple(submission.array(k).script for k in scripts), name)
 
 
-def _render(plan: Plan, name: str) -> dict[int, str]:
-    return {a.number: _render_array(plan, a, name) for a in plan.arrays if plan.backend == "slurm"}
+def render_scripts(
+    plan: Plan, name: str, *, python: str = sys.executable, cwd: Path | None = None
+) -> dict[int, str]:
+    """Return the text of the batch script of each array, by number; none with launcher=local.
+
+    Args:
+        plan: What will be submitted.
+        name: Name of the jobs where ``launcher.job_name`` gives none.
+        python: The interpreter of the tasks.
+        cwd: Where setup lines run; None: here.
+
+    Raises:
+        ConfigError: a setting can not be written into a batch script.
+    """
+    if plan.backend != "slurm":
+        return {}
+    where = cwd or Path.cwd()
+    return {a.number: _render_array(plan, a, name, python, where) for a in plan.arrays}
 
 
-def _render_array(plan: Plan, array: PlannedArray, name: str) -> str:
+def _render_array(plan: Plan, array: PlannedArray, name: str, python: str, cwd: Path) -> str:
     settings = array.launcher
     assert isinstance(settings, SlurmSettings)
     script = sbatch.Script(
@@ -208,8 +236,8 @@ def _render_array(plan: Plan, array: PlannedArray, name: str) -> str:
         submission=plan.submission,
         array=array.number,
         gang=array.gang,
-        python=sys.executable,
-        cwd=Path.cwd(),
+        python=python,
+        cwd=cwd,
         python_path=python_path(os.environ),
     )
     return sbatch.render(script, read_template(settings.template))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
+
+_SAME_S = 0.05
+"""Two clock ticks: the time of a process is given in such."""
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: float) -> None:
@@ -30,6 +35,39 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: fl
             member.kill()
     for process in processes:
         process.wait()
+
+
+def started(pid: int) -> float | None:
+    """Return when the process with a pid was made, in Unix seconds; None if there is none.
+
+    Pid and time together name a process: a pid alone may be another one's by now.
+    """
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
+def same_process(pid: int, made: float) -> psutil.Process | None:
+    """Return a process by its pid and the time at which it was made; None if it is gone."""
+    try:
+        process = psutil.Process(pid)
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return process if alive and abs(process.create_time() - made) < _SAME_S else None
+    except psutil.Error:
+        return None
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Let one process of this machine at a time change a file that several change.
+
+    Raises:
+        OSError: the lock can not be made.
+    """
+    with file.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def wait_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:

@@ -72,6 +72,7 @@ class Script:
         cwd: Directory of the submission; setup lines run there.
         python_path: What PYTHONPATH must begin with for the agent to be importable.
         gang: Whether it is one job of ``num_tasks`` nodes in place of an array.
+        module: What each task runs, with the path of ``array-<k>.json``.
     """
 
     settings: SlurmSettings
@@ -83,6 +84,7 @@ class Script:
     cwd: Path
     python_path: tuple[str, ...] = ()
     gang: bool = False
+    module: str = TASK_MODULE
 
     @property
     def array_file(self) -> Path:
@@ -244,7 +246,8 @@ def task_argv(script: Script) -> list[str]:
     """Return the command line of the task, without srun and container."""
     inside = "python3" if script.settings.container.runtime else script.python
     python = _one_line("launcher.python", script.settings.python or inside)
-    return [python, "-u", "-m", TASK_MODULE, _one_line("hydra.sweep.dir", str(script.array_file))]
+    file = _one_line("hydra.sweep.dir", str(script.array_file))
+    return [python, "-u", "-m", script.module, file]
 
 
 def _in_container(script: Script, argv: Sequence[str]) -> list[str]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic import known_runs
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.rundir import Entry
+from hpc_elastic.rundir import Entry, RunDir
 from hpc_elastic.submit.backend import Handle, TrackedRun, track
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import Plan, PlannedRun, make_plan
@@ -99,6 +100,7 @@ def submit(prepared: Prepared) -> Submitted:
         from hpc_elastic.submit import local
 
         handle = local.submit(prepared)
+    known_runs.add({RunDir(run.dir).load().run_id: run.dir for run in prepared.plan.runs})
     labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
     runs = track(prepared.plan, handle.job_ids, labels)
     return Submitted(handle, runs, prepared.plan.launcher.poll_s)

@@ -24,7 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.submit import session
+from hpc_elastic.submit import detach, session
 from hpc_elastic.submit.compose import SharingLoader
 from hpc_elastic.submit.entry import entry_of
 from hpc_elastic.submit.freeze import (
@@ -67,6 +67,7 @@ def launch_sweep(
         HpcElasticError: nothing was submitted. A run that fails later raises when its JobReturn
             is read, as Hydra wants it.
     """
+    detached = detach.report_file() is not None
     shared = SharedSections()
     jobs = _freeze(sweep, job_overrides, initial_job_idx, shared)
     for job in jobs:
@@ -76,11 +77,25 @@ def launch_sweep(
         session.announce(prepared)
         return [_returned(job) for job in jobs]
     submitted = session.submit(prepared)
-    if not prepared.plan.launcher.wait:
+    if detached:
+        _detach(prepared, submitted)
+        if prepared.plan.backend == "slurm":
+            return [_returned(job) for job in jobs]
+    elif not prepared.plan.launcher.wait:
         session.announce(prepared, submitted)
         return [_returned(job) for job in jobs]
     outcomes = session.wait(submitted)
     return [_ended(sweep, job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
+
+
+def _detach(prepared: Prepared, submitted: session.Submitted) -> None:
+    """Tell `hpc-elastic submit` what was submitted; a launcher that goes on leaves its terminal."""
+    file, plan = detach.report_file(), prepared.plan
+    assert file is not None
+    log = detach.log_of(plan) if plan.backend == "local" else None
+    if log is not None:
+        detach.leave_terminal(log)
+    detach.tell(file, detach.entry(plan, list(submitted.handle.job_ids), log=log))
 
 
 def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob], shared: SharedSections) -> Prepared:

@@ -15,6 +15,7 @@ from typing import Literal
 from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.rundir import read_json
+from hpc_elastic.slurm.reasons import remedy
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
 from hpc_elastic.submit.outcome import Outcome, log_tails, lost, read_outcome
@@ -50,6 +51,7 @@ class _Memory:
     gone_since: float | None = None
     last_seen: dict[str, str] = field(default_factory=dict)
     warned: bool = False
+    stuck: frozenset[str] = frozenset()
 
 
 class Waiter:
@@ -133,6 +135,7 @@ class Waiter:
         memory = self._memory[number]
         memory.last_seen.update({state.task: _describe(state) for state in states})
         self._warn(memory, run, states)
+        self._warn_of_stuck(memory, run, states)
         verdict = judge(states, gone_since=memory.gone_since, now=self._clock(), grace_s=GRACE_S)
         if verdict == "going":
             memory.gone_since = None
@@ -147,6 +150,14 @@ class Waiter:
             memory.warned = True
             head = f"task {failed[0].task} of {run.label or run.name} failed"
             self._display.say("\n".join([head, *log_tails(run, 1)]))
+
+    def _warn_of_stuck(self, memory: _Memory, run: TrackedRun, states: Iterable[TaskState]) -> None:
+        """Tell once of each reason for which tasks would wait for ever."""
+        waiting = {s.reason: s.task for s in states if s.state == "PENDING" and remedy(s.reason)}
+        for reason in sorted(waiting.keys() - memory.stuck):
+            head = f"task {waiting[reason]} of {run.label or run.name} will not start by itself"
+            self._display.say(f"{head} ({reason}): {remedy(reason)}")
+        memory.stuck |= waiting.keys()
 
 
 def _describe(state: TaskState) -> str:

@@ -1,4 +1,4 @@
-"""Pytest fixtures that give tests a real Slurm.
+"""Pytest fixtures that give tests a real Slurm; and `fake_slurm`, which needs none.
 
 A conftest.py asks for them by ``pytest_plugins = ["hpc_elastic.testing.pytest_plugin"]``.
 
@@ -15,8 +15,11 @@ from typing import NoReturn
 
 import pytest
 
+from hpc_elastic.testing.fake_slurm.fixture import fake_slurm
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.requirements import check
+
+__all__ = ["NUM_NODES", "fake_slurm", "refuse", "slurm", "slurm_env"]
 
 NUM_NODES = 4
 _FALSE = ("", "0", "false", "no")

@@ -6,6 +6,18 @@ from pathlib import Path
 import pytest
 from group import Group
 
+from hpc_elastic.events import read_events
+from hpc_elastic.story.kinds import problems
+
+
+@pytest.fixture(autouse=True)
+def _events_are_as_documented(tmp_path) -> Iterator[None]:
+    """Every event that a run of a test has written is of a kind that is described."""
+    yield
+    events = (e for folder in tmp_path.rglob("events") for e in read_events(folder))
+    found = sorted({problem for event in events for problem in problems(event)})
+    assert found == [], "every event is as hpc_elastic/story/kinds.py says"
+
 
 @pytest.fixture
 def group(tmp_path) -> Iterator[Callable[..., Group]]:

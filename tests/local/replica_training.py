@@ -9,6 +9,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -108,21 +109,46 @@ def train_replica(folder: str, bad: str = "") -> int:
     return Worker(Path(folder)).train()
 
 
+class Reporting(Worker):
+    """A replica that reports its steps."""
+
+    def note(self, **fields: object) -> None:
+        """Write a line, and report a step."""
+        from hpc_elastic import report
+
+        super().note(**fields)
+        if "made" in fields:
+            report(step=self.step)
+
+
+def train_and_report(folder: str) -> int:
+    """Be one replica that reports its steps."""
+    return Reporting(Path(folder)).train()
+
+
 class Replicas:
     """A run of replicas on this machine.
 
     Args:
         folder: Where the workers write to.
         nodes: The range.
+        train: What each worker runs.
         settings: Of the launcher.
     """
 
-    def __init__(self, folder: Path, nodes: str, **settings: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: str,
+        *,
+        train: Callable[..., int] = train_replica,
+        **settings: object,
+    ) -> None:
         self.folder = folder
         self.run = RunDir(folder / "run")
         self._threads = ThreadPoolExecutor(1)
         self.results: Future = self._threads.submit(
-            launch, train_replica, str(folder), nodes=nodes, nproc_per_node=1, launcher="local",
+            launch, train, str(folder), nodes=nodes, nproc_per_node=1, launcher="local",
             ft=True, run_dir=self.run.path, poll_s=0.2,
             **{"max_restarts": 0, **settings},
         )  # fmt: skip

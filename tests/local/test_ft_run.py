@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from replica_training import Replicas
+from group import eventually
+from replica_training import Replicas, train_and_report
 
 from hpc_elastic.events import read_events
 
@@ -50,3 +51,24 @@ def test_neither_a_dead_worker_nor_a_dead_leader_stops_the_others(replicas):
     assert (result.by_rank, result.restarts) == ({0: stop}, 1)
     rounds = [e for e in read_events(run.run.path / "events") if e["kind"] == "round"]
     assert [e["nodes"] for e in rounds] == [3, 3], "one for all, and one for who came back"
+
+
+def test_a_replica_that_hangs_is_started_again_alone(replicas):
+    """Its agent judges by itself: the others only wait, and their processes stay."""
+    agent = {"hang_after_s": 4}
+    run = replicas("2:2", train=train_and_report, max_restarts=1, agent=agent)
+    run.train(2, 0, 1)
+    eventually(lambda: run.last(1, "made")["step"] >= 100, 90.0)  # its agent has seen several
+    pids = run.pids(0, 1)
+    (stuck,) = pids[1]
+    os.kill(stuck, signal.SIGSTOP)
+    eventually(lambda: len(run.pids(1)[0]) == 2, 120.0)
+    run.train(2, 0, 1)
+    assert run.pids(0) == pids[:1]
+    events = read_events(run.run.path / "events")
+    (hang,) = [e for e in events if e["kind"] == "hang"]
+    assert hang["ranks"][0]["state"] == "stopped" and hang["task"].endswith("_1")
+    (restart,) = [e for e in events if e["kind"] == "restart"]
+    assert "hung" in restart["failure"]
+    run.finish()
+    assert run.results.result(60).restarts == 1

@@ -1,25 +1,10 @@
 """The fixture that starts sweeps."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sweeps import ROOT, Sweep, unhurried
-
-
-def train_without_end(folder: Path) -> Path:
-    """Return a copy of train.py that is `unhurried`, and does not tell when it will be done.
-
-    Whether a late node is worth the restart would depend on how fast this machine is.
-    """
-    script = folder / "train.py"
-    told = ", total_steps=total_steps"
-    text = (ROOT / "train.py").read_text()
-    assert told in text
-    script.write_text(unhurried(text.replace(told, ""), folder))
-    shutil.copy(ROOT / "train.yaml", folder)
-    return script
+from sweeps import Sweep, train_without_end
 
 
 @pytest.fixture
@@ -37,3 +22,4 @@ def sweep(slurm, tmp_path) -> Iterator[Callable[..., Sweep]]:
         if s.process.poll() is None:
             s.process.kill()
             s.process.communicate()
+        assert s.event_problems() == [], "every event is as hpc_elastic/story/kinds.py says"

@@ -2,19 +2,27 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_elastic.events import read_events
+from hpc_elastic.story.episode import Episode
+from hpc_elastic.story.episodes import episodes
+from hpc_elastic.story.kinds import problems
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120.0
+ONLY_LONG = pytest.mark.skipif(
+    not os.environ.get("HPC_ELASTIC_LONG"), reason="takes long: HPC_ELASTIC_LONG=1 runs it"
+)
+PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "120"))
 SLOWLY = ("epochs=8", "pause_s=0.25")  # a minute, unless the test lets it hurry
 _PAUSE = "time.sleep(cfg.pause_s)"
 
@@ -26,14 +34,43 @@ def unhurried(text: str, folder: Path) -> str:
     return text.replace(_PAUSE, f"time.sleep(0 if {told} else cfg.pause_s)")
 
 
+def train_without_end(folder: Path) -> Path:
+    """Return a copy of train.py that is `unhurried`, and does not tell when it will be done.
+
+    Whether a late node is worth the restart would depend on how fast this machine is.
+    """
+    script = folder / "train.py"
+    told = ", total_steps=total_steps"
+    text = (ROOT / "train.py").read_text()
+    assert told in text
+    script.write_text(unhurried(text.replace(told, ""), folder))
+    shutil.copy(ROOT / "train.yaml", folder)
+    return script
+
+
+def quoted(path: Path) -> str:
+    """Return a path as Hydra's grammar of overrides reads it: as it is, if it can be."""
+    text = str(path)
+    if re.fullmatch(r"[\w/.-]+", text):
+        return text
+    return '"' + text.replace('"', '\\"') + '"'
+
+
 class Sweep:
     """One `python train.py -m launcher=slurm ...`, as a user's own process."""
 
-    def __init__(self, folder: Path, env: dict[str, str], script: Path, *overrides: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        env: dict[str, str],
+        script: Path,
+        *overrides: str,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.folder = folder / "sweep"
         argv = [
-            sys.executable, str(script), "-m", "launcher=slurm",
-            f"hydra.sweep.dir={self.folder}", *overrides,
+            *prefix, sys.executable, str(script), "-m", "launcher=slurm",
+            f"hydra.sweep.dir={quoted(self.folder)}", *overrides,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             argv, env={**os.environ, **env}, cwd=folder, text=True,
@@ -61,6 +98,15 @@ class Sweep:
         """What rank 0 of a run returned."""
         results = self.run(number) / self.result(number)["results"]
         return json.loads((results / "rank-0.json").read_text())
+
+    def story(self, number: int = 0) -> list[Episode]:
+        """What `hpc-elastic events` tells of a run."""
+        return episodes(read_events(self.run(number) / "events"))
+
+    def event_problems(self) -> list[str]:
+        """What is wrong with the events that its runs have written."""
+        events = (e for folder in self.folder.glob("*/events") for e in read_events(folder))
+        return sorted({problem for event in events for problem in problems(event)})
 
     def hurry(self) -> None:
         """Let an `unhurried` script come to its end without further pauses."""

@@ -98,6 +98,11 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     assert run.sweep.result()["restarts"] == 0
     assert len(run.fingerprints()) == 4 and len(set(run.fingerprints())) == 1
     assert reached in run.restored(), "what was announced cost no step"
+    told = [(e.kind, e.nodes_before, e.nodes_after) for e in run.sweep.story()]
+    assert told[:4] == [
+        ("started", None, None), ("formed", None, 4), ("shrank", 4, 3), ("shrank", 3, 2)
+    ]  # fmt: skip
+    assert ("stopped", 4, 0) in told and told[-1][0] == "ended"
     audit = run.audit()
     assert audit.returncode == 0, audit.stdout + audit.stderr
 

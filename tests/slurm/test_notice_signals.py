@@ -59,7 +59,8 @@ def submit(slurm, tmp_path):
         script = Script(asked, "notice", 1, submission.path, 0, sys.executable, tmp_path)
         path = tmp_path / "script"
         path.write_text(render(script, read_template(None)))
-        env = {**os.environ, **slurm.env, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        env = {**os.environ, **slurm.env}
+        env["PATH"] = f"{tmp_path}:{env['PATH']}"
         done = subprocess.run(
             ["sbatch", "--parsable", path], env=env, capture_output=True, text=True, check=True
         )

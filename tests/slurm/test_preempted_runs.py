@@ -78,6 +78,9 @@ def test_announced_departures_cost_no_step(slurm, start, dice):
     assert run.steps() == list(range(1, NUM_STEPS + 1)), "every step was made once"
     attempts = {e["task"]: e["attempt"] for e in run.sweep.events("task")}
     assert sum(attempts.values()) == 2 * PREEMPTIONS, "they came back, the cancelled task did not"
+    assert len(blamed(run, "preempted")) == 2 * PREEMPTIONS and len(blamed(run, "cancelled")) == 1
+    changes = [e for e in run.sweep.story() if e.kind in ("shrank", "grew", "changed")]
+    assert {e.cost.lost_steps for e in changes} == {0}
 
 
 def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm, start, dice):
@@ -92,11 +95,14 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     trains_with(run, 4, EVERY + dice.randint(IN_FLIGHT, EVERY))
     assert run.replayed() == 0, "what was announced cost no step"
     number = run.rounds()[-1].number
-    slurm.kill_node(dice.choice(hosts(run.sweep)))
+    dead = dice.choice(hosts(run.sweep))
+    slurm.kill_node(dead)
     trains_with(run, 3)
     killed, after, *_ = (r for r in run.rounds() if r.number >= number)
     assert killed.steps[-1] - after.resumed <= EVERY + IN_FLIGHT
     assert after.resumed >= killed.steps[0]
+    assert blamed(run, "lost", "leader lost") == [dead]
+    assert len(blamed(run, "preempted")) == 4
     ends_right(run)
 
 
@@ -122,6 +128,12 @@ def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     left = slurm.run(["squeue", "-h", "-o", "%i"]).stdout
     assert not left.strip(), "nothing stays in the queue, and what was cancelled did not come back"
     assert _attempts(unwanted) == 1
+
+
+def blamed(run: Counting, *what: str) -> list[str]:
+    """The nodes of which the run's story says so."""
+    causes = (cause for episode in run.sweep.story() for cause in episode.causes)
+    return [host for cause in causes if cause.what in what for host in cause.hosts]
 
 
 def comes_back(slurm: SlurmSandbox, run: Counting) -> None:

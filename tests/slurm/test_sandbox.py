@@ -63,9 +63,10 @@ def release(slurm, job_id):
 
 
 @pytest.fixture
-def spare():
-    """A second sandbox, small, beside the one that the session uses."""
-    config = SandboxConfig(name="spare", nodes=2, gpus_per_node=0)
+def spare(slurm):
+    """A second sandbox, small, of the same release, beside the one that the session uses."""
+    release = slurm.config.slurm
+    config = SandboxConfig(name="spare", nodes=2, gpus_per_node=0, slurm=release)
     SlurmSandbox("spare").down()
     yield SlurmSandbox.up(config)
     SlurmSandbox("spare").down()
@@ -204,16 +205,18 @@ def test_any_user_may_submit(slurm):
     assert slurm.run([*as_nobody, "srun", "--chdir=/", "id", "-u"]).stdout == "65534\n"
 
 
-def test_accounting_answers_sacct():
+def test_accounting_answers_sacct(slurm):
     """With accounting, sacct knows a job (needs slurmdbd and mariadb-server, else skipped)."""
     missing = missing_packages(accounting=True)
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
+    release = slurm.config.slurm
+    config = SandboxConfig(name="spare", nodes=1, accounting=True, slurm=release)
     try:
-        slurm = SlurmSandbox.up(SandboxConfig(name="spare", nodes=1, accounting=True))
-        slurm.run(["srun", "true"])
+        counted = SlurmSandbox.up(config)
+        counted.run(["srun", "true"])
         asked = ["sacct", "-n", "-X", "-a", "-o", "state"]
-        wait("sacct", lambda: "COMPLETED" in slurm.run(asked).stdout)
+        wait("sacct", lambda: "COMPLETED" in counted.run(asked).stdout)
     finally:
         SlurmSandbox("spare").down()
 
@@ -223,9 +226,8 @@ def test_up_is_idempotent_and_keeps_jobs(slurm, capsys):
     job = submit(slurm, "sleep 600")
     before = load(slurm.name, slurm.root)
     assert main(["up", "--name", slurm.name]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[-1] == f"export SLURM_CONF={slurm.env['SLURM_CONF']}"
-    )
+    exports = " ".join(f"{name}={value}" for name, value in slurm.env.items())
+    assert capsys.readouterr().out.splitlines()[-1] == f"export {exports}"
     assert load(slurm.name, slurm.root) == before
     assert job_field(slurm, job, "JobState") in ("PENDING", "RUNNING")
 

@@ -40,9 +40,9 @@ def test_each_field_stands_by_itself(tmp_path):
     """Whatever else is reported."""
     page = ControlPage.create(tmp_path, 0)
     page.report(None, None, None, 9)
-    assert page.read() == Progress(None, None, None, None, 9, None, 0)
+    assert page.read() == Progress(None, None, None, None, 9, None, 0, pulse=1)
     page.pass_boundary(0)
-    assert page.read() == Progress(None, None, None, None, 9, 0, 0)
+    assert page.read() == Progress(None, None, None, None, 9, 0, 0, pulse=1)
 
 
 def test_a_new_workers_page_does_not_show_the_last_ones_progress(tmp_path):
@@ -60,6 +60,55 @@ def test_a_loss_that_is_not_a_number_is_none(tmp_path):
     page = ControlPage.create(tmp_path, 0)
     page.report(1, math.nan, None)
     assert page.read().loss is None
+
+
+# ---- the first step, and what checkpoints took ----------------------------------------------
+
+
+def test_the_first_step_is_the_first_that_is_made(tmp_path):
+    """Not the one that was restored, though a script may report that, too."""
+    page = ControlPage.create(tmp_path, 0)
+    page.report(0, None, None)
+    assert page.read().first_step is None and page.read().restored is None
+    page.restored(40, 1.5)
+    page.report(40, None, None)
+    assert page.read().first_step is None
+    begin = time.time()
+    page.report(41, None, None)
+    page.report(42, None, None)
+    seen = page.read()
+    assert (seen.first_step, seen.restored, seen.restore_s) == (41, 40, 1.5)
+    assert seen.first_time is not None and begin <= seen.first_time <= time.time()
+    assert not seen.counted
+
+
+def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
+    """It begins with step 1."""
+    page = ControlPage.create(tmp_path, 0)
+    page.restored(None, 0.25)
+    page.report(1, None, None)
+    seen = page.read()
+    assert (seen.first_step, seen.restored, seen.restore_s) == (1, None, 0.25)
+
+
+def test_checkpoints_add_up(tmp_path):
+    """As long as the worker lives."""
+    page = ControlPage.create(tmp_path, 0)
+    page.blocked(0.5)
+    page.blocked(0.25)
+    assert page.read().blocked_s == 0.75
+
+
+def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
+    """Until the script reports them itself: then all that was counted is forgotten."""
+    page = ControlPage.create(tmp_path, 0)
+    page.restored(40, 1.0)
+    page.count(1)
+    assert (page.read().step, page.read().first_step, page.read().counted) == (41, 41, True)
+    page.tell()
+    assert page.read().first_step is None
+    page.report(82, None, None)
+    assert (page.read().first_step, page.read().counted) == (82, False)
 
 
 # ---- checkpoint boundaries ----------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.slurm.scontrol import Preemption
+from hpc_elastic.slurm.outputs import Preemption
 from hpc_elastic.submit.grace import graces
 from hpc_elastic.submit.plan import PlannedRun
 from hpc_elastic.submit.session import lay_out

@@ -121,6 +121,43 @@ def test_an_event_that_can_not_be_written_costs_itself_only(run, caplog):
     assert "events not written" in caplog.text and run.status.exists()
 
 
+def progress(*lines):
+    """A step that hands over lines of the progress."""
+
+    async def step(journal: Journal) -> None:
+        journal.progress(lines)
+
+    return step
+
+
+def test_progress_is_appended_whoever_leads(run):
+    """Also below a line that the leader before did not finish."""
+    write(run, progress({"time": 1.0}, {"time": 2.0}), progress())
+    with run.progress.open("a") as f:
+        f.write('{"time": 3.0, "st')
+    write(run, progress({"time": 4.0}))
+    lines = run.progress.read_text().splitlines()
+    assert lines == ['{"time": 1.0}', '{"time": 2.0}', '{"time": 3.0, "st', '{"time": 4.0}']
+
+
+def test_a_new_leader_keeps_the_last_word_of_the_one_before(run):
+    """Which died between two lines of the progress; what is damaged is left out."""
+    run.status.write_text(json.dumps({"updated": 7.5, "step": 31, "nodes": 2, "members": []}))
+    write(run, status(nodes=1), status(nodes=1))
+    (line,) = map(json.loads, run.progress.read_text().splitlines())
+    assert (line["time"], line["step"], line["nodes"]) == (7.5, 31, 2) and "members" not in line
+    run.status.write_text("{")
+    write(run, status(nodes=1))
+    assert len(run.progress.read_text().splitlines()) == 1
+
+
+def test_progress_that_can_not_be_written_costs_itself_only(run, caplog):
+    """It is logged; the status is written all the same."""
+    run.progress.mkdir()
+    write(run, progress({"time": 1.0}), status(nodes=1))
+    assert "progress.jsonl: not written" in caplog.text and run.status.exists()
+
+
 def test_a_result_is_tried_until_it_is_written(run, monkeypatch):
     """Nobody is told of an end that nobody can read."""
     tries = []

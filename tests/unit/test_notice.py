@@ -101,3 +101,15 @@ def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why
     """Too late, or nothing to lose, or nobody who could say that it is saved."""
     asked = {"now": 50.0, "since": 45.0, "saves_itself": True, **fields}
     assert why_leave_now(Notice(Reason.SIGNAL, 100.0), workers, **asked) == why
+
+
+def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
+    """For the event log: the first one's, or the signal's."""
+    sigterm = of_signal(signal.SIGTERM, TERMS, 1000)
+    limit = TimeLimit(end=1100, length_s=3600).notice(120)
+    assert (sigterm.signal, sigterm.given_s) == ("SIGTERM", 60)
+    assert (limit.signal, limit.given_s) == (None, 120)
+    for notice in (merged(limit, sigterm), merged(sigterm, limit)):
+        assert (notice.signal, notice.given_s) == ("SIGTERM", 60)
+    later = merged(sigterm, of_departure(Departure.EXIT, TERMS, 1000))
+    assert (later.signal, later.by) == ("SIGTERM", 1025)

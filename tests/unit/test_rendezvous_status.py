@@ -36,7 +36,8 @@ def test_a_group_that_forms():
     assert status_of(leader) == {
         "phase": "waiting", "epoch": 3, "round": 2, "nodes": 0, "world_size": 0, "members": [],
         "joined": 1, "restarts": 1, "max_restarts": 3,
-        "step": None, "total_steps": None, "loss": None,
+        "step": None, "total_steps": None, "loss": None, "samples": None, "blocked_s": 0.0,
+        "checkpoint": None, "stragglers": [],
     }  # fmt: skip
 
 
@@ -55,12 +56,13 @@ def test_progress_is_the_furthest_step_and_the_first_ranks_loss():
     """Not all members report at the same moment, nor all of it."""
     leader = training()
     for agent, progress in (
-        (A, {"step": 7, "total": 100, "loss": None}),
-        (B, {"step": 8, "total": 100, "loss": 0.25}),
+        (A, {"step": 7, "total": 100, "loss": None, "samples": 56, "blocked_s": 0.5}),
+        (B, {"step": 8, "total": 100, "loss": 0.25, "blocked_s": 0.75}),
     ):
         leader.received(agent, {"type": "beat", "progress": progress}, 1.0)
     status = status_of(leader)
     assert (status["step"], status["total_steps"], status["loss"]) == (8, 100, 0.25)
+    assert (status["samples"], status["blocked_s"]) == (56, 0.75)
     leader.received(A, {"type": "beat", "progress": {"step": 9, "loss": 0.5}}, 2.0)
     assert status_of(leader)["loss"] == 0.5
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from groups import A, B, C, D
 from leaders import HERE, LIVENESS, join, meanwhile, of, say, told
 
+from hpc_elastic.rendezvous.actions import Note
 from hpc_elastic.rendezvous.leader_effects import Announce, Create, Publish, RenewLease
 from hpc_elastic.rendezvous.placements import placements_alone
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
@@ -88,7 +89,8 @@ def test_a_departure_is_recorded():
     leader = training(A, B)
     (create,) = of(leader.disconnected(B, "its connection closed", 2.0), Create)
     assert create.record.members == (A,) and create.record.lost == {B.task: 0}
-    assert leader.created(2.0) == []
+    departed = {"task": B.task, "host": B.host, "nodes": 1}
+    assert leader.created(2.0) == [Note("departed", departed)]
 
 
 def test_members_are_here_under_the_next_leader():

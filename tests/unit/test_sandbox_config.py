@@ -11,7 +11,7 @@ from hpc_elastic.testing import pytest_plugin
 from hpc_elastic.testing.slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError
 from hpc_elastic.testing.slurm_sandbox import config as texts
 from hpc_elastic.testing.slurm_sandbox.client import is_there, is_written_off
-from hpc_elastic.testing.slurm_sandbox.config import Layout
+from hpc_elastic.testing.slurm_sandbox.layout import Layout
 from hpc_elastic.testing.slurm_sandbox.network import build_commands, choose_octet
 from hpc_elastic.testing.slurm_sandbox.processes import Process, end, identify, is_alive, send
 from hpc_elastic.testing.slurm_sandbox.requirements import check, install_command
@@ -61,6 +61,8 @@ PartitionName=low Nodes=node1,node2 Default=YES MaxTime=INFINITE PriorityTier=1 
 PreemptMode=REQUEUE GraceTime=5
 PartitionName=cancel Nodes=node1,node2 MaxTime=INFINITE PriorityTier=1 \
 PreemptMode=CANCEL GraceTime=5
+PartitionName=short Nodes=node1,node2 MaxTime=30 PriorityTier=1 \
+PreemptMode=REQUEUE GraceTime=5
 PartitionName=high Nodes=node1,node2 MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
 GRES_CONF = """\

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.client import SlurmClient, is_refused
-from hpc_elastic.slurm.scontrol import Preemption
+from hpc_elastic.slurm.outputs import Preemption
 
 REST = "|9:00|N/A|N/A|"
 """The fields of squeue's lines between the node and the reason."""

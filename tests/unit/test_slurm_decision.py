@@ -45,6 +45,7 @@ CASES = [
     (facts(Reason.LOST, "PENDING", attempt=None), "waits already", Departure.REQUEUED),
     (facts(Reason.LOST, ("NODE_FAIL", {"reason": "NodeDown"})), "node failure", Departure.REQUEUE),
     (facts(Reason.LOST, ("PREEMPTED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
+    (facts(Reason.LOST, ("PREEMPTED", {})), "preempted for good", Departure.REQUEUE),
     (facts(Reason.LOST, ("FAILED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
     (facts(Reason.LOST, ("TIMEOUT", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
     (facts(Reason.LOST, "FAILED"), "cancelled or ended", Departure.EXIT),

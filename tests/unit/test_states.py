@@ -6,16 +6,8 @@ import time
 
 import pytest
 
-from hpc_elastic.slurm.states import (
-    FIELDS,
-    SQUEUE_FORMAT,
-    Phase,
-    TaskState,
-    job_of,
-    parse_squeue,
-    parse_time_left,
-    queue_name,
-)
+from hpc_elastic.slurm.outputs import FIELDS, SQUEUE_FORMAT, parse_squeue, parse_time_left
+from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,17 @@ def test_a_task_that_fails_while_others_wait_is_told_at_once(run):
     assert "task 7_0 of lr=0.1 failed" in said and "No module named hpc_elastic" in said
 
 
+def test_a_task_that_would_wait_for_ever_is_told_once_with_the_remedy(run):
+    """Slurm takes it and keeps it; other reasons to wait pass by themselves."""
+    stuck = TaskState("7_1", "PENDING", "PartitionTimeLimit")
+    script, shown = Script([[PENDING], [RUNNING, stuck], [RUNNING, stuck]]), Shown()
+    watch = waiter(script, [run], shown)
+    for _ in range(3):
+        watch.look()
+    (said,) = shown.said
+    assert "7_1 of lr=0.1 will not start" in said and "launcher.time" in said
+
+
 STATUS = {
     "phase": "training",
     "nodes": 2,

@@ -11,8 +11,9 @@ import shutil
 
 from .client import ask
 from .commands import run, wait_until
-from .config import CONTROLLER, Layout
-from .daemons import become_argv, spawn, wait_started
+from .config import CONTROLLER, plugin_lines
+from .daemons import become_argv, program, spawn, wait_started
+from .layout import Layout
 from .state import State
 
 _DATABASE = "slurm_acct_db"
@@ -57,12 +58,17 @@ StoragePort={layout.database_port}
 StorageUser=slurm
 StoragePass={password}
 StorageLoc={_DATABASE}
-"""
+""" + "".join(f"{line}\n" for line in plugin_lines(layout))
 
 
 def slurmdbd_argv(layout: Layout) -> list[str]:
     """Return the command of slurmdbd."""
-    return [*("unshare", "--uts", "--mount"), *become_argv(layout, CONTROLLER), "slurmdbd", "-D"]
+    return [
+        *("unshare", "--uts", "--mount"),
+        *become_argv(layout, CONTROLLER),
+        program(layout, "slurmdbd"),
+        "-D",
+    ]
 
 
 def mariadbd_argv(layout: Layout) -> list[str]:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
-from . import requirements
-from .config import SandboxConfig
+from . import releases, requirements
+from .config import PREEMPT_MODES, SandboxConfig
 from .errors import SandboxError
 from .lifecycle import Status, is_up
 from .sandbox import SlurmSandbox
@@ -35,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_up(_command(commands, "up", "start it, and print how to use it"))
     _command(commands, "down", "end it and remove everything it made")
+    install = _command(commands, "install", "install the packages that it needs")
+    install.add_argument("--accounting", action="store_true", help="those of accounting, too")
     shown = _command(commands, "status", "tell how it is")
     shown.add_argument("--json", action="store_true", help="for programs")
     _command(commands, "heal-all", "undo every fault and cancel every job")
@@ -65,6 +68,23 @@ def _add_up(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="run slurmdbd and a database, so that sacct answers (default no)",
     )
+    command.add_argument(
+        "--slurm",
+        choices=sorted(releases.SUITES),
+        help="release of Slurm, fetched from Debian if it is not the machine's (default: that one)",
+    )
+    command.add_argument(
+        "--preempt-mode", choices=PREEMPT_MODES, help="of the partition low (default REQUEUE)"
+    )
+    command.add_argument(
+        "--job-requeue",
+        action=argparse.BooleanOptionalAction,
+        help="requeue jobs that do not say (default yes)",
+    )
+    command.add_argument("--max-array-size", type=int, help="Slurm's MaxArraySize (default 1001)")
+    command.add_argument(
+        "--line", action="append", dest="extra_lines", help="a further line of slurm.conf"
+    )
     command.add_argument("--install", action="store_true", help="install missing packages")
 
 
@@ -84,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "up":
         return _up(arguments)
+    if arguments.command == "install":
+        requirements.install(requirements.missing_packages(arguments.accounting))
+        return 0
     sandbox = SlurmSandbox(arguments.name, arguments.root)
     if arguments.command == "status":
         return _status(sandbox, as_json=arguments.json)
@@ -100,12 +123,13 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
 def _up(arguments: argparse.Namespace) -> int:
     config = _asked_config(arguments)
-    missing = requirements.missing_packages(config.accounting)
+    other = "" if config.slurm == releases.system_release() else config.slurm
+    missing = requirements.missing_packages(config.accounting, slurm=other)
     if missing and arguments.install:
         requirements.install(missing)
     sandbox = SlurmSandbox.up(config, root=arguments.root, report=_say)
     _say(f"{len(sandbox.nodes)} nodes are idle; to use them in this shell:")
-    print(f"export SLURM_CONF={sandbox.env['SLURM_CONF']}")
+    print(f"export {' '.join(f'{name}={quote(text)}' for name, text in sandbox.env.items())}")
     return 0
 
 
@@ -115,8 +139,12 @@ def _asked_config(arguments: argparse.Namespace) -> SandboxConfig:
     found = load(arguments.name, arguments.root)
     if found is not None and is_up(found):
         config = found.config
-    names = ("nodes", "gpus_per_node", "grace_s", "accounting")
+    names = [
+        *("nodes", "gpus_per_node", "grace_s", "accounting", "slurm", "preempt_mode"),
+        *("job_requeue", "max_array_size"),
+    ]
     given = {name: getattr(arguments, name) for name in names}
+    given["extra_lines"] = tuple(arguments.extra_lines) if arguments.extra_lines else None
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 

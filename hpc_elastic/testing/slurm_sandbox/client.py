@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from .commands import Completed, run, wait_until
+from .commands import Completed, machine_path, run, wait_until
 from .state import State
 
 _WRITTEN_OFF = ("down", "drain", "fail")
@@ -13,7 +13,11 @@ _WRITTEN_OFF = ("down", "drain", "fail")
 
 def environment(state: State) -> dict[str, str]:
     """Return the variables that point Slurm's commands at the sandbox."""
-    return {"SLURM_CONF": str(state.layout.slurm_conf)}
+    conf = {"SLURM_CONF": str(state.layout.slurm_conf)}
+    programs = state.layout.programs
+    if programs is None:
+        return conf
+    return {**conf, "PATH": f"{programs}:{machine_path(os.environ)}"}
 
 
 def ask(

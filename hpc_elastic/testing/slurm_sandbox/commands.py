@@ -13,11 +13,19 @@ from .errors import CommandError, SandboxTimeoutError
 Completed = subprocess.CompletedProcess[str]
 _POLL_S = 0.05
 _TAIL_LINES = 12
+TREE_MARK = "hpc-elastic-slurm"
+"""A file that every unpacked release of Slurm has beside its ``bin``."""
 
 
 def search_path(env: Mapping[str, str]) -> str:
     """Return PATH with the folders of daemons' programs, which a shell by sudo may lack."""
     return f"{env.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+
+
+def machine_path(env: Mapping[str, str]) -> str:
+    """Return `search_path` without the programs of unpacked releases of Slurm."""
+    folders = dict.fromkeys(search_path(env).split(":"))
+    return ":".join(folder for folder in folders if not Path(folder, "..", TREE_MARK).exists())
 
 
 def run(

@@ -1,8 +1,7 @@
 """The text of every file that a sandbox's daemons read; pure, so that a test can compare it whole.
 
 A sandbox is described by two values. `SandboxConfig` is what the user asked for. `Layout` is where
-it landed on this machine: its directory, its network and its port, each chosen so that neither
-another sandbox nor a Slurm that the machine already has is touched.
+it landed on this machine.
 
 How it fits together: one network namespace holds a bridge (the switch); every node has a namespace
 of its own with ``eth0`` on that switch, and the machine itself has one leg on it, the *host leg*,
@@ -14,13 +13,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
+
+from .layout import Layout
 
 CONTROLLER = "ctl"
 SLURMD_PORT = 6818  # each slurmd listens in its own network namespace, so all can use one port
 MAX_NODES = 200
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")
-_FIRST_NODE_OCTET = 11
+PREEMPT_MODES = ("REQUEUE", "CANCEL", "SUSPEND")
+SHORT_MINUTES = 30
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class SandboxConfig:
             a few of its own messages have timed out as well: with 5 and 5 after about 15 s.
         message_timeout_s: Seconds after which one message of Slurm's has timed out.
         accounting: Whether a slurmdbd (and a database for it) runs, so that sacct answers.
+        slurm: Which release, such as ``24.11``; "" for the one that is installed.
+        preempt_mode: What happens to preempted tasks of the partition `low`: REQUEUE, CANCEL or
+            SUSPEND (which the whole cluster has to allow, so that GANG is on with it).
+        job_requeue: Slurm's JobRequeue: whether jobs are requeued that do not say.
+        open_paths: Folders that the ordinary user reaches although they lie in one that is closed
+            to him: the Python of these tests, below root's home, say.
         extra_lines: Lines appended to slurm.conf, for what is not covered here.
     """
 
@@ -53,6 +60,10 @@ class SandboxConfig:
     slurmd_timeout_s: int = 5
     message_timeout_s: int = 5
     accounting: bool = False
+    slurm: str = ""
+    preempt_mode: str = "REQUEUE"
+    job_requeue: bool = True
+    open_paths: tuple[str, ...] = ()
     extra_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,6 +74,9 @@ class SandboxConfig:
             raise ValueError("gpus_per_node, grace_s and kill_wait_s must not be negative")
         if self.cpus_per_node < 1:
             raise ValueError(f"cpus_per_node must be at least 1, not {self.cpus_per_node}")
+        if self.preempt_mode not in PREEMPT_MODES:
+            modes = ", ".join(PREEMPT_MODES)
+            raise ValueError(f"preempt_mode must be one of {modes}, not {self.preempt_mode!r}")
 
     @property
     def cluster(self) -> str:
@@ -100,96 +114,13 @@ def node_name(node: str | int, config: SandboxConfig) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a sandbox is on this machine: files, addresses, names of namespaces and links.
-
-    Attributes:
-        name: The sandbox's name.
-        directory: Holds all its files; removed when it goes down.
-        octet: The second number of its network, ``10.<octet>.0.0/24``.
-        port: Port of slurmctld on the host leg; slurmdbd and the database use the next two.
-    """
-
-    name: str
-    directory: Path
-    octet: int
-    port: int
-
-    @property
-    def slurm_conf(self) -> Path:
-        """The file that SLURM_CONF names; gres.conf and the others are beside it."""
-        return self.directory / "etc" / "slurm.conf"
-
-    @property
-    def munge_socket(self) -> Path:
-        """The socket of the sandbox's own munged."""
-        return self.directory / "munge" / "munge.socket"
-
-    @property
-    def munge_key(self) -> Path:
-        """The sandbox's own key."""
-        return self.directory / "munge" / "munge.key"
-
-    @property
-    def controller_address(self) -> str:
-        """The machine's address in the sandbox, where slurmctld listens."""
-        return f"10.{self.octet}.0.1"
-
-    @property
-    def slurmdbd_port(self) -> int:
-        """Port of slurmdbd, used with accounting only."""
-        return self.port + 1
-
-    @property
-    def database_port(self) -> int:
-        """Port of the database, used with accounting only."""
-        return self.port + 2
-
-    @property
-    def database(self) -> Path:
-        """The directory of the database, used with accounting only."""
-        return self.directory / "database"
-
-    @property
-    def host_leg(self) -> str:
-        """The machine's own interface into the sandbox (at most 15 characters)."""
-        return f"hxs{self.octet}"
-
-    @property
-    def namespace_prefix(self) -> str:
-        """What the names of this sandbox's network namespaces begin with, and no other's."""
-        return f"hxs-{self.name}-"
-
-    @property
-    def switch(self) -> str:
-        """The network namespace that holds the bridge."""
-        return f"{self.namespace_prefix}switch"
-
-    def namespace(self, node: str) -> str:
-        """Return the name of a node's network namespace."""
-        return f"{self.namespace_prefix}{node}"
-
-    def address(self, node: str) -> str:
-        """Return a node's address on the sandbox's network."""
-        number = int(node.removeprefix("node"))
-        return f"10.{self.octet}.0.{_FIRST_NODE_OCTET + number - 1}"
-
-    def log(self, daemon: str) -> Path:
-        """Return the file that holds what a daemon writes to its standard error."""
-        return self.directory / "log" / f"{daemon}.err"
-
-    def gpu_device(self, index: int) -> Path:
-        """Return the character device that stands for a GPU of that index, on every node."""
-        return self.directory / "dev" / f"gpu{index}"
-
-
 def slurm_conf(config: SandboxConfig, layout: Layout) -> str:
     """Return the text of slurm.conf."""
     parts = [
         _controller_lines(config, layout),
         _daemon_lines(config, layout),
         _scheduling_lines(config),
+        plugin_lines(layout),
         _accounting_lines(layout) if config.accounting else [],
         _node_lines(config, layout),
         _partition_lines(config),
@@ -241,9 +172,14 @@ def _scheduling_lines(config: SandboxConfig) -> list[str]:
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core",
         "PreemptType=preempt/partition_prio",
-        "PreemptMode=REQUEUE",
-        "JobRequeue=1",
+        f"PreemptMode={'SUSPEND,GANG' if config.preempt_mode == 'SUSPEND' else 'REQUEUE'}",
+        f"JobRequeue={int(config.job_requeue)}",
     ]
+
+
+def plugin_lines(layout: Layout) -> list[str]:
+    """Return the lines of slurm.conf and slurmdbd.conf that lead to a tree's plugins."""
+    return [] if layout.tree is None else [f"PluginDir={layout.tree}/plugins"]
 
 
 def _accounting_lines(layout: Layout) -> list[str]:
@@ -271,9 +207,11 @@ def _partition_lines(config: SandboxConfig) -> list[str]:
     nodes = ",".join(config.node_names)
     return [
         f"PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE PriorityTier=1 "
-        f"PreemptMode=REQUEUE GraceTime={config.grace_s}",
+        f"PreemptMode={config.preempt_mode} GraceTime={config.grace_s}",
         f"PartitionName=cancel Nodes={nodes} MaxTime=INFINITE PriorityTier=1 "
         f"PreemptMode=CANCEL GraceTime={config.grace_s}",
+        f"PartitionName=short Nodes={nodes} MaxTime={SHORT_MINUTES} PriorityTier=1 "
+        f"PreemptMode=REQUEUE GraceTime={config.grace_s}",
         f"PartitionName=high Nodes={nodes} MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF",
     ]
 

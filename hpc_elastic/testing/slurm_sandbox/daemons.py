@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import config as texts
-from .commands import run, search_path, tail, wait_until
-from .config import CONTROLLER, Layout, SandboxConfig
+from . import user
+from .commands import machine_path, run, tail, wait_until
+from .config import CONTROLLER, SandboxConfig
 from .errors import SandboxError
+from .layout import Layout
 from .processes import Process, identify, is_alive, only_child
 from .state import State, save
 
@@ -27,6 +29,7 @@ _BECOME = """#!/bin/sh
 set -e
 hostname "$1"
 shift
+{mounts}
 mount --bind {etc}/hosts /etc/hosts
 [ ! -e /etc/nsswitch.conf ] || mount --bind {etc}/nsswitch.conf /etc/nsswitch.conf
 exec "$@"
@@ -39,14 +42,20 @@ def write_files(config: SandboxConfig, layout: Layout) -> None:
     for name in ("etc", "log", "pid", "state", "dev", "munge", *spools):
         (layout.directory / name).mkdir(parents=True, exist_ok=True)
     machine = os.uname().nodename
-    version = texts.parse_version(run(["slurmd", "-V"]).stdout)
+    version = texts.parse_version(run([program(layout, "slurmd"), "-V"]).stdout)
     etc = layout.slurm_conf.parent
     layout.slurm_conf.write_text(texts.slurm_conf(config, layout))
     (etc / "gres.conf").write_text(texts.gres_conf(config, layout))
     (etc / "cgroup.conf").write_text(texts.cgroup_conf(version))
     (etc / "hosts").write_text(texts.hosts(config, layout, machine))
     (etc / "nsswitch.conf").write_text(texts.nsswitch_conf(_read("/etc/nsswitch.conf")))
-    (etc / "become.sh").write_text(_BECOME.format(etc=etc))
+    mounts = user.mount_lines(layout, user.open_lines(layout, config.open_paths))
+    (etc / "passwd").write_text(user.with_user(_read("/etc/passwd"), layout))
+    (etc / "group").write_text(user.with_group(_read("/etc/group")))
+    (etc / "become.sh").write_text(_BECOME.format(etc=etc, mounts=mounts))
+    (etc / "login.sh").write_text(user.login_script(layout, mounts))
+    layout.home.mkdir()
+    os.chown(layout.home, user.USER_ID, user.USER_ID)
     for index in range(config.gpus_per_node):
         os.mknod(layout.gpu_device(index), 0o666 | 0o020000, os.makedev(1, 3))
     _write_munge_key(layout)
@@ -88,7 +97,7 @@ def spawn(state: State, name: str, argv: Sequence[str]) -> State:
 def _spawn_gated(layout: Layout, name: str, argv: Sequence[str], gate: int) -> Process:
     log = str(layout.log(name))
     environment = {
-        "PATH": search_path(os.environ),
+        "PATH": path(layout),
         "SLURM_CONF": str(layout.slurm_conf),
         "LANG": "C.UTF-8",
     }
@@ -107,6 +116,17 @@ def _spawn_gated(layout: Layout, name: str, argv: Sequence[str], gate: int) -> P
     if process is None:
         raise SandboxError(f"{name} ended before it was recorded; see {log}")
     return process
+
+
+def path(layout: Layout) -> str:
+    """Return the PATH with which the sandbox's Slurm is found first."""
+    theirs = machine_path(os.environ)
+    return theirs if layout.programs is None else f"{layout.programs}:{theirs}"
+
+
+def program(layout: Layout, name: str) -> str:
+    """Return how to call one of Slurm's programs: by its path if it is not the machine's."""
+    return name if layout.programs is None else str(layout.programs / name)
 
 
 def become_argv(layout: Layout, name: str) -> list[str]:
@@ -129,7 +149,7 @@ def munged_argv(layout: Layout) -> list[str]:
 def slurmctld_argv(layout: Layout) -> list[str]:
     """Return the command of the controller; it runs on the machine's network, under its name."""
     become = become_argv(layout, CONTROLLER)
-    return ["unshare", "--uts", "--mount", *become, "slurmctld", "-D"]
+    return ["unshare", "--uts", "--mount", *become, program(layout, "slurmctld"), "-D"]
 
 
 def slurmd_argv(layout: Layout, node: str) -> list[str]:
@@ -142,8 +162,13 @@ def slurmd_argv(layout: Layout, node: str) -> list[str]:
         *("unshare", "--uts", "--mount", "--propagation=slave", "--pid", "--fork"),
         *("--kill-child", "--mount-proc", *become_argv(layout, node)),
         *(sys.executable, "-I", "-S", str(Path(__file__).with_name("node_init.py"))),
-        *("slurmd", "-D", "-N", node),
+        *(program(layout, "slurmd"), "-D", "-N", node, *_stepd(layout)),
     ]
+
+
+def _stepd(layout: Layout) -> list[str]:
+    """Return the option that names the step daemon where slurmd would take the machine's."""
+    return [] if layout.tree is None else ["-d", program(layout, "slurmstepd")]
 
 
 def start_munged(state: State) -> State:
@@ -161,9 +186,10 @@ def start_slurmctld(state: State) -> State:
 def wait_for_controller(state: State) -> None:
     """Wait until the controller answers."""
     environment = {**os.environ, "SLURM_CONF": str(state.layout.slurm_conf)}
+    ping = [program(state.layout, "scontrol"), "ping"]
 
     def answers() -> bool:
-        done = run(["scontrol", "ping"], env=environment, check=False)
+        done = run(ping, env=environment, check=False)
         return done.returncode == 0 and "UP" in done.stdout
 
     wait_started(state, "slurmctld", "an answer of slurmctld", answers)

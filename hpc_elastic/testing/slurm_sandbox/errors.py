@@ -7,6 +7,7 @@
     +-- NotUpError                     the named sandbox is not up
     +-- SandboxTimeoutError            a bounded wait ended; also a TimeoutError
     +-- CommandError                   a command failed; keeps argv, exit code and stderr
+    +-- ReleaseError                   a release of Slurm can not be had here; says why
 
 The package imports nothing from the rest of hpc_elastic, so the hierarchy is its own.
 """
@@ -73,3 +74,18 @@ class CommandError(SandboxError):
         self.exit_code = exit_code
         self.stderr = stderr
         super().__init__(f"{' '.join(argv)}: exit code {exit_code}: {stderr.strip()}")
+
+
+class ReleaseError(SandboxError):
+    """A release of Slurm that was asked for can not be had on this machine.
+
+    Attributes:
+        release: What was asked for, such as ``24.11``.
+    """
+
+    def __init__(self, release: str, why: str) -> None:
+        self.release = release
+        super().__init__(
+            f"slurm={release!r} can not be had here: {why} (leave --slurm out for the Slurm that "
+            "is installed)"
+        )

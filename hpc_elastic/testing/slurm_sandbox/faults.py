@@ -5,14 +5,15 @@ Functions here act on a state that the caller has loaded, and return the state t
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 from . import network
 from .client import ask, cancel_all, is_idle, is_there, is_written_off, resume, wait_nodes
-from .commands import tail
-from .daemons import init_of, start_slurmd
+from .commands import tail, wait_until
+from .daemons import init_of, start_slurmctld, start_slurmd, wait_for_controller
 from .errors import SandboxError
-from .processes import continue_tree, end, state_of, stop_tree
+from .processes import continue_tree, end, is_alive, send, state_of, stop_tree
 from .state import State
 
 NODE_TIMEOUT_S = 60.0
@@ -81,6 +82,25 @@ def heal(state: State, node: str) -> None:
     network.set_link(state.layout, node, up=True)
 
 
+def stop_controller(state: State) -> None:
+    """End slurmctld with SIGTERM, so that it saves its state; no effect if it does not run."""
+    process = state.processes["slurmctld"]
+    send(process, signal.SIGTERM)
+    wait_until("the end of slurmctld", lambda: not is_alive(process), NODE_TIMEOUT_S)
+
+
+def start_controller(state: State) -> State:
+    """Start slurmctld if it does not run, and wait until it answers.
+
+    Returns:
+        The state with its process.
+    """
+    if not is_alive(state.processes["slurmctld"]):
+        state = start_slurmctld(state)
+        wait_for_controller(state)
+    return state
+
+
 def preempt(state: State, nodes: Sequence[str], for_s: float) -> str:
     """Submit a job of the `high` partition that takes whole nodes from whoever has them.
 
@@ -99,11 +119,14 @@ def preempt(state: State, nodes: Sequence[str], for_s: float) -> str:
 
 
 def bring_back(state: State) -> State:
-    """Undo every fault: cables in, paused nodes running, dead ones started; jobs are left alone.
+    """Undo every fault: slurmctld runs, cables in, paused nodes go on, dead ones are started.
+
+    Jobs are left alone.
 
     Returns:
         The state with new processes of the nodes that were dead.
     """
+    state = start_controller(state)
     for node in state.config.node_names:
         heal(state, node)
         resume_node(state, node)

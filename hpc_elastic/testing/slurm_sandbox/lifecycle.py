@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
-from . import accounting, daemons, network
+from . import accounting, daemons, network, releases
 from .client import is_idle, node_states, wait_nodes
-from .config import Layout, SandboxConfig
+from .config import SandboxConfig
 from .errors import SandboxError
 from .faults import NODE_TIMEOUT_S, bring_back, kill_node, process_state
+from .layout import Layout
 from .processes import end, is_alive
 from .state import State, forget, load, locked, save
 
@@ -81,7 +82,8 @@ def _prepare(config: SandboxConfig, root: Path) -> State:
     """
     with locked(_PLACES, root):
         octet = network.choose_octet(config.name, network.networks_in_use())
-        layout = Layout(config.name, root / config.name, octet, network.choose_port(octet))
+        tree = releases.tree_of(config.slurm) if config.slurm else None
+        layout = Layout(config.name, root / config.name, octet, network.choose_port(octet), tree)
         if layout.directory.exists():  # without a state file: killed before it had done anything
             shutil.rmtree(layout.directory)
         state = save(State(config, layout))

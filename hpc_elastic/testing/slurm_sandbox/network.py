@@ -9,8 +9,9 @@ import zlib
 from collections.abc import Iterable
 
 from .commands import run
-from .config import Layout, SandboxConfig
+from .config import SandboxConfig
 from .errors import SandboxError
+from .layout import Layout
 
 Network = ipaddress.IPv4Network
 _FIRST_OCTET = 64

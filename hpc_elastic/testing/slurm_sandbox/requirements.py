@@ -36,9 +36,19 @@ def _which(program: str) -> str | None:
     return shutil.which(program, path=search_path(os.environ))
 
 
-def missing_packages(accounting: bool = False, which: Which = _which) -> tuple[str, ...]:
-    """Return the Debian packages whose programs are not here, in a stable order."""
+def missing_packages(
+    accounting: bool = False, which: Which = _which, *, slurm: str = ""
+) -> tuple[str, ...]:
+    """Return the Debian packages whose programs are not here, in a stable order.
+
+    Args:
+        accounting: Whether there is to be accounting.
+        which: Finds a program.
+        slurm: The release that is unpacked; "" for the one that is to be installed.
+    """
     needed = PACKAGES | (ACCOUNTING_PACKAGES if accounting else {})
+    if slurm:
+        needed = {name: package for name, package in needed.items() if "slurm" not in package}
     return tuple(dict.fromkeys(package for name, package in needed.items() if not which(name)))
 
 
@@ -47,7 +57,7 @@ def install_command(packages: Sequence[str]) -> tuple[str, ...]:
     return ("apt-get", "install", "-y", "--no-install-recommends", *packages)
 
 
-def check(accounting: bool = False, which: Which = _which) -> None:
+def check(accounting: bool = False, which: Which = _which, *, slurm: str = "") -> None:
     """Refuse to go on where the sandbox cannot run.
 
     Raises:
@@ -56,7 +66,7 @@ def check(accounting: bool = False, which: Which = _which) -> None:
     """
     if not sys.platform.startswith("linux"):
         raise SandboxError("the Slurm sandbox needs Linux (network namespaces)")
-    missing = missing_packages(accounting, which)
+    missing = missing_packages(accounting, which, slurm=slurm)
     if missing:
         raise MissingPackagesError(missing, install_command(missing))
     if os.geteuid() != 0:
@@ -66,9 +76,13 @@ def check(accounting: bool = False, which: Which = _which) -> None:
 def install(packages: Sequence[str]) -> None:
     """Install packages with apt-get, as its own messages on standard error tell.
 
+    No effect if none is given.
+
     Raises:
         CommandError: apt-get failed.
     """
+    if not packages:
+        return
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for argv in (("apt-get", "update", "-q"), install_command(packages)):
         command = (argv[0], "-o", "DPkg::Lock::Timeout=300", *argv[1:])

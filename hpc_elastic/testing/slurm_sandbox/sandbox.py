@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from . import client, faults, lifecycle, requirements
+from . import client, faults, lifecycle, releases, requirements
 from .commands import Completed, run
 from .config import SandboxConfig, check_name, node_name
 from .daemons import init_of
@@ -18,6 +19,12 @@ from .state import DEFAULT_ROOT, State, load, locked
 
 def _quiet(line: str) -> None:
     """Report nothing."""
+
+
+def _with_release(config: SandboxConfig) -> SandboxConfig:
+    """Return the settings with "" for the release that the machine has."""
+    same = config.slurm and config.slurm == releases.system_release()
+    return replace(config, slurm="") if same else config
 
 
 class SlurmSandbox:
@@ -54,10 +61,13 @@ class SlurmSandbox:
 
         Raises:
             MissingPackagesError: Install what it names.
+            ReleaseError: The release of Slurm that is asked for can not be had.
             SandboxError: Not root, a daemon does not start, or it is up with other settings.
         """
-        config = config or SandboxConfig()
-        requirements.check(config.accounting)
+        config = _with_release(config or SandboxConfig())
+        requirements.check(config.accounting, slurm=config.slurm)
+        if config.slurm:
+            releases.ensure(config.slurm, root, report)
         with locked(config.name, root):
             lifecycle.up(config, root, report)
         return cls(config.name, root)
@@ -93,6 +103,16 @@ class SlurmSandbox:
     def env(self) -> dict[str, str]:
         """The variables that point Slurm's commands at it, to be merged into os.environ."""
         return client.environment(self._state())
+
+    @property
+    def home(self) -> Path:
+        """The home of the ordinary user, in whose name `as_user` runs commands."""
+        return self._state().layout.home
+
+    def as_user(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that does as an ordinary user what `argv` does as root."""
+        login = self._state().layout.slurm_conf.with_name("login.sh")
+        return ["unshare", "--mount", "sh", str(login), *argv]
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -175,6 +195,16 @@ class SlurmSandbox:
         """
         state = self._state()
         client.wait_nodes(state, state.config.node_names, client.is_idle, timeout_s)
+
+    def stop_controller(self) -> None:
+        """End slurmctld in an orderly way; jobs go on, and nobody answers."""
+        with self._locked_state() as state:
+            faults.stop_controller(state)
+
+    def start_controller(self) -> None:
+        """Start slurmctld again, if it does not run, and wait until it answers."""
+        with self._locked_state() as state:
+            faults.start_controller(state)
 
     def heal_all(self) -> None:
         """Undo every fault, cancel all jobs, and wait until every node is idle."""

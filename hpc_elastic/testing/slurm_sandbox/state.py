@@ -14,13 +14,16 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from .commands import wait_until
-from .config import Layout, SandboxConfig
+from .config import SandboxConfig
+from .layout import Layout
 from .processes import Process
 
 DEFAULT_ROOT = Path("/run/hpc-elastic-sandbox")
 _LOCK_TIMEOUT_S = 180.0
+_TUPLES = ("open_paths", "extra_lines")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class State:
 def to_json(state: State) -> str:
     """Return the text of the state file."""
     content = asdict(state)
-    content["layout"]["directory"] = str(state.layout.directory)
+    layout = state.layout
+    content["layout"]["directory"] = str(layout.directory)
+    content["layout"]["tree"] = None if layout.tree is None else str(layout.tree)
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -57,11 +62,22 @@ def from_json(text: str) -> State:
     content = json.loads(text)
     config, layout = content["config"], content["layout"]
     return State(
-        config=SandboxConfig(**{**config, "extra_lines": tuple(config["extra_lines"])}),
-        layout=Layout(**{**layout, "directory": Path(layout["directory"])}),
+        config=SandboxConfig(
+            **{**config, **{name: tuple(config.get(name, ())) for name in _TUPLES}}
+        ),
+        layout=_layout(layout),
         processes={name: Process(**entry) for name, entry in content["processes"].items()},
         ready=content["ready"],
     )
+
+
+def _layout(content: dict[str, Any]) -> Layout:
+    tree = content.get("tree")
+    places = {
+        "directory": Path(content["directory"]),
+        "tree": None if tree is None else Path(tree),
+    }
+    return Layout(**{**content, **places})
 
 
 def path_of(name: str, root: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.slurm.scontrol import Preemption, parse_preemption, parse_records
+from hpc_elastic.slurm.outputs import Preemption, parse_preemption, parse_records
 
 CONFIG = """
 Configuration data as of 2026-11-21T15:00:00

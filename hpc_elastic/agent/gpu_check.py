@@ -1,0 +1,46 @@
+"""Multiplies matrices on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check``.
+
+Prints one line of JSON: ``{"problem": null}``, or what is wrong. The numbers are whole and small,
+so that every order of addition gives the same sum, in any precision that is used.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+_SIZE = 1024
+
+
+def problem_of(device: torch.device) -> str | None:
+    """Return what is wrong with a device's arithmetic."""
+    a = (torch.arange(_SIZE * _SIZE, dtype=torch.int64).reshape(_SIZE, _SIZE) * 31 % 7) - 3
+    b = (a.T * 3) % 5 - 2
+    expected = a @ b.sum(dim=1)
+    for kind in (torch.float32, torch.bfloat16):
+        product = (a.to(device, kind) @ b.to(device, kind)).float()
+        if kind is torch.bfloat16:  # the sums are rounded to it
+            close = torch.allclose(product.cpu(), (a @ b).float(), rtol=2**-7, atol=1.0)
+        else:
+            close = bool((product.cpu().to(torch.int64).sum(dim=1) == expected).all())
+        if not close:
+            return f"GPU {device.index}: a product of {kind} matrices is wrong"
+    return None
+
+
+def main() -> None:
+    """Check every device."""
+    problem = None
+    if torch.version.cuda or torch.version.hip:
+        try:
+            devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+            problem = next(filter(None, map(problem_of, devices)), None)
+            problem = problem or (None if devices else "torch sees no GPU")
+        except RuntimeError as e:
+            problem = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+    print(json.dumps({"problem": problem}))
+
+
+if __name__ == "__main__":
+    main()

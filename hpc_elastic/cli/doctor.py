@@ -1,0 +1,150 @@
+"""``hpc-elastic doctor``: will elastic runs work here, and what is to be done where they won't?"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_elastic.cli import options
+
+if TYPE_CHECKING:
+    from hpc_elastic.doctor.examine import Examination
+    from hpc_elastic.doctor.watch import Say
+
+_EPILOG = """
+\b
+The settings are those of a script's command line; `partition=gpu` is short for
+`launcher.partition=gpu`. What is not given is the cluster's default.
+
+\b
+Examples:
+  hpc-elastic doctor                                     look around, submit nothing
+  hpc-elastic doctor partition=gpu time=4:00:00 nodes=1:16
+  hpc-elastic doctor partition=gpu gpus_per_node=4 --probe
+  hpc-elastic doctor partition=gpu --probe --nodes 8 --dir /scratch/$USER
+  hpc-elastic doctor container.runtime=apptainer container.image=torch.sif --probe
+  hpc-elastic doctor --probe --json > doctor.json        what a bug report attaches
+
+\b
+Exit codes: 0 nothing failed; 1 something did; 2 wrong arguments; 130 interrupted.
+Keys of --json: schema (1), verdict, time, versions, asked, findings (check, verdict, found, why,
+remedy), facts. A verdict is ok, warn, fail or unknown. No environment variables are in it.
+"""
+
+
+def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the settings that begin so, for the shell."""
+    from dataclasses import fields
+
+    from hpc_elastic.config import SlurmSettings
+
+    names = ["nodes", "nproc_per_node", *(field.name for field in fields(SlurmSettings))]
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_keys)
+@click.option("--probe", is_flag=True, help="Submit a job of about a minute that tries things out.")
+@click.option(
+    "--nodes", type=click.IntRange(1, 64), default=2, show_default=True,
+    help="With --probe: on how many nodes.",
+)  # fmt: skip
+@click.option(
+    "--wait", "wait_s", type=click.FloatRange(0, min_open=True), default=300, show_default=True,
+    metavar="SECONDS", help="With --probe: how long it may wait in the queue.",
+)  # fmt: skip
+@click.option(
+    "--dir", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".",
+    help="Where runs will lie: hydra.sweep.dir, or a folder above it.  [default: this one]",
+)  # fmt: skip
+@options.as_json
+def command(
+    settings: tuple[str, ...], probe: bool, nodes: int, wait_s: float, folder: Path, as_json: bool
+) -> int:
+    """Tell whether elastic runs will work on this cluster, and what to do where they won't.
+
+    Looks at this login node, at Slurm and at the directory that runs will lie in. With --probe,
+    a job goes through what a run goes through, on real nodes: they meet, see each other's files,
+    reduce a tensor together, get signals, and one of them is requeued and comes back. It ends by
+    itself, and Ctrl-C cancels it.
+
+    A check that failed makes runs fail, or not come back; a warning is a loss that can be avoided.
+    """
+    from hpc_elastic.doctor import asked, examine
+    from hpc_elastic.doctor.findings import Verdict, worst
+    from hpc_elastic.errors import ConfigError
+
+    try:
+        wanted = asked.parse(settings)
+    except ConfigError as e:
+        raise click.UsageError(str(e)) from e
+    found = examine.login(wanted, folder)
+    if probe:
+        with _interruptible(), _progress(quiet=as_json) as say:
+            found = examine.probe(
+                found, wanted, folder, num_nodes=nodes, patience_s=wait_s, say=say
+            )
+    if as_json:
+        print(_json(found, asked.shown(wanted)))
+    else:
+        _show(found, probed=probe)
+    return 1 if worst(found.findings) is Verdict.FAIL else 0
+
+
+def _json(found: Examination, wanted: dict[str, object]) -> str:
+    from hpc_elastic.doctor.report import to_json
+
+    report = to_json(found.findings, versions=found.versions, asked=wanted, facts=found.facts)
+    return json.dumps(report, indent=2)
+
+
+def _show(found: Examination, *, probed: bool) -> None:
+    from rich.console import Console
+
+    from hpc_elastic.doctor.report import show
+
+    show(found.findings, Console(highlight=False), probed=probed)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM and a lost terminal end the probe as Ctrl-C does: it cancels its job."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[Say]:
+    """Show on standard error what is being done: one line that changes, or a line for each."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal and not quiet:
+        with console.status("submitting the probe") as status:
+            yield status.update
+        return
+    last = ""
+
+    def say(text: str) -> None:
+        nonlocal last
+        if text != last:
+            print(text, file=sys.stderr, flush=True)
+            last = text
+
+    yield say

@@ -1,0 +1,200 @@
+"""``hpc-elastic list``: the runs of this user, the newest first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_elastic import known_runs
+from hpc_elastic.cli import options
+from hpc_elastic.known_runs import KnownRun
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpc_elastic.cli.queues import Queue
+    from hpc_elastic.rundir import RunSpec
+
+_WIDE = 130
+"""From so many columns on a run is one line; otherwise what was overridden stands below."""
+
+_HELP = """
+\b
+A run's state is one of
+  queued      none of its tasks has a node
+  starting    the first ones have one
+  waiting     the group is being formed, or has fewer nodes than it needs
+  training    it trains
+  given back  its nodes went back to the queue, for they were too few
+  succeeded, failed
+  lost        its tasks are gone, and it has left no result
+  unknown     Slurm does not answer, and the run has told nothing yet
+
+\b
+With --json, a list of objects: run_id, directory, submitted (Unix seconds), state, nodes, step,
+total_steps (null where not known), overrides and problem (why its files can not be read).
+
+\b
+Examples:
+  hpc-elastic list
+  hpc-elastic list --all --json | jq -r '.[] | select(.state == "failed") | .directory'
+"""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One run of the list; None and empty where nothing is known."""
+
+    run_id: str
+    directory: str
+    submitted: float
+    state: str
+    nodes: int | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    overrides: str = ""
+    problem: str | None = None
+
+
+@click.command(epilog=_HELP)
+@click.option("-a", "--all", "everything", is_flag=True, help="All runs, not only the newest.")
+@click.option(
+    "-n", "--limit", default=20, show_default=True, metavar="N", type=click.IntRange(min=1),
+    help="So many runs.",
+)  # fmt: skip
+@options.as_json
+def command(everything: bool, limit: int, as_json: bool) -> int:
+    """List the runs that you have submitted from this account, the newest first.
+
+    Slurm is asked once, for all that have not ended. Runs whose directory was deleted are left
+    out; `hpc-elastic status RUN` shows more of one.
+    """
+    known = known_runs.newest_first()
+    found = list(known if everything else islice(known, limit))
+    runs = listed(found)
+    if as_json:
+        print(json.dumps([asdict(run) for run in runs], indent=2))
+        return 0
+    _print(runs, cut=not everything and next(known, None) is not None)
+    return 0
+
+
+def listed(
+    known: Sequence[KnownRun], asks: Callable[[Sequence[RunSpec]], Queue] | None = None
+) -> list[Listed]:
+    """Return what is known of these runs; the scheduler is asked once for all that go on.
+
+    Args:
+        known: The runs.
+        asks: Asks the scheduler; None: Slurm, and the local launchers' tables.
+    """
+    from hpc_elastic.cli.queues import ask
+
+    files = [_Files.read(run) for run in known]
+    going = [f.spec for f in files if f.spec is not None and f.result is None]
+    queue = (asks or ask)(going)
+    return [f.listed(queue) for f in files]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What the files of one run say."""
+
+    run: KnownRun
+    spec: RunSpec | None
+    result: dict[str, Any] | None
+    status: dict[str, Any]
+    problem: str | None
+
+    @classmethod
+    def read(cls, run: KnownRun) -> _Files:
+        from hpc_elastic.errors import HpcElasticError
+        from hpc_elastic.rundir import RunDir, read_json
+
+        files = RunDir(run.path)
+        try:
+            return cls(
+                run, files.load(), read_json(files.result), read_json(files.status) or {}, None
+            )
+        except (HpcElasticError, OSError, ValueError) as e:
+            return cls(run, None, None, {}, str(e))
+
+    def listed(self, queue: Queue) -> Listed:
+        """Return its line."""
+        from hpc_elastic.cli.looking import label_of, phase_of
+
+        run, status = self.run, self.status
+        head = (run.run_id, str(run.path), run.submitted)
+        if self.spec is None:
+            return Listed(*head, "unknown", problem=self.problem)
+        states = None if self.result is not None else queue.of(self.spec)
+        age_s = time.time() - float(status.get("updated") or run.submitted)
+        state = phase_of(states, status, self.result, age_s=age_s)
+        return Listed(
+            *head, state, status.get("nodes") if state == "training" else None,
+            status.get("step"), status.get("total_steps"), label_of(run.path),
+        )  # fmt: skip
+
+
+# ---- for people ----------------------------------------------------------------------------
+
+
+def _print(runs: Sequence[Listed], *, cut: bool) -> None:
+    from hpc_elastic.cli.status_text import console
+
+    out = console()
+    if not runs:
+        out.print("no runs yet: hpc-elastic submit, or python your_script.py -m launcher=slurm ...")
+        return
+    _print_table(out, runs)
+    if cut:
+        out.print(f"the {len(runs)} newest; --all lists all, --limit N so many", style="dim")
+
+
+def _print_table(out: Console, runs: Sequence[Listed]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    wide = out.width >= _WIDE
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("run", "submitted", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("nodes", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    if wide:
+        table.add_column("overrides", ratio=1, overflow="fold")
+        table.add_column("directory", ratio=1, overflow="fold")
+    for run in runs:
+        table.add_row(*_cells(run, below=not wide), *(_more(run) if wide else ()))
+    out.print(table)
+
+
+def _cells(run: Listed, *, below: bool) -> Iterator[Any]:
+    from rich.text import Text
+
+    from hpc_elastic.cli.status_text import PHASES
+    from hpc_elastic.cli.words import duration
+
+    name = Text(run.run_id, style="bold")
+    if below:
+        for line in filter(None, _more(run)):
+            name.append(f"\n  {line}", style="dim not bold")
+    yield name
+    yield f"{duration(time.time() - run.submitted)} ago"
+    yield Text(run.state, style=PHASES.get(run.state, ""))
+    yield "" if run.nodes is None else str(run.nodes)
+    of = f" of {run.total_steps:,}" if run.total_steps else ""
+    yield "" if run.step is None else f"{run.step:,}{of}"
+
+
+def _more(run: Listed) -> tuple[str, str]:
+    here, path = Path.cwd(), Path(run.directory)
+    place = str(path.relative_to(here)) if path.is_relative_to(here) else run.directory
+    return run.problem or run.overrides, place

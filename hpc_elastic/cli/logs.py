@@ -1,0 +1,310 @@
+"""``hpc-elastic logs``: the output of all workers of a run, in order of time."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+import click
+
+from hpc_elastic.cli import options
+from hpc_elastic.cli.log_lines import Writer, as_json
+from hpc_elastic.cli.run_state import Ending, doing
+from hpc_elastic.cli.since import FORMS, PointInTime
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rundir import RunDir
+from hpc_elastic.slurm.nodelist import expand, expand_indices
+from hpc_elastic.story import log_files
+from hpc_elastic.story.log_follow import Follower
+from hpc_elastic.story.log_text import cleaned
+from hpc_elastic.story.logs import (
+    Keep,
+    Line,
+    NothingSelectedError,
+    Selection,
+    Source,
+    merge,
+    require_there,
+)
+
+_FIRST_LINES = 10
+"""With --follow, as of ``tail -f``."""
+_POLL_S = 0.2
+_LAST_WORDS_S = 2.0
+"""What the agents write after the end is waited for until nothing came for so long."""
+_LAST_WORDS_AT_MOST_S = 15.0
+
+_EXAMPLES = """\b
+Examples:
+  hpc-elastic logs last                           all workers' output so far
+  hpc-elastic logs last --follow                  the last lines, and what is added
+  hpc-elastic logs runs/7 --rank 0 --tail 20      the last 20 lines of rank 0
+  hpc-elastic logs last --rank 0-3 --grep loss    lines of four ranks that match
+  hpc-elastic logs last --node node[2-3] --agent  two nodes, with their agents' logs
+  hpc-elastic logs last --since 10m               the last ten minutes
+  hpc-elastic logs last --json | jq -r .text      for scripts
+"""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked for.
+
+    Attributes:
+        selection: Of which files.
+        keep: Of which lines.
+        since: Unix seconds before which nothing is shown.
+        tail: Only so many of the last lines.
+        follow: Go on until the run has ended.
+    """
+
+    selection: Selection
+    keep: Keep
+    since: float | None
+    tail: int | None
+    follow: bool
+
+
+def _ranks(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> frozenset[int]:
+    try:
+        return frozenset(rank for value in values for rank in expand_indices(value)[0])
+    except ValueError as e:
+        raise click.BadParameter(f"{e}; give a rank, or ranks such as 0-3,8") from e
+
+
+def _hosts(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> frozenset[str]:
+    try:
+        return frozenset(host for value in values for host in expand(value))
+    except ValueError as e:
+        raise click.BadParameter(f"{e}; give a node, or nodes such as node[1-3]") from e
+
+
+def _pattern(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> re.Pattern[str] | None:
+    try:
+        return None if value is None else re.compile(value)
+    except re.error as e:
+        remedy = "it is a Python regular expression: write \\( \\[ \\* \\. for the character itself"
+        raise click.BadParameter(f"{value!r}: {e}; {remedy}") from e
+
+
+@click.command(epilog=_EXAMPLES)
+@options.run
+@click.option(
+    "--rank",
+    "ranks",
+    multiple=True,
+    callback=_ranks,
+    metavar="R",
+    help="Only this global rank, or ranks (0-3,8); may be repeated.",
+)
+@click.option(
+    "--node",
+    "nodes",
+    multiple=True,
+    callback=_hosts,
+    metavar="N",
+    help="Only this node, or nodes (node[1-3]); may be repeated.",
+)
+@click.option(
+    "--attempt",
+    type=click.IntRange(0),
+    metavar="K",
+    help="Only this attempt of each task: 0 is before any requeue.",
+)
+@click.option(
+    "--round",
+    "round_",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Only this round of the run: every change of the group begins a new one.",
+)
+@click.option(
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Go on until the run has ended: across restarts, requeues and new nodes. "
+    f"Begins with the last {_FIRST_LINES} lines, unless --tail or --since says otherwise.",
+)
+@click.option(
+    "--grep",
+    "pattern",
+    callback=_pattern,
+    metavar="RE",
+    help="Only lines in which this regular expression is found; (?i) ignores case.",
+)
+@click.option(
+    "-n", "--tail", type=click.IntRange(0), metavar="N", help="Only the last N lines of all."
+)
+@click.option(
+    "--since", type=PointInTime(), metavar="T", help=f"Only what was written since: {FORMS}."
+)
+@click.option(
+    "--agent/--no-agent",
+    "agents",
+    default=False,
+    show_default=True,
+    help="With the agents' logs, and what Slurm captured of the tasks.",
+)
+@options.as_json
+def command(
+    run: Path,
+    *,
+    ranks: frozenset[int],
+    nodes: frozenset[str],
+    attempt: int | None,
+    round_: int | None,
+    follow: bool,
+    pattern: re.Pattern[str] | None,
+    tail: int | None,
+    since: float | None,
+    agents: bool,
+    as_json: bool,
+) -> int:
+    """Print what a run's workers have written, of all nodes together, in order of time.
+
+    Each line begins with its time, its node and its rank; then `|` for standard output, `!` for
+    standard error, `:` for what agents and Slurm have written. Times are those at which the lines
+    came, to a tenth of a second; nothing is asked of the script. A line that was redrawn, as
+    progress bars do, is shown as it was left.
+
+    With --json each line is an object: time (Unix seconds), timed (false: nothing is known but the
+    file's date), host, task, attempt, round, rank (null for agents), stream (out, err, agent,
+    slurm), text.
+
+    The exit code is 1 if there is nothing to show.
+    """
+    selection = Selection(ranks, nodes, attempt, round_, agents)
+    if follow and tail is None and since is None:
+        tail = _FIRST_LINES
+    query = Query(selection, _keep(pattern, since), since, tail, follow)
+    return show(RunDir(run), query, _Output(as_json=as_json))
+
+
+def _keep(pattern: re.Pattern[str] | None, since: float | None) -> Keep:
+    def keep(line: Line) -> bool:
+        if since is not None and line.time < since:
+            return False
+        return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
+
+    return keep
+
+
+class _Output:
+    """Where lines go to."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such character
+        self._as_json = as_json
+        self._on_terminal = sys.stdout.isatty() and not as_json
+        self._writer = Writer(on_terminal=self._on_terminal, now=time.time())
+        self.num_lines = 0
+
+    def make_room(self, sources: Iterable[Source]) -> None:
+        self._writer.make_room(sources)
+
+    def write(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            self.num_lines += 1
+            rows = [as_json(line)] if self._as_json else self._writer.rows([line])
+            sys.stdout.writelines(f"{row}\n" for row in rows)
+        sys.stdout.flush()
+
+
+def show(run: RunDir, query: Query, out: _Output) -> int:
+    """Print what is asked for of a run.
+
+    Returns:
+        0, or 1 if nothing was printed.
+
+    Raises:
+        RunDirectoryError: it is no run directory, or its workers have written nothing.
+        NothingSelectedError: what is asked for is not there.
+    """
+    discovery = log_files.Discovery(run)
+    if query.follow:
+        _follow(run, query, out, discovery)
+    else:
+        sources = discovery.sources()
+        chosen = [source for source in sources if query.selection.takes(source)]
+        _require_output(run, query.selection, sources, chosen)
+        out.make_room(chosen)
+        out.write(_so_far(chosen, query, {}))
+        if not out.num_lines:
+            _say(f"nothing to show; {doing(run)}")
+    return 0 if out.num_lines else 1
+
+
+def _require_output(
+    run: RunDir, selection: Selection, sources: Sequence[Source], chosen: Sequence[Source]
+) -> None:
+    """Raise the error that says why what is asked for is not there."""
+    if any(source.is_worker for source in sources):
+        require_there(selection, sources)
+    elif not chosen:
+        remedy = "; --agent shows what its agents say" if sources else ""
+        raise RunDirectoryError(f"{run.path}: no output of workers yet; {doing(run)}{remedy}")
+
+
+def _so_far(chosen: Sequence[Source], query: Query, until: dict[Path, int]) -> Iterator[Line]:
+    """Yield what the files hold now, or up to a byte of each."""
+    since = query.since
+    if query.tail is not None:
+        yield from log_files.tail(chosen, query.tail, query.keep, since=since, until=until)
+        return
+    begins = [(log_files.begin_of(source, since), source) for source in chosen]
+    streams = (
+        (begin, log_files.lines(source, log_files.start_of(source, since), until.get(source.path)))
+        for begin, source in begins
+        if begin is not None
+    )
+    yield from filter(query.keep, merge(streams))
+
+
+def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> None:
+    """Print what there is and what is added, until the run has ended and all is told."""
+    ending, ended_at = Ending(run), None
+    follower = Follower(discovery, query.selection, query.keep)
+    sources = discovery.sources()
+    chosen = [source for source in sources if query.selection.takes(source)]
+    until = follower.skip(chosen)
+    out.make_room(chosen)
+    out.write(_so_far(chosen, query, until))
+    if not run.result.exists():
+        _say_what_is_awaited(run, query.selection, sources)
+    while ended_at is None or not _all_told(ended_at, follower.last_news):
+        out.write(follower.poll())
+        sys.stdout.flush()
+        if ended_at is None and ending.has_come():
+            ended_at = time.monotonic()
+        time.sleep(_POLL_S)
+    out.write(follower.finish())
+    _say(doing(run))
+
+
+def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[Source]) -> None:
+    """Say what is not there, but may come."""
+    try:
+        if any(source.is_worker for source in sources):
+            require_there(selection, sources)
+        else:
+            _say(f"waiting for output; {doing(run)}")
+    except NothingSelectedError as e:
+        _say(f"{e}; waiting for it")
+
+
+def _all_told(ended_at: float, last_news: float) -> bool:
+    now = time.monotonic()
+    return now - max(ended_at, last_news) > _LAST_WORDS_S or now - ended_at > _LAST_WORDS_AT_MOST_S
+
+
+def _say(text: str) -> None:
+    """Tell something that is no output of the run."""
+    click.echo(f"hpc-elastic: {text}", err=True)

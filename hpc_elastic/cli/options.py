@@ -1,0 +1,88 @@
+"""The arguments that several commands have, and how a run is named on the command line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from hpc_elastic import known_runs
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rundir import SUBMISSION, RunDir
+
+LAST = "last"
+"""The run that was submitted last."""
+
+
+def find_run(name: str) -> Path:
+    """Return the absolute run directory that a user means.
+
+    Args:
+        name: A run directory; a sweep directory of a single run; a run's id; or ``last``.
+
+    Raises:
+        RunDirectoryError: it is none of these; says what can be given.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return _run_below(path.absolute())
+    known = known_runs.newest_first()
+    found = next((run for run in known if name in (LAST, run.run_id)), None)
+    if found is None:
+        what = "you have submitted none yet" if name == LAST else f"{name}: no such directory or id"
+        raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
+    return found.path
+
+
+def _run_below(folder: Path) -> Path:
+    if RunDir(folder).spec.exists() or not (folder / SUBMISSION).is_dir():
+        return folder  # whoever reads it says what is missing
+    runs = sorted(file.parent for file in folder.glob("*/run.json"))
+    if len(runs) != 1:
+        names = ", ".join(str(run.name) for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
+        raise RunDirectoryError(f"{folder} holds {len(runs)} runs: give one of them ({names})")
+    return runs[0]
+
+
+def quoted(path: Path) -> str:
+    """Return a path as it can be given to a shell, relative to here where that is shorter."""
+    near = path.is_relative_to(Path.cwd()) and path != Path.cwd()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if near else path))
+
+
+class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """A run, as `find_run` finds it."""
+
+    name = "run"
+
+    def __init__(self, *, or_folder: bool = False) -> None:
+        """Make the type.
+
+        Args:
+            or_folder: Any other folder will do as well, such as one checkpoint.
+        """
+        self._or_folder = or_folder
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the run directory."""
+        if self._or_folder and Path(value).exists() and not (Path(value) / SUBMISSION).is_dir():
+            return Path(value)
+        return find_run(str(value))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """Return ids that begin so, and let the shell complete folders."""
+        from click.shell_completion import CompletionItem
+
+        ids = [LAST, *(run.run_id for run in known_runs.newest_first())]
+        found = [CompletionItem(i) for i in ids if i.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="dir")]
+
+
+run = click.argument("run", type=RunName(), metavar="RUN")
+checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")

@@ -1,0 +1,144 @@
+"""``hpc-elastic status``: one run as it is now."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from hpc_elastic.cli import options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpc_elastic.cli.facts import Facts
+    from hpc_elastic.cli.queues import Queue
+    from hpc_elastic.rundir import RunSpec
+
+_SLURM_EVERY_S = 10.0
+"""A watch asks Slurm no more often: many users have one open all day."""
+_LINE_EVERY_S = 10.0
+_AROUND_TASKS = 20
+"""Lines of the page that are no tasks."""
+
+_HELP = """
+\b
+What it shows:
+  step        how far the training is, as the script reports it, or by its optimizer's steps
+  pace        over the last five minutes of the present group, and when it will be done
+  nodes       in the group now, and since the beginning as a line of blocks
+  so far      restarts that workers' failures have cost, and how nodes have left
+  goodput     the share of all node-time that was new training steps
+  node time   where it went:
+    useful      steps that nobody had made before
+    replayed    steps made again, because a node or worker was lost with them
+    checkpoint  the training stood still for a checkpoint
+    restore     looking for a checkpoint, and loading it
+    import      workers start, import and get ready, until their first step
+    rendezvous  the group is being formed
+    start       the node's agent starts
+    idle        others train, and this node does not
+
+\b
+With --json, one object (with --watch, one a line): run_id, directory, launcher, overrides, phase
+(not submitted, queued, starting, waiting, training, given back, succeeded, failed, lost,
+unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group (time,
+nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
+time_left_s, starts_in_s), step, total_steps, loss, samples, steps_per_s, samples_per_s,
+remaining_s, checkpoint (step, time, kept, age_s), restarts, max_restarts, departures (number of
+attempts that ended: preempted, time limit, cancelled, asked, gone, silence, given back, gave up,
+end, ...), goodput, node_seconds (by kind), queue_seconds, ended (status, time, why, failure) and
+notes (what could not be found out). Times are Unix seconds; what is not known is null.
+
+\b
+Examples:
+  hpc-elastic status last
+  hpc-elastic status runs/7 --watch
+  hpc-elastic status last --json | jq .goodput
+"""
+
+
+@click.command(epilog=_HELP)
+@options.run
+@click.option("-w", "--watch", is_flag=True, help="Go on until the run has ended, or Ctrl-C.")
+@click.option(
+    "--every", "every_s", default=2.0, show_default=True, metavar="SECONDS",
+    type=click.FloatRange(min=0.1), help="With --watch: the time between two looks.",
+)  # fmt: skip
+@options.as_json
+def command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
+    """Show a run: its group, tasks, step, pace, checkpoints, and where its time went.
+
+    Everything is read from the run's directory, and Slurm is asked once; nothing has to be
+    running, and it works from any node that sees the directory. The exit code is 0 whatever has
+    become of the run, and 1 if RUN is none.
+    """
+    from hpc_elastic.cli.looking import look
+
+    asks = patient_asks()
+    facts = look(run, asks)
+    if watch:
+        return _watch(lambda: look(run, asks), facts, every_s, as_json=as_json)
+    if as_json:
+        print(json.dumps(facts.to_json(), indent=2))
+    else:
+        from hpc_elastic.cli.status_text import console, page
+
+        out = console()
+        out.print(page(facts, out.width))
+    return 0
+
+
+def patient_asks(every_s: float = _SLURM_EVERY_S) -> Callable[[Sequence[RunSpec]], Queue]:
+    """Return what asks the scheduler, Slurm not more often than every so many seconds."""
+    from hpc_elastic.cli.queues import ask
+
+    last: list[tuple[float, Queue]] = []
+
+    def asks(specs: Sequence[RunSpec]) -> Queue:
+        local = all(spec.launcher == "local" for spec in specs)
+        if local or not last or time.monotonic() - last[0][0] >= every_s:
+            last[:] = [(time.monotonic(), ask(specs))]
+        return last[0][1]
+
+    return asks
+
+
+def _watch(look: Callable[[], Facts], facts: Facts, every_s: float, *, as_json: bool) -> int:
+    """Show the run until it has ended."""
+    from hpc_elastic.cli.status_text import calm, console, line
+
+    out = console()
+    if out.is_terminal and not as_json:
+        return _watch_page(out, look, facts, every_s)
+    shown: tuple[object, float] = (None, 0.0)
+    while True:
+        changed = calm(facts) != shown[0]
+        if changed or time.monotonic() - shown[1] >= _LINE_EVERY_S:
+            shown = (calm(facts), time.monotonic())
+            text = json.dumps(facts.to_json()) if as_json else line(facts)
+            stamp = "" if as_json else time.strftime("%H:%M:%S ")
+            print(f"{stamp}{text}", flush=True)
+        if facts.ended is not None:
+            return 0
+        time.sleep(every_s)
+        facts = look()
+
+
+def _watch_page(console: Console, look: Callable[[], Facts], facts: Facts, every_s: float) -> int:
+    from rich.live import Live
+
+    from hpc_elastic.cli.status_text import page
+
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            most = max(3, console.height - _AROUND_TASKS)
+            live.update(page(facts, console.width, most_tasks=most), refresh=True)
+            if facts.ended is not None:
+                return 0
+            time.sleep(every_s)
+            facts = look()

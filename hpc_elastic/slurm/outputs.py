@@ -1,0 +1,244 @@
+"""What Slurm's commands print, read: the only place where that is done. Pure.
+
+squeue is asked for fields by name (``-O``), sinfo by ``-o``, and of scontrol only fields are read
+whose names have been the same from Slurm 20 to 26; ``--json`` changes its schema from release to
+release and is not used. Outputs that were recorded from three releases are the tests of this
+module. Of scontrol, values with blanks in them (a job's name, its comment) come cut off; none of
+those is used.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpc_elastic.slurm import nodelist
+from hpc_elastic.slurm.states import TaskState
+
+FIELDS = (
+    *("ArrayJobID", "ArrayTaskID", "JobID", "State", "RestartCnt", "NodeList", "TimeLeft"),
+    *("PreemptTime", "StartTime", "Reason"),
+)
+"""The fields asked of squeue; the reason comes last, for it is free text."""
+
+NO_ARRAY = "N/A"
+"""squeue's index of a job that is no element of an array."""
+
+SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
+"""For squeue -O: width 0 cuts nothing."""
+
+_FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
+_SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
+_NOTHING = ("", "(null)", "N/A", "None")
+_BY_PARTITION = "preempt/partition_prio"
+_DEFAULT_KILL_WAIT_S = 30
+_DATE = "%Y-%m-%dT%H:%M:%S"
+_DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
+"""Days, hours, minutes and seconds."""
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What a task gets when it is preempted.
+
+    Attributes:
+        grace_s: Seconds between its SIGTERM and the end; 0 if there is no grace.
+        kill_wait_s: Seconds between the SIGTERM of that end and SIGKILL. A task with no grace has
+            these only.
+        mode: ``off``, ``requeue``, ``cancel`` or ``suspend``.
+    """
+
+    grace_s: int = 0
+    kill_wait_s: int = _DEFAULT_KILL_WAIT_S
+    mode: str = "off"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of ``scontrol show job``: a task, or the waiting elements of an array.
+
+    Attributes:
+        tasks: Their names, as squeue prints them.
+        state: Slurm's word.
+        excluded: The nodes that they are kept away from.
+    """
+
+    tasks: tuple[str, ...]
+    state: str
+    excluded: tuple[str, ...] = ()
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it waits for nodes, or is on its way back to the queue perhaps."""
+        return self.state in ("PENDING", "COMPLETING", "REQUEUED")
+
+
+def parse_config(output: str) -> dict[str, str]:
+    """Return the settings in what ``scontrol show config`` printed."""
+    return dict(_SETTING.findall(output))
+
+
+def parse_rows(output: str) -> list[dict[str, str]]:
+    """Return the fields of each line in what ``scontrol -o show ...`` printed."""
+    return [dict(_FIELD.findall(line)) for line in output.splitlines() if line.strip()]
+
+
+def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
+    """Return what a task gets when it is preempted.
+
+    Args:
+        config: What ``scontrol show config`` printed.
+        partitions: What ``scontrol -o show partition`` printed.
+        wanted: Names of partitions with commas; None is the default one. Of several, the one with
+            the least grace counts.
+    """
+    settings = parse_config(config)
+    rows = parse_rows(partitions)
+    names = set(wanted.split(",")) if wanted else set()
+    chosen = [
+        row
+        for row in rows
+        if row.get("PartitionName") in names or (not names and row.get("Default") == "YES")
+    ]
+    row = min(chosen, key=lambda row: _number(row.get("GraceTime"), 0), default={})
+    by_partition = settings.get("PreemptType") == _BY_PARTITION
+    mode = (row if by_partition else settings).get("PreemptMode", "off")
+    return Preemption(
+        grace_s=_number(row.get("GraceTime"), 0),
+        kill_wait_s=_number(settings.get("KillWait"), _DEFAULT_KILL_WAIT_S),
+        mode=_mode(mode),
+    )
+
+
+def _mode(text: str) -> str:
+    """Return one mode of ``GANG,SUSPEND`` and the like."""
+    modes = [mode for mode in text.lower().split(",") if mode not in ("gang", "within")]
+    return modes[0] if modes else "off"
+
+
+def _number(text: str | None, default: int) -> int:
+    m = re.match(r"\d+", text or "")
+    return int(m[0]) if m else default
+
+
+def parse_records(output: str) -> list[Record]:
+    """Return the jobs in what ``scontrol -o show job`` printed.
+
+    Raises:
+        ValueError: a list of nodes or indices in it can not be read.
+    """
+    return [_record(fields) for fields in parse_rows(output) if "JobId" in fields]
+
+
+def _record(fields: dict[str, str]) -> Record:
+    excluded = fields.get("ExcNodeList", "")
+    return Record(
+        tuple(_names(fields)),
+        fields.get("JobState", ""),
+        () if excluded in _NOTHING else tuple(nodelist.expand(excluded)),
+    )
+
+
+def _names(fields: dict[str, str]) -> Iterator[str]:
+    array, indices = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "N/A")
+    if array is None:
+        yield fields["JobId"]
+    elif indices not in _NOTHING:
+        yield from (f"{array}_{index}" for index in nodelist.expand_indices(indices)[0])
+
+
+def parse_partitions(output: str) -> list[str]:
+    """Return the names in what ``sinfo -o %R`` printed, each once."""
+    return list(dict.fromkeys(output.split()))
+
+
+def parse_node_address(output: str) -> str | None:
+    """Return the address in what ``scontrol show node`` printed; None if it has none."""
+    m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
+    return None if m is None or m[1] in (*_NOTHING, "n/a") else m[1]
+
+
+def parse_job_id(output: str) -> str:
+    """Return the job id in what ``sbatch --parsable`` printed, which may name the cluster too."""
+    return output.strip().partition(";")[0]
+
+
+def parse_time_left(text: str) -> float | None:
+    """Return the seconds in squeue's TimeLeft, such as ``1-02:03:04`` or ``2:03``.
+
+    Returns:
+        None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
+    """
+    m = _DURATION.fullmatch(text.strip())
+    if m is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in m.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_date(text: str) -> float | None:
+    """Return a date of squeue's, which is local time, in seconds since the epoch.
+
+    Returns:
+        None for N/A, NONE, Unknown, and whatever else is no date.
+    """
+    try:
+        return time.mktime(time.strptime(text.strip(), _DATE))
+    except (ValueError, OverflowError):
+        return None
+
+
+def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
+    """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
+
+    Without ``-r``: the pending elements of an array are one line then, and are taken apart here.
+    squeue itself loses the last of a set such as ``3-9:2`` (22.05). An array whose last pending
+    elements were cancelled leaves a line without an index, which is no task.
+
+    Args:
+        output: What squeue printed.
+        now: Seconds since the epoch, to tell how far a start lies ahead; None leaves that open.
+
+    Raises:
+        ValueError: a line is not of that format.
+    """
+    lines = [_fields(line) for line in output.splitlines() if line.strip()]
+    arrays = {array_job for array_job, index, *_ in lines if index != NO_ARRAY}
+    tasks = [
+        task
+        for line in lines
+        if line[1] != NO_ARRAY or line[0] not in arrays
+        for task in _tasks(now, *line)
+    ]
+    return {task.task: task for task in tasks}
+
+
+def _fields(line: str) -> list[str]:
+    fields = line.split("|", len(FIELDS) - 1)
+    if len(fields) != len(FIELDS) or not fields[0].strip().isdecimal():
+        raise ValueError(f"not a line of squeue in the format {SQUEUE_FORMAT}: {line!r}")
+    return [field.strip() for field in (*fields[:-1], fields[-1].rstrip().removesuffix("|"))]
+
+
+def _tasks(
+    now: float | None, array_job: str, indices: str, job: str, *rest: str
+) -> Iterator[TaskState]:
+    """Yield what one line stands for."""
+    state, restarts, node, left, preempted, start, reason = rest
+    names = [job]
+    if indices != NO_ARRAY:
+        names = [f"{array_job}_{index}" for index in nodelist.expand_indices(indices)[0]]
+    starts_at = parse_date(start) if state == "PENDING" and now is not None else None
+    known = TaskState(
+        "", state,
+        reason="" if reason == "None" else reason,
+        node=node,
+        restarts=int(restarts) if restarts.isdecimal() else None,
+        time_left_s=parse_time_left(left),
+        preempted=parse_date(preempted) is not None,
+        starts_in_s=None if starts_at is None or now is None else starts_at - now,
+    )  # fmt: skip
+    for name in names:
+        yield replace(known, task=name)

@@ -1,0 +1,32 @@
+"""Reasons for which a task waits that no patience cures, and what to do about each. Pure.
+
+Slurm takes such a task and keeps it pending for ever, unless the site has set EnforcePartLimits.
+Reasons that pass by themselves (Resources, Priority, a limit that other jobs of the user use up)
+are not among them.
+Source: https://slurm.schedmd.com/job_reason_codes.html
+"""
+
+from __future__ import annotations
+
+_TIME = "ask for less by launcher.time, or choose another launcher.partition"
+_NODES = "ask for fewer nodes, or choose another launcher.partition"
+_REMEDIES = {
+    "PartitionTimeLimit": f"the partition's time limit is shorter (`sinfo -o '%P %l'`): {_TIME}",
+    "PartitionNodeLimit": f"the partition does not give that many nodes to one job: {_NODES}",
+    "PartitionDown": "the partition is down: choose another launcher.partition, or ask the site",
+    "PartitionInactive": "the partition is off: choose another launcher.partition, or ask the site",
+    "AssocMaxWallDurationPerJobLimit": f"your account's time limit is shorter: {_TIME}",
+    "QOSMaxWallDurationPerJobLimit": f"the time limit of the QOS is shorter: {_TIME}",
+    "AssocMaxNodePerJobLimit": f"your account gets fewer nodes for one job: {_NODES}",
+    "QOSMaxNodePerJobLimit": f"the QOS gives fewer nodes to one job: {_NODES}",
+    "InvalidAccount": "the account is not yours any more: set launcher.account",
+    "InvalidQOS": "the QOS is not one that you may use: set launcher.qos",
+    "BadConstraints": "no node has what launcher.constraint asks for (`sinfo -o '%N %f'`)",
+    "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "JobHeldAdmin": "an administrator holds it: ask the site",
+}
+
+
+def remedy(reason: str) -> str | None:
+    """Return what to do about a task that waits for this reason; None if it may yet start."""
+    return _REMEDIES.get(reason)

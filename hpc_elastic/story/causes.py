@@ -1,0 +1,136 @@
+"""Why a node left a run, or came (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from hpc_elastic.events import Event
+from hpc_elastic.story.lives import Life
+
+_COMES_BACK = ("requeue", "requeued", "replace")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What brought a change about.
+
+    Attributes:
+        what: ``preempted``, ``time limit``, ``asked``, ``cancelled`` (or may not come back),
+            ``signalled`` (SIGTERM, and nobody says why), ``bad node``, ``given back``,
+            ``excluded``, ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
+            ``leader lost``, ``leader changed``, ``worker failed``, ``rejoined``, ``arrived``,
+            ``returned``, ``other``.
+        time: Unix seconds at which it was known.
+        hosts: Of whom it is true.
+        detail: An error, or what was seen.
+        signal: What announced it; None: no signal did.
+        given_s: The time that was given; None: none, or unknown.
+        comes_back: Whether the task has gone back to the queue; None: unknown.
+        away_s: How long it was away before it returned; None: it was not.
+    """
+
+    what: str
+    time: float
+    hosts: tuple[str, ...] = ()
+    detail: str = ""
+    signal: str | None = None
+    given_s: float | None = None
+    comes_back: bool | None = None
+    away_s: float | None = None
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether there was time to save."""
+        return self.what in (
+            "preempted", "time limit", "asked", "cancelled", "signalled", "arrived", "returned",
+        )  # fmt: skip
+
+
+def why_left(life: Life, excluded: Mapping[str, Event], *, led: bool = False) -> Cause:
+    """Tell why a node is not a member any more.
+
+    Args:
+        life: What happened to it.
+        excluded: The exclusions of the run, by host.
+        led: Whether it led the run.
+    """
+    if life.notice is not None:
+        return _noticed(life, life.notice)
+    if "given back" in life.ends and life.host in excluded:
+        event = excluded[life.host]
+        return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
+    return _unannounced(life, led=led)
+
+
+def _noticed(life: Life, notice: Event) -> Cause:
+    how = life.ends.get("left", {}).get("how")
+    back = None if how in (None, "stay") else how in _COMES_BACK
+    return Cause(
+        _meaning(str(notice["reason"]), how), _time(notice), (life.host,),
+        signal=notice.get("signal"), given_s=notice.get("given_s"), comes_back=back,
+    )  # fmt: skip
+
+
+def _meaning(reason: str, how: str | None) -> str:
+    """Tell what a notice meant, from how the task went."""
+    if reason != "signal":
+        return reason
+    if how in _COMES_BACK:
+        return "preempted"
+    return "cancelled" if how == "exit" else "signalled"
+
+
+def _unannounced(life: Life, *, led: bool) -> Cause:
+    where = (life.host,)
+    for kind, what, key in (
+        ("gave up", "gave up", "why"), ("taken", "agent ended", "signal"),
+    ):  # fmt: skip
+        if kind in life.ends:
+            event = life.ends[kind]
+            return Cause(what, _time(event), where, str(event.get(key, "")))
+    if "given back" in life.ends:
+        event = life.ends["given back"]
+        delay_s = float(event.get("delay_s", 0.0))
+        return Cause("given back", _time(event), where, given_s=delay_s, comes_back=True)
+    gone = life.ends.get("gone", {})
+    time = _time(gone) if gone else 0.0
+    return Cause("leader lost" if led else "lost", time, where, str(gone.get("why", "")))
+
+
+def why_came(life: Life, earlier: Life | None, at: float) -> Cause:
+    """Tell where a new member has come from.
+
+    Args:
+        life: What happened to it.
+        earlier: The attempt of its task before; None: there was none.
+        at: When it became a member.
+    """
+    time = life.started if life.started is not None else at
+    if earlier is None:
+        return Cause("arrived", time, (life.host,))
+    ends = [_time(event) for event in earlier.ends.values()]
+    away_s = round(max(0.0, time - min(ends)), 1) if ends else None
+    return Cause("returned", time, (life.host,), away_s=away_s)
+
+
+def together(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Return the causes with those that are the same but for the host made one."""
+    found: dict[Cause, Cause] = {}
+    for cause in causes:
+        key = replace(cause, time=0.0, hosts=(), away_s=None)
+        same = found.get(key)
+        found[key] = cause if same is None else _both(same, cause)
+    return tuple(found.values())
+
+
+def _both(one: Cause, other: Cause) -> Cause:
+    times = sorted(s for s in (one.away_s, other.away_s) if s is not None)
+    return replace(
+        one, time=min(one.time, other.time), hosts=(*one.hosts, *other.hosts),
+        away_s=times[-1] if times else None,
+    )  # fmt: skip
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])

@@ -1,0 +1,120 @@
+"""Causes as the beginning of a sentence (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from hpc_elastic.story.causes import Cause
+
+_NAMED = 4
+
+_SEEN = {
+    "": "its agent or its node died",
+    "its connection closed": "its agent or its node died",
+    "silent": "nothing was heard of it any more",
+    "has not found the new leader": "it did not come to the new leader",
+    "Slurm says that its task has ended": "Slurm says that its task has ended",
+    "did not join again in time": "it did not join again in time",
+}
+"""What the leader notes of a lost node -> what it means."""
+
+
+def names(hosts: Sequence[str]) -> str:
+    """Return names as a list in a sentence; many are cut short."""
+    named = sorted((host or "a node" for host in hosts), key=_naturally)
+    if len(named) > _NAMED + 1:
+        return f"{', '.join(named[:_NAMED])} and {len(named) - _NAMED} more"
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+
+
+def _naturally(name: str) -> list[tuple[int, str]]:
+    """Sort node2 before node10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def because(causes: Sequence[Cause], leader: str | None) -> str:
+    """Return what brought a change about, and who leads now if that has changed."""
+    told = [_SAYS.get(cause.what, _other)(cause) for cause in causes]
+    if leader is not None and any(c.what not in ("arrived", "returned") for c in causes):
+        told.append(f"{leader} leads now")
+    return ", ".join(told)
+
+
+def _was(cause: Cause, what: str) -> str:
+    return f"{names(cause.hosts)} {'was' if len(cause.hosts) == 1 else 'were'} {what}"
+
+
+def _announced(what: str) -> Callable[[Cause], str]:
+    def say(cause: Cause) -> str:
+        grace = None if cause.given_s is None else f"{cause.given_s:g} s grace"
+        how = ", ".join(part for part in (cause.signal, grace) if part)
+        return _was(cause, what + (f" ({how})" if how else ""))
+
+    return say
+
+
+def _time_limit(cause: Cause) -> str:
+    left = "" if cause.given_s is None else f", {cause.given_s:g} s before it"
+    several = len(cause.hosts) > 1
+    return f"{names(cause.hosts)} left because of {'their' if several else 'its'} time limit{left}"
+
+
+def _asked(cause: Cause) -> str:
+    by = cause.signal or "a notice file, or the script"
+    return _was(cause, f"asked to leave ({by})")
+
+
+def _cancelled(cause: Cause) -> str:
+    return _was(cause, f"cancelled, or may not be requeued again ({cause.signal or 'SIGTERM'})")
+
+
+def _lost(cause: Cause) -> str:
+    return f"{_was(cause, 'lost')} ({_SEEN.get(cause.detail, cause.detail)})"
+
+
+def _leader_lost(cause: Cause) -> str:
+    return f"{names(cause.hosts)}, the leader, was lost ({_SEEN.get(cause.detail, cause.detail)})"
+
+
+def _leader_changed(cause: Cause) -> str:
+    return f"{names(cause.hosts)}, the leader, was out of reach for a while"
+
+
+def _worker_failed(cause: Cause) -> str:
+    return (
+        f"a worker failed: {cause.detail}"
+        if cause.detail
+        else f"workers failed on {names(cause.hosts)}"
+    )
+
+
+def _returned(cause: Cause) -> str:
+    several = "up to " if len(cause.hosts) > 1 else ""
+    away = "" if cause.away_s is None else f" after {several}{cause.away_s:.0f} s away"
+    return f"{names(cause.hosts)} came back{away}"
+
+
+def _other(cause: Cause) -> str:
+    return f"{names(cause.hosts)} {cause.detail}".strip()
+
+
+_SAYS: dict[str, Callable[[Cause], str]] = {
+    "preempted": _announced("preempted"),
+    "signalled": _announced("told to end"),
+    "time limit": _time_limit,
+    "asked": _asked,
+    "cancelled": _cancelled,
+    "bad node": _announced("found to be bad"),
+    "given back": lambda c: _was(c, "given back to the queue"),
+    "excluded": lambda c: f"{_was(c, 'excluded')} ({c.detail})",
+    "gave up": lambda c: f"the agent of {names(c.hosts)} gave up ({c.detail})",
+    "agent ended": lambda c: f"the agent of {names(c.hosts)} was ended by {c.detail}",
+    "lost": _lost,
+    "leader lost": _leader_lost,
+    "leader changed": _leader_changed,
+    "worker failed": _worker_failed,
+    "rejoined": lambda c: c.detail or "an agent joined anew",
+    "arrived": lambda c: f"{names(c.hosts)} joined",
+    "returned": _returned,
+}

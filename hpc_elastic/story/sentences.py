@@ -1,0 +1,264 @@
+"""Episodes as plain sentences, one line each, the cause first (pure)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from hpc_elastic.story.causes import Cause
+from hpc_elastic.story.episode import Cost, Episode
+from hpc_elastic.story.reasons import because, names
+
+_LONG_S = 120.0
+
+
+def lines(episodes: Iterable[Episode], day: str = "") -> Iterator[str]:
+    """Yield the story as it is printed: a line with the date where the day changes.
+
+    Args:
+        episodes: In order of time.
+        day: The date that was printed last.
+    """
+    for episode in episodes:
+        today = day_of(episode)
+        if today != day:
+            yield f"{today}:"
+            day = today
+        yield line(episode)
+
+
+def day_of(episode: Episode) -> str:
+    """Return the local date on which it began."""
+    return time.strftime("%Y-%m-%d", time.localtime(episode.time))
+
+
+def line(episode: Episode) -> str:
+    """Return an episode with its local time."""
+    clock = time.strftime("%H:%M:%S", time.localtime(episode.time))
+    return f"{clock} {sentence(episode)}"
+
+
+def sentence(episode: Episode) -> str:
+    """Return what an episode says to somebody who knows nothing of the run."""
+    special = _SPECIAL.get(episode.kind)
+    if special is not None:
+        return special(episode)
+    parts = [because(episode.causes, episode.leader), *_outcome(episode)]
+    return "; ".join(part for part in parts if part)
+
+
+# ---- the group ----------------------------------------------------------------------------
+
+
+def _outcome(episode: Episode) -> Iterator[str]:
+    if episode.cost.saved_step is not None:
+        yield f"all ranks saved step {episode.cost.saved_step}"
+    yield _size(episode)
+    if episode.nodes_after == 0:
+        yield _where_to(episode.causes)
+    elif episode.is_open:
+        yield "it is not over yet"
+    elif episode.has_replicas and episode.nodes_before:
+        yield _of_replicas(episode)
+    else:
+        yield _price(episode.cost)
+
+
+def _size(episode: Episode) -> str:
+    before, after = episode.nodes_before or 0, episode.nodes_after
+    group, what = ("", "replica") if episode.has_replicas else ("group ", "node")
+    if after == 0:
+        return f"no node is left of {before}"
+    if after is None:
+        return f"{group}of {_count(before, what)} changes"
+    workers = f" ({episode.workers} workers)" if episode.workers not in (None, after) else ""
+    if before == 0:
+        return f"again {f'a {group}of ' if group else ''}{_count(after, what)}{workers}"
+    if before == after:
+        return f"{group}still {_count(after, what)}{workers}"
+    return f"{group}{before} -> {_count(after, what)}{workers}"
+
+
+def _where_to(causes: Sequence[Cause]) -> str:
+    back = [cause.comes_back for cause in causes]
+    if back and all(back):
+        return "the run waits in the queue until a node is free"
+    return "nobody trains" if None in back or any(back) else "no node comes back by itself"
+
+
+def _of_replicas(episode: Episode) -> str:
+    if episode.kind == "shrank":
+        lost = "; lost 0 steps" if episode.cost.lost_steps == 0 else ""
+        return f"the others train on{lost}"
+    ready_s = episode.facts.get("ready_s")
+    joins = "" if ready_s is None else f", together after {seconds(ready_s)}"
+    return f"the others trained on{joins}"
+
+
+def _price(cost: Cost) -> str:
+    """Say what was lost, and for how long nothing was trained."""
+    lost = None
+    if cost.lost_steps is not None:
+        lost = f"lost {cost.lost_steps} step{'' if cost.lost_steps == 1 else 's'}"
+        if cost.lost_steps and cost.resumed_step is not None:
+            lost += f" (from {cost.reached_step} back to {cost.resumed_step})"
+    elif cost.resumed_step is not None:
+        lost = f"on from step {cost.resumed_step}"
+    pause = None
+    if cost.pause_s is not None:
+        what = "trained again" if cost.trains else "formed anew"
+        pause = f"{what} after {seconds(cost.pause_s)}"
+    return ", ".join(part for part in (lost, pause) if part)
+
+
+def _formed(episode: Episode) -> str:
+    facts, workers = episode.facts, episode.workers
+    size = nodes(episode.nodes_after or 0)
+    what = f"group of {size}, {workers} worker{'' if workers == 1 else 's'}, formed"
+    leads = f"; {episode.leader} leads" if episode.leader else ""
+    ready_s = facts.get("ready_s")
+    first = "" if ready_s is None else f"; first step after {seconds(ready_s)}"
+    return f"{what}: {names(facts.get('hosts', ()))}{leads}{first}"
+
+
+# ---- what touches no group ----------------------------------------------------------------
+
+
+def _started(episode: Episode) -> str:
+    facts = episode.facts
+    return f"the run started: its first node is {facts.get('host')} (task {facts.get('task')})"
+
+
+def _ended(episode: Episode) -> str:
+    facts = episode.facts
+    how = {"succeeded": "the run succeeded", "failed": "the run failed"}
+    what = how.get(str(facts.get("status")), "the run was closed")
+    if episode.text:
+        what += f": {episode.text}"
+    groups = _count(facts.get("rounds"), "group")
+    restarts = _count(facts.get("restarts"), "restart")
+    return f"{what}; it took {seconds(facts['lasted_s'])}, {groups} and {restarts} after failures"
+
+
+def _given_back(episode: Episode) -> str:
+    facts = episode.facts
+    hosts, away = names(facts.get("hosts") or ()), seconds(float(facts.get("delay_s") or 0.0))
+    if facts.get("all"):
+        return (
+            f"too few nodes for too long: all go back to the queue for {away}, not to block others"
+            + (f" ({hosts})" if hosts else "")
+        )
+    who = hosts or nodes(int(facts.get("nodes") or 0))
+    return f"{who} can not be used now: back to the queue for {away}"
+
+
+def _parked(episode: Episode) -> str:
+    return f"{names(episode.facts.get('hosts', ()))} waits, and is not taken in: {episode.text}"
+
+
+def _excluded(episode: Episode) -> str:
+    facts = episode.facts
+    left = _count(facts.get("hosts_left"), "other host")
+    return f"{facts.get('host')} is not used any more: {episode.text}; {left} left"
+
+
+def _strike(episode: Episode) -> str:
+    facts = episode.facts
+    so_far = facts.get("strikes")
+    return f"{facts.get('host')} is suspected ({so_far} of 2 strikes): {episode.text}"
+
+
+def _crash_loop(episode: Episode) -> str:
+    facts = episode.facts
+    step = facts.get("checkpoint")
+    since = "without any checkpoint" if step is None else f"without getting beyond step {step}"
+    return f"the workers failed {facts.get('attempts')} times in a row {since}: no further try"
+
+
+def _brought_back(episode: Episode) -> str:
+    tasks, hosts = episode.facts.get("tasks", ()), episode.facts.get("hosts", ())
+    what = f"task{'' if len(tasks) == 1 else 's'} {names(tasks)}"
+    where = f", last on {names(hosts)}," if list(hosts) != list(tasks) else ""
+    return f"{what}{where} may start again as soon as a node is free (the leader asked Slurm)"
+
+
+def _hang(episode: Episode) -> str:
+    facts = episode.facts
+    ranks = [r for r in facts.get("ranks") or () if isinstance(r, dict)]
+    who = ", ".join(f"rank {r.get('rank')} on {r.get('host')}" for r in ranks)
+    places = sorted({str(r["at"]) for r in ranks if r.get("at")})
+    where = f" ({', '.join(places)})" if places else ""
+    others = f"; the others: {facts['others']}" if facts.get("others") else ""
+    stalled_s = seconds(float(facts.get("stalled_s") or 0.0))
+    return f"no step for {stalled_s}: held up by {who or 'nobody alone'}{where}{others}"
+
+
+def _straggler(episode: Episode) -> str:
+    facts = episode.facts
+    who = f"rank {facts.get('rank')} on {facts.get('host')}"
+    if not facts.get("slow"):
+        return f"{who} keeps up with the others again"
+    return f"{who} is slow: it needs {facts.get('ratio')} times as long for a step as the others"
+
+
+def _preflight(episode: Episode) -> str:
+    facts = episode.facts
+    if facts.get("fit"):
+        return f"{facts.get('host')} joins, although: {facts.get('reason')}"
+    avoided = "; it is not used any more" if facts.get("excluded") else ""
+    return f"{facts.get('host')} is not fit to join: {facts.get('reason')}{avoided}"
+
+
+def _cancel(episode: Episode) -> str:
+    return f"{episode.facts.get('user')} cancelled the run, on {episode.facts.get('host')}"
+
+
+def _resume(episode: Episode) -> str:
+    facts = episode.facts
+    return f"{facts.get('user')} let the run go on, with {facts.get('nodes')} nodes"
+
+
+def _left(episode: Episode) -> str:
+    return f"{because(episode.causes, None)}; it was in no group"
+
+
+_SPECIAL: dict[str, Callable[[Episode], str]] = {
+    "started": _started,
+    "formed": _formed,
+    "ended": _ended,
+    "given back": _given_back,
+    "parked": _parked,
+    "excluded": _excluded,
+    "strike": _strike,
+    "crash loop": _crash_loop,
+    "brought back": _brought_back,
+    "hang": _hang,
+    "straggler": _straggler,
+    "preflight": _preflight,
+    "cancel": _cancel,
+    "resume": _resume,
+    "left": _left,
+    "gave up": _left,
+    "leader": lambda episode: because(episode.causes, episode.leader),
+}
+
+
+# ---- words --------------------------------------------------------------------------------
+
+
+def nodes(number: int) -> str:
+    """Return how many nodes."""
+    return _count(number, "node")
+
+
+def seconds(value: float) -> str:
+    """Return a length of time as people say it."""
+    if value < _LONG_S:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _count(number: object, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

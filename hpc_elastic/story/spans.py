@@ -1,0 +1,258 @@
+"""Who had a node, and who was in which group, from when to when: read off the events (pure)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from hpc_elastic.story.points import Point
+
+Event = Mapping[str, Any]
+Key = tuple[str, int]
+"""A task and its attempt."""
+
+_GOES = ("left", "gave up", "given back")
+_COMES_BACK = ("requeue", "requeued", "replace")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of one task; times in Unix seconds.
+
+    Attributes:
+        task: Its name.
+        number: How often it had been requeued.
+        host: Its node.
+        begin: When its process was started.
+        joined: When it first asked for a place in a round; None if it never did.
+        end: When it was over, or now.
+        ended_by: ``preempted``, ``cancelled``, ``time limit``, ``asked`` or another reason to leave
+            (`slurm.decision.Reason`); ``gave up``; ``given back``; ``gone``: the group lost it;
+            ``silence``: nobody noted its end; ``end``: of the run. None: it goes on.
+    """
+
+    task: str
+    number: int
+    host: str
+    begin: float
+    joined: float | None
+    end: float
+    ended_by: str | None
+
+    @property
+    def key(self) -> Key:
+        """What its places in rounds go by."""
+        return self.task, self.number
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The first step of a node's workers: when it was made, which it was, and what came before."""
+
+    time: float
+    step: int
+    restored: int | None
+    restore_s: float
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Size:
+    """From when on the group had so many nodes, and workers; 0 while it is formed anew."""
+
+    time: float
+    nodes: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """One group.
+
+    Attributes:
+        number: The round's.
+        begin: When it was closed: its members were given their places.
+        end: When it was stopped, or lost its leader; now, if it goes on.
+        members: Who was in it.
+        world_size: Their workers.
+        begun: The first step of each node whose workers have made one.
+        going_on: Members whose workers were in the round before, and go on training (``ft``).
+        still_trains: Some of them do.
+    """
+
+    number: int
+    begin: float
+    end: float
+    members: frozenset[Key]
+    world_size: int = 0
+    begun: Mapping[Key, Begun] = field(default_factory=dict)
+    going_on: frozenset[Key] = frozenset()
+    still_trains: bool = False
+
+    @property
+    def trains_from(self) -> float | None:
+        """When the first of its nodes made a step; None if none did."""
+        if self.still_trains:
+            return self.begin
+        return min((begun.time for begun in self.begun.values()), default=None)
+
+    @property
+    def counted(self) -> bool:
+        """Whether nobody knows which steps it makes: they are counted from 0 in each worker."""
+        return any(begun.counted and begun.restored is None for begun in self.begun.values())
+
+
+def attempts_of(
+    events: Sequence[Event],
+    points: Sequence[Point],
+    *,
+    now: float,
+    running: Collection[str] | None,
+) -> list[Attempt]:
+    """Return every attempt of every task, in order of their beginning; see `account`."""
+    signs = sorted([float(e["time"]) for e in events] + [point.time for point in points])
+    ended = next((float(e["time"]) for e in events if e["kind"] == "end"), None)
+    by_task: dict[str, list[Event]] = {}
+    for event in events:
+        by_task.setdefault(str(event.get("task")), []).append(event)
+    found = []
+    for task, its in by_task.items():
+        starts = [i for i, e in enumerate(its) if e["kind"] == "task"]
+        for i, j in zip_longest(starts, starts[1:]):
+            following = None if j is None else _begin(its[j])
+            limit = min(x for x in (now, ended, following) if x is not None)
+            lives = following is None and ended is None and (running is None or task in running)
+            last = following is None and ended is not None
+            found.append(_attempt(its[i:j], limit, signs, lives=lives, run_ended=last))
+    return sorted(found, key=lambda attempt: attempt.begin)
+
+
+def _attempt(
+    its: Sequence[Event], limit: float, signs: Sequence[float], *, lives: bool, run_ended: bool
+) -> Attempt:
+    """Return one attempt from its events, of which the first is its start.
+
+    Args:
+        its: Them, in order.
+        limit: When it is over at the latest: the next one begins, the run has ended, or it is now.
+        signs: When anything was heard of the run.
+        lives: Nothing speaks against it that it still runs.
+        run_ended: It is the last, and the run has ended.
+    """
+    start = its[0]
+    begin = _begin(start)
+    joined = next((float(e["time"]) for e in its if e["kind"] == "joined"), None)
+    end, why = _end(its)
+    if end is None and not lives:
+        at = bisect_right(signs, limit)
+        end = signs[at - 1] if at else limit
+        why = "end" if run_ended else "silence"
+    end = max(begin, min(limit, limit if end is None else end))
+    return Attempt(
+        str(start["task"]), int(start.get("attempt", 0)), str(start.get("host", "")), begin,
+        None if joined is None else min(joined, end), end, why,
+    )  # fmt: skip
+
+
+def _begin(start: Event) -> float:
+    return min(float(start.get("started", start["time"])), float(start["time"]))
+
+
+def _end(its: Sequence[Event]) -> tuple[float | None, str | None]:
+    """Return when an attempt said that it goes, or was lost without coming back, and which."""
+    gone: float | None = None
+    goes = [e for e in its if e["kind"] in _GOES and "nodes" not in e]  # those are a leader's
+    if goes:
+        return float(goes[0]["time"]), _why(goes[-1])
+    for event in its:
+        if event["kind"] == "gone":
+            gone = float(event["time"])
+        elif event["kind"] in ("joined", "trains", "leader"):
+            gone = None
+    return gone, None if gone is None else "gone"
+
+
+def _why(goes: Event) -> str:
+    """Return why an attempt went; Slurm's SIGTERM means whatever was done about it."""
+    reason = str(goes.get("reason") or goes["kind"])
+    if reason != "signal":
+        return reason
+    how = goes.get("how")
+    return "preempted" if how in _COMES_BACK else "cancelled" if how == "exit" else reason
+
+
+def rounds_of(events: Sequence[Event], *, now: float, ft: bool) -> list[Round]:
+    """Return the rounds in their order; see `account`."""
+    found: list[Round] = []
+    for i, event in enumerate(events):
+        if event["kind"] != "round":
+            continue
+        number, begin = int(event["number"]), float(event["time"])
+        members = frozenset((str(m["task"]), int(m["attempt"])) for m in event["members"])
+        end = next((float(e["time"]) for e in events[i + 1 :] if _ends(e, ft=ft)), now)
+        begun = _begun(events, number, members, begin, max(begin, end), ft=ft)
+        before = found[-1] if ft and found and found[-1].end >= begin else None
+        going_on = _going_on(before, members, begun)
+        trained = bool(going_on) and before is not None and before.trains_from is not None
+        found.append(
+            Round(
+                number,
+                begin,
+                max(begin, end),
+                members,
+                int(event.get("world_size") or 0),
+                begun,
+                going_on,
+                trained,
+            )
+        )
+    return found
+
+
+def sizes_of(rounds: Sequence[Round], attempts: Sequence[Attempt]) -> list[Size]:
+    """Return how the size of the group changed; a group is over with the last of its members."""
+    ends = {attempt.key: attempt.end for attempt in attempts if attempt.ended_by is not None}
+    found: list[Size] = []
+    for one, following in zip_longest(rounds, rounds[1:]):
+        found.append(Size(one.begin, len(one.members), one.world_size))
+        end = min(one.end, max((ends.get(key, one.end) for key in one.members), default=one.end))
+        stays = following is None and all(key not in ends for key in one.members)
+        if not stays and (following is None or following.begin > end):
+            found.append(Size(end, 0, 0))
+    return found
+
+
+def _ends(event: Event, *, ft: bool) -> bool:
+    kinds = ("round", "end", "given back") if ft else ("round", "end", "stop", "leader")
+    return event["kind"] in kinds and (event["kind"] != "given back" or "nodes" in event)
+
+
+def _begun(
+    events: Sequence[Event], number: int, members: Collection[Key], begin: float, end: float, *,
+    ft: bool,
+) -> dict[Key, Begun]:  # fmt: skip
+    """Return the first steps in a round; of a replica, those that it made while that lasted."""
+    found = {}
+    for event in events:
+        if event["kind"] != "trains":
+            continue
+        key, time = (str(event["task"]), int(event["attempt"])), float(event["time"])
+        ours = begin <= time <= end if ft else int(event["round"]) == number
+        if key in members and ours:
+            found[key] = Begun(
+                time, int(event["step"]), event.get("restored"),
+                float(event.get("restore_s") or 0.0), bool(event.get("counted")),
+            )  # fmt: skip
+    return found
+
+
+def _going_on(
+    before: Round | None, members: frozenset[Key], begun: Mapping[Key, Begun]
+) -> frozenset[Key]:
+    if before is None:
+        return frozenset()
+    at_work = {*before.begun, *before.going_on}
+    return frozenset(key for key in members if key in at_work and key not in begun)

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Record what Slurm's commands print, as data of the unit tests of `hpc_elastic.slurm.outputs`.
+
+    scripts/slurm_sandbox.py up --name recorded --slurm 24.11
+    scripts/record_slurm_outputs.py --name recorded
+
+writes ``tests/unit/data/slurm/24.11/``: one file for each command, and ``jobs.json``, which tells
+what the jobs are that are in them. The sandbox should be new: nothing else runs in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hpc_elastic.slurm.environment import for_commands  # noqa: E402
+from hpc_elastic.slurm.outputs import SQUEUE_FORMAT  # noqa: E402
+from hpc_elastic.testing.slurm_sandbox import SlurmSandbox  # noqa: E402
+from hpc_elastic.testing.slurm_sandbox.commands import wait_until  # noqa: E402
+from hpc_elastic.testing.slurm_sandbox.config import parse_version  # noqa: E402
+
+DATA = ROOT / "tests" / "unit" / "data" / "slurm"
+SQUEUE = ["squeue", "-h", "-t", "all", "-O", SQUEUE_FORMAT]
+COMMANDS = {
+    "squeue": SQUEUE,
+    "scontrol-jobs": ["scontrol", "-o", "show", "job"],
+    "scontrol-config": ["scontrol", "show", "config"],
+    "scontrol-partitions": ["scontrol", "-a", "-o", "show", "partition"],
+    "scontrol-node": ["scontrol", "show", "node", "node2"],
+    "scontrol-no-node": ["scontrol", "show", "node", "nowhere"],
+    "sinfo": ["sinfo", "-h", "-a", "-o", "%R"],
+    "squeue-forgotten": [*SQUEUE, "-j", "9999999"],
+    "scontrol-forgotten": ["scontrol", "-o", "show", "job", "9999999"],
+    "requeue-forgotten": ["scontrol", "requeue", "9999999"],
+    "scancel-forgotten": ["scancel", "9999999"],
+    "sbatch-partition": ["sbatch", "-p", "nowhere", "--wrap=true"],
+    "sbatch-nodes": ["sbatch", "-N", "99", "--wrap=true"],
+    "sbatch-feature": ["sbatch", "-C", "none", "--wrap=true"],
+    "sbatch-gres": ["sbatch", "--gpus-per-node=99", "--wrap=true"],
+    "sbatch-memory": ["sbatch", "--mem=9T", "--wrap=true"],
+    "sbatch-array": ["sbatch", "--array=99999", "--wrap=true"],
+    "sbatch-reservation": ["sbatch", "--reservation=none", "--wrap=true"],
+    "sbatch-node": ["sbatch", "-w", "nowhere", "--wrap=true"],
+}
+JOBS = {
+    "array": ["--array=0-9:3%1", "-J", "a b='c'", "-x", "node3,node4", "-t", "1-0", "-w", "node1"],
+    "held": ["--hold", "--no-requeue"],
+    "gang": ["-N2", "-w", "node[3-4]"],
+    "later": ["--begin=now+1hour"],
+    "taken": ["-w", "node2"],
+}
+
+
+class Recorder:
+    """One sandbox, and the folder for its outputs."""
+
+    def __init__(self, name: str) -> None:
+        self.slurm = SlurmSandbox.attach(name)
+        os.environ.update(for_commands({**os.environ, **self.slurm.env}))
+        year, month = parse_version(self.slurm.run(["squeue", "-V"]).stdout)
+        self.folder = DATA / f"{year}.{month:02}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def submit(self, options: list[str], line: str = "sleep 300") -> str:
+        """Submit a job, and return its id."""
+        argv = ["sbatch", "--parsable", "--exclusive", "-o/dev/null", "-D/", *options]
+        return self.slurm.run([*argv, f"--wrap={line}"]).stdout.strip()
+
+    def wait(self, job: str, state: str) -> None:
+        """Wait until a job is in a state."""
+        argv = ["squeue", "-h", "-t", "all", "-o", "%T", "-j", job]
+        wait_until(f"{job} {state}", lambda: state in self.slurm.run(argv).stdout.split(), 60)
+
+    def record(self, name: str, argv: list[str]) -> None:
+        """Write what a command prints, both streams and the exit code."""
+        done = self.slurm.run(argv, check=False)
+        shown = {"argv": argv, "exit_code": done.returncode, "stderr": done.stderr}
+        (self.folder / f"{name}.out").write_text(done.stdout)
+        (self.folder / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n")
+
+
+def main() -> None:
+    """Make the jobs, and record all."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--name", default="default", help="of the sandbox (default: default)")
+    recorder = Recorder(parser.parse_args().name)
+    over = recorder.submit(["-w", "node1"], "true")
+    recorder.wait(over, "COMPLETED")
+    jobs = {name: recorder.submit(options) for name, options in JOBS.items()}
+    for name in ("array", "gang", "taken"):
+        recorder.wait(jobs[name], "RUNNING")
+    time.sleep(1.5)
+    for name, argv in COMMANDS.items():
+        recorder.record(name, argv)
+    _taken(recorder, jobs["taken"])
+    text = json.dumps({**jobs, "over": over}, indent=1) + "\n"
+    (recorder.folder / "jobs.json").write_text(text)
+    recorder.slurm.heal_all()
+    print(recorder.folder)
+
+
+def _taken(recorder: Recorder, job: str) -> None:
+    """Record a job that is being preempted, and after its requeue."""
+    recorder.slurm.preempt(["node2"], for_s=60)
+    asked = ["squeue", "-h", "-O", "PreemptTime", "-j", job]
+
+    def preempted() -> bool:
+        return "N/A" not in recorder.slurm.run(asked).stdout
+
+    wait_until("the preemption", preempted, 30)
+    recorder.record("squeue-preempted", [*SQUEUE, "-j", job])
+    recorder.wait(job, "PENDING")
+    time.sleep(1.5)
+    recorder.record("squeue-requeued", [*SQUEUE, "-j", job])
+
+
+if __name__ == "__main__":
+    main()

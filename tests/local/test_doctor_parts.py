@@ -1,0 +1,144 @@
+"""The doctor's parts that run on nodes, as real processes and over real sockets."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hpc_elastic.doctor import hello, host, peers
+from hpc_elastic.doctor.evidence import last_beat, lived, received, was_orphaned
+from hpc_elastic.doctor.patient import start_worker
+from hpc_elastic.doctor.place import Place, Plan
+from hpc_elastic.slurm.site import SiteClient, reachable
+
+TOKEN = "t0ken"
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A probe's folder with its plan."""
+    found = Place(tmp_path / ".hpc_elastic")
+    found.path.mkdir()
+    found.write_plan(Plan(2, TOKEN, lifetime_s=60))
+    return found
+
+
+def eventually(condition, what):
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.02)
+
+
+def test_this_host_is_looked_at(tmp_path):
+    """Limits and clock are there, and it reads back."""
+    found = host.look()
+    assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
+    assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
+    assert host.Host.from_json(found.to_json()) == found
+
+
+def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
+    """SIGTERM does not end it, SIGKILL does, and the time between shows."""
+    worker = start_worker(str(place.array_file), 0, 0)
+    beat = place.beat("worker", 0, 0)
+    eventually(lambda: last_beat(beat) is not None, "it lives")
+    worker.send_signal(signal.SIGUSR2)
+    eventually(lambda: received(place, "worker", 0, "SIGUSR2"), "the notice")
+    worker.send_signal(signal.SIGTERM)
+    eventually(lambda: received(place, "worker", 0, "SIGTERM"), "the order to end")
+    asked = received(place, "worker", 0, "SIGTERM")
+    eventually(lambda: last_beat(beat) > asked, "it goes on")
+    worker.kill()
+    worker.wait()
+    assert lived(place, 0)["worker"] > 0 and lived(place, 0)["agent"] is None
+    assert not was_orphaned(place, 0)
+
+
+def test_a_worker_that_is_left_behind_says_so_and_ends(place):
+    """It is how a site whose Slurm loses processes is told from others."""
+    start = f"from hpc_elastic.doctor.patient import start_worker as s; s({str(place.array_file)!r}"
+    parent = f"{start}, 0, 0); import time; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        eventually(lambda: last_beat(place.beat("worker", 0, 0)) is not None, "it lives")
+    finally:
+        process.kill()
+        process.wait()
+    eventually(lambda: was_orphaned(place, 0), "it has noticed")
+    place.stop.touch()
+
+
+def test_a_worker_ends_with_the_probe(place):
+    """Nothing is left over where the doctor could not cancel it."""
+    worker = start_worker(str(place.array_file), 0, 0)
+    eventually(lambda: last_beat(place.beat("worker", 0, 0)) is not None, "it lives")
+    place.stop.touch()
+    assert worker.wait(30) == 0
+
+
+def peer(server, *, address="127.0.0.1"):
+    """What a task publishes of itself."""
+    found = {"eth0": [address], "eth1": ["127.0.0.9"]}
+    return {"host": "n1", "address": address, "port": server.port, "addresses": found}
+
+
+def test_two_tasks_meet(place):
+    """They reach each other, know the time there, and see each other's files."""
+    server = peers.Server(place, TOKEN)
+    met = peers.meet(place, 0, TOKEN, {1: peer(server)}, [])
+    (sight,) = met.sights
+    assert sight.problem == "" and 0 < sight.round_trip_s < 5
+    assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
+    assert met.created_s is not None and met.replaced_s is not None
+    assert met.won and not peers.meet(place, 1, TOKEN, {}, []).won, "one link can be first"
+    assert peers.Meeting.from_json(met.to_json()) == met
+
+
+def test_a_port_that_nobody_listens_on_is_named(place):
+    """With the address and the reason; the rest of the meeting is not lost."""
+    silent = {**peer(peers.Server(place, TOKEN)), "port": peers.free_port()}
+    met = peers.meet(place, 0, TOKEN, {1: silent}, [2])
+    assert "refused" in met.sights[0].problem.lower()
+    assert (met.absent, met.created_s) == ([2], None)
+
+
+def test_a_stranger_gets_no_answer(place):
+    """Who does not know the token makes no files, and learns nothing."""
+    server = peers.Server(place, TOKEN)
+    with (
+        socket.create_connection(("127.0.0.1", server.port)) as stranger,
+        pytest.raises(OSError),
+    ):
+        peers.request(stranger, "create", 5, "wrong")
+    assert not (place.path / "seen-5").exists()
+
+
+def test_two_processes_say_hello():
+    """An all_reduce through gloo comes back with the right sum."""
+    port = peers.free_port()
+    with ThreadPoolExecutor() as pool:
+        said = list(pool.map(lambda rank: hello.say(rank, 2, "127.0.0.1", port, "lo"), (0, 1)))
+    assert [s.problems for s in said] == [{}, {}]
+    assert all(s.bandwidths["gloo"] > 0 and s.import_s > 0 for s in said)
+
+
+def test_a_hello_that_nobody_answers_comes_to_an_end(monkeypatch):
+    """Its process is ended with all it has started."""
+    monkeypatch.setattr(hello, "TIMEOUT_S", 0.5)
+    said = hello.say(0, 2, "127.0.0.1", peers.free_port(), "lo")
+    assert said.import_s is None and "no end within" in said.problems["torch"]
+
+
+def test_slurm_commands_that_are_missing_are_told_by_name(tmp_path, monkeypatch):
+    """As in a container without them."""
+    monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
+    problems = reachable(SiteClient(2), "1_0")
+    assert problems.keys() == {"squeue", "scontrol"}
+    assert all("is Slurm installed" in why for why in problems.values())

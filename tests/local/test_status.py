@@ -1,0 +1,179 @@
+"""`hpc-elastic status` and `list` beside a real run with `launcher=local`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.facts import Facts
+from hpc_elastic.cli.looking import look
+from hpc_elastic.cli.main import main
+from hpc_elastic.events import read_events
+from hpc_elastic.story.account import KINDS
+from hpc_elastic.story.points import read_points
+
+PATIENCE_S = 150.0
+EVERY = 60
+LOST = 15
+"""So many steps at least die with a node."""
+SCRIPT = textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+
+    import hydra
+    import torch
+    import torch.distributed as dist
+    from hydra.core.hydra_config import HydraConfig
+    from hpc_elastic import Checkpointer, report, should_checkpoint
+
+    FOLDER = Path({folder!r})
+
+    @hydra.main(version_base=None)
+    def main(cfg):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        state = {{"weights": torch.zeros(100_000)}}
+        folder = Path(HydraConfig.get().runtime.output_dir, "checkpoints")
+        checkpoints = Checkpointer(folder, state)
+        step, over = checkpoints.restore() or 0, torch.tensor(0)
+        while not over:
+            step += 1
+            time.sleep(0.05)
+            over.fill_(int((FOLDER / "stop").exists()))
+            dist.all_reduce(over)
+            report(step=step, loss=1 / step, samples=8 * step, total_steps=100_000)
+            if should_checkpoint(step, every_steps={every}):
+                checkpoints.save(step)
+        checkpoints.close()
+        return step
+
+    if __name__ == "__main__":
+        main()
+    """
+)
+
+
+class Run:
+    """A run of one to two nodes, and what is to be found out about it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.dir = folder / "sweep" / "0"
+        script = folder / "script.py"
+        script.write_text(SCRIPT.format(folder=str(folder), every=EVERY))
+        argv = [
+            sys.executable, str(script), "-m", "+launcher=local", "nodes=1:2",
+            f"hydra.sweep.dir={folder / 'sweep'}",
+        ]  # fmt: skip
+        self.launcher = subprocess.Popen(
+            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def until(self, holds: Callable[[Facts], object], what: str) -> Facts:
+        """Wait until something is so; return what was found then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if (self.dir / "run.json").exists() and holds(facts := look(self.dir)):
+                return facts
+            time.sleep(0.2)
+        pytest.fail(f"never: {what}; {look(self.dir).to_json()}")
+
+    def events(self, kind: str) -> list[dict]:
+        """The events of a kind."""
+        return [e for e in read_events(self.dir / "events") if e["kind"] == kind]
+
+    def end(self) -> str:
+        """Let the training end; return what the launcher printed."""
+        (self.folder / "stop").touch()
+        return self.launcher.communicate(timeout=PATIENCE_S)[0]
+
+
+@pytest.fixture
+def run(tmp_path) -> Iterator[Run]:
+    """A run under way."""
+    run = Run(tmp_path)
+    yield run
+    if run.launcher.poll() is None:
+        run.launcher.send_signal(signal.SIGINT)
+        run.launcher.communicate(timeout=PATIENCE_S)
+
+
+def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
+    """It trains; loses a node, and replays what was not saved; and ends."""
+    facts = run.until(
+        lambda f: f.nodes and f.nodes[0] == 2 and f.pace.steps_per_s and f.saved,
+        "two nodes train and have saved",
+    )
+    assert (facts.phase, facts.nodes) == ("training", (2, 1, 2))
+    assert [task.ranks for task in facts.tasks] == [(0, 0), (1, 1)]
+    assert {task.state for task in facts.tasks} == {"RUNNING"}
+    assert facts.pace.remaining_s and facts.status.samples == 8 * facts.status.step
+    assert facts.account.goodput is not None and 0 < facts.account.goodput < 1
+    first = {event["task"]: event for event in run.events("trains")}
+    assert {(e["step"], e["restored"], e["round"]) for e in first.values()} == {(1, None, 1)}
+    assert all(e["start_s"] > 0 and e["attempt"] == 0 for e in first.values())
+
+    follower = next(e for e in run.events("task") if e["task"] != run.events("leader")[0]["task"])
+    run.until(lambda f: f.status.step >= f.saved.step + LOST, "something is to be lost")
+    os.kill(follower["pid"], signal.SIGKILL)
+    facts = run.until(lambda f: f.round == 2 and f.pace.steps_per_s, "one goes on alone")
+    assert facts.nodes == (1, 1, 2) and facts.departures == {"gone": 1}
+    sizes = [size.nodes for size in facts.account.sizes]
+    assert [size for size in sizes if size] in ([2, 1], [1, 2, 1]) and sizes[-2] == 0
+    (again,) = (e for e in run.events("trains") if e["round"] == 2)
+    assert again["restored"] % EVERY == 0 and again["step"] == again["restored"] + 1
+    assert 0 < again["restore_s"] < again["start_s"]
+    assert main(["status", str(run.dir)]) == 0
+    page = capsys.readouterr().out
+    assert "● training" in page and "1 node lost" in page and "replayed" in page
+
+    run.end()
+    assert main(["status", str(run.dir), "--watch"]) == 0, "it has ended"
+    assert "succeeded" in capsys.readouterr().out
+    assert main(["status", str(run.dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["phase"] == told["ended"]["status"] == "succeeded" and told["notes"] == []
+    spent = told["node_seconds"]
+    assert list(spent) == list(KINDS) and spent["replayed"] > 0 and spent["restore"] > 0
+    blocked = max(point.blocked_s for point in read_points(run.dir / "progress.jsonl"))
+    assert 0 < blocked < spent["useful"]
+    assert told["goodput"] == pytest.approx(spent["useful"] / sum(spent.values()), abs=0.01)
+    assert told["step"] >= told["checkpoint"]["step"] > 0 and told["checkpoint"]["kept"] == 2
+
+    assert main(["list", "--json"]) == 0
+    (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.dir))
+    assert (listed["state"], listed["run_id"]) == ("succeeded", told["run_id"])
+
+
+def test_a_watch_shows_lines_where_no_terminal_is_and_ends_with_the_run(run):
+    """And Ctrl-C leaves it without a word."""
+    run.until(lambda f: f.phase == "training", "it trains")
+    argv = [
+        sys.executable,
+        "-m",
+        "hpc_elastic",
+        "status",
+        str(run.dir),
+        "--watch",
+        "--every",
+        "0.2",
+    ]
+    left = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert left.stdout is not None and "training" in left.stdout.readline()
+    left.send_signal(signal.SIGINT)
+    said = left.communicate(timeout=PATIENCE_S)[1]
+    assert said.strip() == "" and left.returncode == 130
+    stays = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert stays.stdout is not None and "training" in stays.stdout.readline()
+    run.end()
+    lines = stays.communicate(timeout=PATIENCE_S)[0].splitlines()
+    assert stays.returncode == 0 and "succeeded" in lines[-1]

@@ -1,0 +1,29 @@
+"""What the fake does is what Slurm does: the tests of tests/conformance, on the real one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
+
+from backends import Backend, Teller, environment
+from sweeps import ONLY_LONG
+from test_array_life import *  # noqa: F403
+from test_lost_nodes import *  # noqa: F403
+from test_signals_and_ends import *  # noqa: F403
+from test_steps import *  # noqa: F403
+
+pytestmark = ONLY_LONG
+
+
+@pytest.fixture
+def backend(slurm) -> Backend:
+    """The sandbox; it is healed after each test by its own fixture."""
+    return Backend(slurm, environment(slurm.env), slurm.start_node, hold_s=120)
+
+
+@pytest.fixture
+def teller(tmp_path) -> Teller:
+    """Makes lines for jobs that log the signals that they get."""
+    return Teller(tmp_path)

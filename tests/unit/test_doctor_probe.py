@@ -1,0 +1,239 @@
+"""What the doctor makes of what a probe has shown."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from hpc_elastic.config import SlurmSettings
+from hpc_elastic.doctor import asked, job, judge_network, judge_nodes, judge_signals, report
+from hpc_elastic.doctor.evidence import Ending, Evidence, Report, lived, received, was_orphaned
+from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
+from hpc_elastic.doctor.folder import Folder
+from hpc_elastic.doctor.hello import Hello
+from hpc_elastic.doctor.host import Host
+from hpc_elastic.doctor.node import NodeFacts, count_devices
+from hpc_elastic.doctor.peers import Meeting, Sight
+from hpc_elastic.doctor.place import Place
+
+GIB = 1 << 30
+OWN = {"python": "3.12.4", "hpc_elastic": "0.1.0", "torch": "2.6.0"}
+
+
+def node(number, **changes):
+    """The facts of a good node."""
+    name = f"n{number}"
+    host = Host(name, {"nofile": (1024, None)}, True, "/env/python", "nfs4", (), 64, 512 * GIB)
+    folder = Folder("/scratch/u", "lustre", 500 * GIB, None, {}, 0.0)
+    facts = NodeFacts(
+        name, host, folder, dict(OWN), {"squeue": None, "scontrol": None}, 64, 4, 4,
+        {"ib0": [f"10.0.0.{number}"], "eth0": [f"192.168.0.{number}"]}, "ib0", f"10.0.0.{number}",
+    )  # fmt: skip
+    return replace(facts, **changes)
+
+
+def seen(number, **changes):
+    """What one good node finds of another."""
+    return replace(Sight(number, f"n{number}", f"10.0.0.{number}", "", 2e-4, 1e-3), **changes)
+
+
+def result(number, *, meeting=None, hello=None, **changes):
+    """What a good task of two has measured."""
+    other = 1 - number
+    met = Meeting([seen(other)], [], 0.01, 0.02, won=number == 0)
+    said = Hello(4.0, 4, {"gloo": 1e9, "nccl": 2e10}, {})
+    return Report(node(number, **changes), meeting or met, hello or said)
+
+
+GOOD = Evidence(
+    2,
+    reports={0: result(0), 1: result(1)},
+    notices={0: {"agent": 0.1, "worker": 0.1}, 1: {"agent": 0.2, "worker": None}},
+    endings=[
+        Ending("requeue", "n0", {"agent": 29.9, "worker": 29.8}, back_on="n3", back_s=42.0),
+        Ending("cancel", "n1", {"agent": 30.0, "worker": 30.1}),
+    ],
+)
+
+
+def findings(evidence, settings=None):
+    """All that is said of a probe; where several have one name, the worst."""
+    settings = settings or SlurmSettings(gpus_per_node=4)
+    said = [
+        *judge_nodes.judge(evidence, settings, OWN),
+        *judge_network.judge(evidence),
+        *judge_signals.judge(evidence, 30.0),
+    ]
+    order = list(Verdict)
+    ranked = sorted(said, key=lambda f: order.index(f.verdict), reverse=True)
+    return {f.check: f for f in ranked}
+
+
+def with_node(**changes):
+    """The good probe, with another second node."""
+    return replace(GOOD, reports={0: result(0), 1: result(1, **changes)})
+
+
+def with_ending(index, **changes):
+    """The good probe, with another end of a task."""
+    endings = list(GOOD.endings)
+    endings[index] = replace(endings[index], **changes)
+    return replace(GOOD, endings=endings)
+
+
+def test_nothing_is_said_against_a_good_probe():
+    """And every part of it is said."""
+    found = findings(GOOD)
+    assert worst(found.values()) is Verdict.OK, [
+        f for f in found.values() if f.verdict.value != "ok"
+    ]
+    assert {f.group for f in found.values()} == {"nodes", "network", "directory", "signals"}
+    assert "ib0 10.0.0.0 on n0" in found["network.interface"].found
+    assert "others there: eth0" in found["network.interface"].found
+    assert "not the workers" in found["signals.notice"].found
+
+
+CUT = Meeting([seen(0, problem="timed out", round_trip_s=None, clock_ahead_s=None,
+                    others={"192.168.0.0": True})])  # fmt: skip
+BAD = [
+    # evidence, check, verdict, what is said
+    (Evidence(2, waiting={0: "Priority", 1: "Priority"}), "nodes.start", "fail", "2 tasks of 2"),
+    (replace(GOOD, waiting={2: "QOSMaxJobsPerUser"}), "nodes.start", "warn", "launcher.qos"),
+    (replace(GOOD, silent={2: "FAILED on n2: no python"}), "nodes.start", "fail", "no python"),
+    (replace(GOOD, problem="squeue failed"), "nodes.start", "fail", "cut short"),
+    (with_node(versions={**OWN, "torch": "2.5.0"}), "nodes.versions", "fail", "2.5.0 on n1"),
+    (with_node(hello=Hello(problems={"torch": "no libcuda"})), "nodes.torch", "fail", "no libcuda"),
+    (with_node(hello=Hello(95.0, 4, {}, {})), "nodes.torch", "warn", "95.0 s"),
+    (with_node(slurm={"squeue": "not found"}), "nodes.slurm", "warn", "install Slurm's commands"),
+    (with_node(slurm={"squeue": "Unable to contact"}), "nodes.slurm", "warn", "network.reach"),
+    (replace(GOOD, outside={"n0": "not found"}), "nodes.slurm_outside", "warn", "not found"),
+    (with_node(gpus_seen=2), "nodes.gpus", "fail", "n1: Slurm gives 4, the driver shows 2"),
+    (with_node(gpus_seen=8), "nodes.gpus", "warn", "ConstrainDevices"),
+    (with_node(hello=Hello(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail", "torch does not see"),
+    (
+        with_node(host=replace(node(1).host, cpus=1)),
+        "nodes.cpus", "warn", "bound to a single CPU",
+    ),
+    (with_node(host=replace(node(1).host, clock_kept=False)), "nodes.clock", "warn", "of n1"),
+    (
+        with_node(folder=replace(node(1).folder, problems={"link": "Not supported"})),
+        "directory.nodes", "fail", "on n1: hard links",
+    ),
+    (with_node(meeting=Meeting([seen(0)], [], 0.1, 0.1, won=True)), "directory.election", "fail",
+     "n0, n1 won"),
+    (with_node(meeting=Meeting([seen(0)], [], None, None)), "directory.delay", "fail", "on n1"),
+    (with_node(meeting=Meeting([seen(0)], [], 12.0, 0.1)), "directory.delay", "warn", "12 s"),
+    (with_node(problem="no address"), "network.interface", "fail", "n1: no address"),
+    (with_node(interface="eth0"), "network.interface", "warn", "not the same"),
+    (with_node(meeting=CUT), "network.reach", "fail", "n1 can not reach n0 at 10.0.0.0: timed out"),
+    (with_node(meeting=CUT), "network.reach", "fail", "but at 192.168.0.0"),
+    (with_node(meeting=Meeting([], [0])), "network.reach", "fail", "n1 found no file of n0"),
+    (with_node(meeting=Meeting([seen(0, clock_ahead_s=-75.0)], [], 0.1, 0.1)), "network.clocks",
+     "warn", "75 s"),
+    (with_node(hello=Hello(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo", "fail", "n1: ti"),
+    (replace(GOOD, reports={0: result(0, meeting=Meeting(won=True))}), "network.reach", "unknown",
+     "only n0 was tried"),
+    (replace(GOOD, notices={0: {"agent": None, "worker": None}}), "signals.notice", "fail",
+     "n0"),
+    (with_ending(0, refused="disabled"), "signals.requeue", "warn", "disabled"),
+    (with_ending(0, back_on=None), "signals.requeue", "fail", "did not return"),
+    (with_ending(0, back_on=None, waits="Priority"), "signals.requeue", "unknown", "Priority"),
+    (with_ending(1, lived_s={"agent": None, "worker": None}), "signals.cancel_grace", "fail",
+     "no SIGTERM"),
+    (with_ending(1, lived_s={"agent": 5.0, "worker": 5.0}), "signals.cancel_grace", "warn",
+     "launcher.grace_s=5"),
+    (with_ending(1, capped=True), "signals.cancel_end", "unknown", "longer than the probe"),
+    (with_ending(1, orphaned=True), "signals.cancel_end", "fail", "proctrack/cgroup"),
+    (replace(GOOD, leftovers=["7_1"]), "signals.leftovers", "warn", "7_1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("evidence", "check", "verdict", "says"), BAD, ids=[f"{row[1]}-{row[3]}" for row in BAD]
+)
+def test_each_fault_of_nodes_and_network_is_found(evidence, check, verdict, says):
+    """One row for each, with what is said of it and why it matters."""
+    finding = findings(evidence)[check]
+    assert finding.verdict.value == verdict
+    assert says in finding.found + finding.remedy
+    assert finding.remedy or verdict == "unknown"
+
+
+def test_many_tasks_that_fail_alike_are_not_all_listed():
+    """A few, and how many more."""
+    silent = {i: "FAILED" for i in range(60)}
+    said = list(judge_nodes.judge(Evidence(60, silent=silent), SlurmSettings(), OWN))
+    assert len(said) == 3 and "57 more tasks" in said[-1].found
+
+
+def test_tasks_on_one_machine_show_nothing_of_the_network():
+    """Where a run has shares of nodes, two of its tasks may be on one."""
+    both = {0: result(0), 1: replace(result(1), facts=node(0))}
+    found = findings(replace(GOOD, reports=both))["network.reach"]
+    assert found.verdict.value == "unknown" and "exclusive=true" in found.remedy
+
+
+def test_gpus_that_nobody_asked_for():
+    """None there is fine; some that are given are named."""
+    none = {i: result(i, gpus_given=None, gpus_seen=None, hello=Hello(4.0)) for i in (0, 1)}
+    assert (
+        findings(replace(GOOD, reports=none), SlurmSettings())["nodes.gpus"].verdict.value == "ok"
+    )
+    shown = {i: result(i, gpus_given=None, gpus_seen=4) for i in (0, 1)}
+    found = findings(replace(GOOD, reports=shown), SlurmSettings())["nodes.gpus"]
+    assert found.verdict.value == "warn" and "gpus_per_node" in found.remedy
+
+
+def test_slices_of_gpus_count_as_gpus():
+    """As Slurm gives them."""
+    whole = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
+    assert count_devices(whole) == 2
+    assert count_devices(whole + "  MIG 1g.10gb Device 0: (UUID: MIG-1)\n") == 1
+    assert count_devices("No devices were found\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "longest_s", "minutes"),
+    [([], None, "10"), (["time=2"], None, "2"), (["time=60"], 180.0, "3"), ([], 30.0, "1")],
+)
+def test_a_probe_asks_for_no_more_time_than_it_may(words, longest_s, minutes):
+    """Ten minutes, the run's time, or the partition's, whichever is least."""
+    assert job.time_limit(asked.parse(words), longest_s) == minutes
+
+
+def test_a_report_reads_back():
+    """From the nodes to the login node, and into the JSON of a bug report."""
+    text = json.dumps(GOOD.reports[0].to_json())
+    assert Report.from_json(json.loads(text)) == GOOD.reports[0]
+
+
+def test_how_long_a_process_lived_after_sigterm(tmp_path):
+    """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
+    place = Place(tmp_path)
+    lines = [{"signal": "SIGTERM", "time": 100.0}, {"signal": "SIGTERM", "time": 105.0}]
+    place.signals("agent", 0, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place.beat("agent", 0, 0).write_text("00000000110.500000")
+    assert lived(place, 0) == {"agent": 10.5, "worker": None}
+    assert received(place, "agent", 0, "SIGUSR2") is None
+    assert not was_orphaned(place, 0)
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_says_what_to_do_and_failures_come_first(width):
+    """No line is wider than the terminal, nor than what is easy to read."""
+    rows = [
+        ok("host.commands", "fine"),
+        warn("slurm.grace", "short " * 30, "saving takes time", "ask the admin"),
+        fail("network.reach", "n1 can not reach n0", "agents meet", "launcher.interface"),
+    ]
+    console = Console(file=io.StringIO(), width=width)
+    report.show(rows, console, probed=False)
+    text = console.file.getvalue()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= min(width, 120)
+    assert text.index("Login node") < text.index("Network")
+    _, _, summary = text.partition("1 failed, 1 to look at, 1 well")
+    assert summary.index("network.reach") < summary.index("slurm.grace")
+    assert "do launcher.interface" in " ".join(summary.split())
+    assert "--probe" in summary

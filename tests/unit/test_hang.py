@@ -1,0 +1,130 @@
+"""The leader's inquest: is the group hung, and who holds it up (pure)."""
+
+import pytest
+from groups import A, B, C
+from leaders import of, rejoin, say, told, training
+
+from hpc_elastic.rendezvous.actions import Note
+from hpc_elastic.rendezvous.hang import ANSWER_S, RankState, failures_of, judge, note_of
+from hpc_elastic.rendezvous.leader_effects import Create
+
+HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
+THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}
+NOWHERE = {"place": "data.py:7 in read", "waits_in": None}
+WAITER = {"place": "train.py:40 in step", "waits_in": None}
+
+
+def ranks(*places: dict | str) -> list:
+    """What each rank is at: a place, or a state."""
+    found = []
+    for rank, at in enumerate(places):
+        fields = {"state": "stands", **at} if isinstance(at, dict) else {"state": at, **NOWHERE}
+        found.append((A, RankState(rank, rank, **fields)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("places", "blamed", "shared"),
+    [
+        ((HERE, HERE, NOWHERE), [2], False),  # one is elsewhere
+        ((HERE, NOWHERE), [1], False),  # of two, the one in no collective
+        ((WAITER, WAITER, WAITER, HERE), [3], False),  # most wait where nothing says so
+        ((HERE, HERE, HERE, THERE), [3], False),  # another collective
+        ((HERE, HERE, HERE, THERE, NOWHERE), [4], False),  # who is in one waits as well
+        ((HERE, HERE, THERE, NOWHERE), [3], False),
+        ((HERE, THERE), [0], True),  # nobody can tell
+        ((HERE, HERE, HERE), [0], True),  # the network, or a message that was lost
+        ((NOWHERE, WAITER), [0], True),
+        ((HERE, HERE, "stopped"), [2], False),
+        (("stopped", HERE, NOWHERE, "silent"), [0, 3], False),  # beyond doubt
+        (("moves", "moves", "stopped"), [2], False),
+        ((NOWHERE,), [0], True),
+    ],
+)
+def test_blame(places, blamed, shared):
+    """By what is certain, then by majority."""
+    finding = judge(ranks(*places), patient=True)
+    assert finding is not None
+    assert ([s.rank for _, s in finding.blamed], finding.shared) == (blamed, shared)
+
+
+@pytest.mark.parametrize("working", ["busy", "done", "moves"])
+def test_a_group_of_which_one_works_is_not_hung(working):
+    """A checkpoint, one that has returned, a stack that moves."""
+    assert judge(ranks(HERE, HERE, working), patient=True) is None
+
+
+def test_a_group_that_moves_for_ever_without_a_step_is_hung():
+    """Patience has an end; but not while a checkpoint is made."""
+    finding = judge(ranks(HERE, HERE, "moves"), patient=False)
+    assert finding is not None and [s.rank for _, s in finding.blamed] == [2]
+    assert judge(ranks(HERE, HERE, "busy"), patient=False) is None
+
+
+def test_the_message_names_place_and_files():
+    """What the user reads."""
+    state = RankState(
+        2, 0, "stands", **NOWHERE, stack="/r/tasks/7_1/attempt-0/round-3.rank-2.stack.txt"
+    )
+    finding = judge([*ranks(HERE, HERE), (B, state)], patient=True)
+    ((agent, failure),) = failures_of(finding, 61.2)
+    assert agent == B and failure.phase == "hang"
+    assert failure.message == (
+        "no step for 61 s: it is at data.py:7 in read, while 2 ranks are in all_reduce "
+        "(train.py:40 in step); stacks of all ranks: tasks/*/attempt-*/round-3.rank-*.stack.txt"
+    )
+    assert failure.summary().startswith(f"rank 2 (local rank 0) on {B.host}, hung: no step")
+    assert note_of(finding, 61.2).fields["ranks"][0]["host"] == B.host
+
+
+# ---- the leader ---------------------------------------------------------------------------------
+
+
+def answer(leader, agent, now, rank, at, number=1):
+    """Let an agent of one worker answer."""
+    ranks_ = [{"rank": rank, "local_rank": 0, "state": "stands", **at}]
+    return say(leader, agent, "stacks", now, record=2, number=number, ranks=ranks_)
+
+
+def test_one_member_that_is_stalled_has_all_asked_once():
+    """The others will say the same in a moment."""
+    leader = training(A, B, C)
+    asked = say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    assert told(asked, "stacks") == [A, B, C]
+    assert not say(leader, B, "stalled", 70.1, record=2, stalled_s=61.0, limit_s=60.0)
+
+
+def test_once_all_have_answered_the_group_is_started_again():
+    """The hang is noted, all are stopped, and a restart is spent on it."""
+    leader = training(A, B, C)
+    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    answer(leader, A, 71.0, 0, HERE)
+    answer(leader, B, 71.0, 1, NOWHERE)
+    effects = answer(leader, C, 71.5, 2, HERE)
+    (hang, _) = of(effects, Note)
+    assert hang.kind == "hang" and hang.fields["ranks"][0]["rank"] == 1
+    assert told(effects, "stop") == [A, B, C]
+    effects = [e for agent in (A, B, C) for e in rejoin(leader, agent, 72.0)]
+    notes = [e for e in of(effects, Note) if e.kind == "restart"]
+    assert leader.machine.restarts == 1
+    assert "rank 1" in notes[0].fields["failure"] and "hung" in notes[0].fields["failure"]
+
+
+def test_who_does_not_answer_is_to_blame():
+    """Its agent beats, and can not look into its workers."""
+    leader = training(A, B)
+    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    answer(leader, A, 71.0, 0, HERE)
+    effects = leader.tick(70.5 + ANSWER_S)
+    (hang, *_) = [n for n in of(effects, Note) if n.kind == "hang"]
+    assert [(r["rank"], r["state"]) for r in hang.fields["ranks"]] == [(1, "silent")]
+
+
+def test_answers_of_a_round_that_is_over_count_for_nothing():
+    """It broke for another reason meanwhile."""
+    leader = training(A, B)
+    say(leader, A, "stalled", 70.0, record=2, stalled_s=61.0, limit_s=60.0)
+    answer(leader, A, 71.0, 0, HERE)
+    leader.disconnected(B, "its connection closed", 71.0)
+    assert not [n for n in of(leader.tick(71.0 + ANSWER_S), Note) if n.kind == "hang"]
+    assert not of(leader.tick(72.0), Create)

@@ -1,0 +1,73 @@
+"""What the event log says of a leader's actions, and an agent of its workers."""
+
+import random
+from dataclasses import replace
+
+from groups import A, B, C
+from leaders import LIVENESS
+
+from hpc_elastic.agent.stopping import event_fields
+from hpc_elastic.control import Progress
+from hpc_elastic.rendezvous import notes
+from hpc_elastic.rendezvous.actions import Depart, GiveBack, Note, StartRound, StopRound
+from hpc_elastic.rendezvous.record import Endpoint, Record, claim
+from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
+from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.story.kinds import problems
+
+NOTHING = Progress(None, None, None, None, None, None, 0)
+
+
+def is_as_described(note: Note) -> bool:
+    """Whether the line that it becomes is one of its kind."""
+    line = {"v": 1, "time": 1.0, "kind": note.kind, "task": "7_0", **note.fields}
+    return problems(line) == []
+
+
+def test_a_stop_says_of_what_and_whether_all_have_saved():
+    """The step only if all ranks have its checkpoint."""
+    saved = notes.stop(StopRound((A, B), "node3 joins", "regroup", 20), 4)
+    assert saved.fields == {
+        "reason": "node3 joins", "cause": "regroup", "round": 4, "step": 20, "nodes": 2,
+        "hosts": [A.host, B.host],
+    }  # fmt: skip
+    lost = notes.stop(StopRound((A,), "node2 is gone: silent", "gone"), 4)
+    assert "step" not in lost.fields
+    assert is_as_described(saved) and is_as_described(lost)
+
+
+def test_a_line_names_twenty_nodes_at_most():
+    """A run may have thousands, and the number is said."""
+    many = tuple(replace(A, host=f"n{i}") for i in range(1000))
+    for note in (notes.stop(StopRound(many, ""), 1), notes.given_back(GiveBack(many, 9.96, True))):
+        assert note.fields["nodes"] == 1000 and len(note.fields["hosts"]) == 20
+        assert is_as_described(note)
+
+
+def test_a_round_says_which_replicas_it_places():
+    """Nothing of the kind where all start together."""
+    together = notes.round_(StartRound(2, (A, B), 1), record=5, epoch=1)
+    assert "placed" not in together.fields and together.fields["world_size"] == A.nproc + B.nproc
+    placed = notes.round_(StartRound(2, (A, B), 1, placed=(B,)), record=5, epoch=1)
+    assert placed.fields["placed"] == [B.task]
+    assert is_as_described(together) and is_as_described(placed)
+
+
+def test_the_next_leader_notes_that_the_one_before_is_no_replica_any_more():
+    """Nobody else could: it died."""
+    leader = Endpoint("10.0.0.1", 4000, A.task, A.attempt)
+    before = Record(3, 1, leader, round=1, members=(A, B, C))
+    after = claim(4, before, replace(leader, task=B.task, attempt=B.attempt), 0.0)
+    rules = Rules(1, 4, 0, 60.0, 1.0, ft=True)
+    leadership = ReplicaLeadership(after, rules, LIVENESS, 0.0, random.Random(0))
+    assert leadership.inherited == (notes.departed(Depart(A, (B, C))),)
+    assert leadership.inherited[0].fields == {"task": A.task, "host": A.host, "nodes": 2}
+
+
+def test_workers_that_are_stopped_say_how_far_they_have_come():
+    """What a script says of its steps goes before their count."""
+    counted = replace(NOTHING, step=3, step_time=10.00049)
+    asks = replace(counted, step=4, step_time=11.0, passed=104)
+    assert event_fields([NOTHING]) == {}
+    assert event_fields([NOTHING, counted]) == {"step": 3, "step_time": 10.0}
+    assert event_fields([counted, asks]) == {"step": 104, "step_time": 11.0}

@@ -1,0 +1,181 @@
+"""Whether a node is fit to join: what is a problem, and how it is looked for."""
+
+import json
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_elastic.agent import preflight
+from hpc_elastic.agent.preflight import (
+    Gpu,
+    Preflight,
+    Problem,
+    check_arithmetic,
+    check_clock,
+    check_gpus,
+    granted_gpus,
+    judge_clock,
+    judge_gpus,
+    judge_space,
+    keep_away,
+    parse_gpus,
+)
+
+GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "granted"),
+    [
+        ({}, []),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, ["0", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa"}, ["GPU-aa"]),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
+        ({"SLURM_GPUS_ON_NODE": "2"}, ["?", "?"]),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, ["1"]),
+    ],
+)
+def test_the_gpus_that_were_granted(environ, granted):
+    """CUDA's variable says which, or else Slurm's how many."""
+    assert granted_gpus(environ) == granted
+
+
+@pytest.mark.parametrize(
+    ("granted", "used", "shared", "check"),
+    [
+        (["0", "1"], 4, False, None),
+        (["0", "1", "2"], 4, False, "gpus"),
+        (["?", "?", "?"], 4, False, "gpus"),
+        (["0"], 50_000, False, "memory"),
+        (["GPU-aa"], 50_000, False, "memory"),
+        (["1"], 50_000, False, None),  # somebody else's
+        (["0"], 50_000, True, None),
+        (["MIG-1", "MIG-2", "MIG-3"], 50_000, False, None),
+    ],
+)
+def test_gpus_are_counted_and_have_room(granted, used, shared, check):
+    """As many as were granted, and no one else's data in them."""
+    listed = [Gpu("0", "GPU-aa", 81_559, used), Gpu("1", "GPU-bb", 81_559, 4)]
+    problem = judge_gpus(granted, listed, shared=shared)
+    assert (problem.check if problem else None) == check
+
+
+def test_a_gpu_that_is_lost_is_told_in_nvidias_words():
+    """A line that is no GPU is the reason."""
+    assert parse_gpus(GOOD)[1] == Gpu("1", "GPU-bb", 81_559, 4)
+    with pytest.raises(ValueError, match="Unknown Error"):
+        parse_gpus(GOOD + "2, GPU-cc, [Unknown Error], [Unknown Error]\n")
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "took_s", "fit"),
+    [(0.0, 0.1, True), (59.0, 0.1, True), (-90.0, 40.0, True), (61.0, 0.1, False)],
+)
+def test_the_clock(skew_s, took_s, fit):
+    """What the measurement took is in doubt."""
+    assert (judge_clock(skew_s, took_s) is None) == fit
+
+
+def test_the_clock_of_a_node_that_is_behind_is_said_to_be():
+    """And who to ask."""
+    assert "behind" in judge_clock(600.0, 0.1).reason and "chrony" in judge_clock(600.0, 0.1).reason
+    assert "ahead of" in judge_clock(-600.0, 0.1).reason
+
+
+def test_a_full_shared_disk_is_no_fault_of_the_node():
+    """It is told, and the node joins."""
+    assert judge_space("/x", 1 << 30, 1 << 20, is_nodes=True) is None
+    assert judge_space("/x", 1, 1 << 20, is_nodes=False).is_nodes is False
+
+
+def test_this_node_counts_right_and_its_clock_is_that_of_its_disk(tmp_path):
+    """Real arithmetic, a real file."""
+    assert check_arithmetic() is None and check_clock(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Put a command of this name before all others."""
+
+    def install(script: str) -> None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (f"printf '{GOOD}'", None),
+        ("echo 'Unable to determine the device handle: GPU is lost' >&2; exit 15", "GPU is lost"),
+        ("printf '0, GPU-aa, 81559, 4\\n'", "2 GPUs were granted, and nvidia-smi lists 1"),
+        ("printf '0, GPU-aa, ERR!, 4\\n'", "ERR!"),
+    ],
+)
+def test_what_nvidia_smi_says(nvidia_smi, script, reason):
+    """A real process, which may fail."""
+    nvidia_smi(script)
+    problem = check_gpus(["0", "1"], shared=False)
+    assert (problem is None) if reason is None else (reason in problem.reason)
+
+
+def test_an_nvidia_smi_that_hangs_is_a_problem(nvidia_smi, monkeypatch):
+    """So it does where a GPU has fallen off."""
+    monkeypatch.setattr(preflight, "_NVIDIA_SMI_S", 0.2)
+    nvidia_smi("exec sleep 30")
+    assert "does not answer" in check_gpus(["0"], shared=False).reason
+
+
+def test_a_check_that_hangs_or_fails_says_nothing(tmp_path, monkeypatch):
+    """The file system may hang for a while; the run is not to be kept waiting."""
+    over = threading.Event()
+    monkeypatch.setattr(preflight, "_WAIT_S", 0.1)
+    monkeypatch.setattr(preflight, "check_logs", lambda _: over.wait(30))
+    monkeypatch.setattr(preflight, "check_shm", lambda: 1 // 0)
+    assert Preflight(tmp_path, [], shared=True).problems() == []
+    over.set()
+
+
+def test_the_nodes_own_problem_comes_first(tmp_path, monkeypatch):
+    """What is shared is only told."""
+    own, theirs = Problem("clock", "a"), Problem("space", "b", is_nodes=False)
+    monkeypatch.setattr(preflight, "check_logs", lambda _: theirs)
+    monkeypatch.setattr(preflight, "check_shm", lambda: own)
+    assert Preflight(tmp_path, [], shared=True).problems() == [own, theirs]
+
+
+class Tasks:
+    """Takes note of who is to be avoided, as `SlurmTasks` would."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def exclude(self, run, hosts, why) -> None:
+        """Write it down."""
+        self.asked += hosts
+        (run.path / "excluded.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "known", "goes"), [("slurm", 0, True), ("slurm", 2, False), ("local", 0, False)]
+)
+def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
+    """As many as the run may have: then it is not the nodes."""
+    text = json.dumps({f"h{i}": "x" for i in range(known)})
+    (tmp_path / "excluded.json").write_text(text)
+    task = SimpleNamespace(
+        slurm=SimpleNamespace(node_name="n7"), run=SimpleNamespace(path=tmp_path),
+        spec=SimpleNamespace(launcher=launcher, max_nodes=2),
+    )  # fmt: skip
+    tasks = Tasks()
+    assert keep_away(Problem("gpus", "lost"), task, tasks) is goes
+    assert tasks.asked == (["n7"] if goes else [])
+    if goes:
+        assert json.loads((tmp_path / "excluded.json").read_text())["n7"] == "preflight: lost"

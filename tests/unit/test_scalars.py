@@ -1,0 +1,78 @@
+"""Restarts and goodput for TensorBoard and W&B."""
+
+import pytest
+
+import hpc_elastic
+from hpc_elastic import control
+from hpc_elastic.control import ControlPage
+from hpc_elastic.scalars import run_scalars
+
+
+class TensorBoard:
+    """What a SummaryWriter has."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Take note of it."""
+        self.written.append((tag, value, step))
+
+
+class Wandb:
+    """What a run of W&B has."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[dict[str, float], int]] = []
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Take note of it."""
+        self.written.append((values, step))
+
+
+@pytest.fixture
+def in_a_run(tmp_path, monkeypatch) -> ControlPage:
+    """This process is rank 0 of a run, as its agent sees it."""
+    page = ControlPage.create(tmp_path, 0)
+    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    for name, value in {
+        control.DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "0", "RANK": "0",
+        "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "HPC_ELASTIC_ROUND": "5",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return page
+
+
+def test_goodput_is_there_once_the_agent_has_told_it(in_a_run):
+    """The rest at once."""
+    assert run_scalars() == {"restarts": 2.0, "round": 5.0, "world_size": 4.0}
+    in_a_run.tell_goodput(0.75)
+    assert run_scalars()["goodput"] == 0.75
+
+
+def test_either_kind_of_writer_gets_them(in_a_run):
+    """Under names of their own."""
+    board, wandb = TensorBoard(), Wandb()
+    hpc_elastic.log_run_scalars(board, 7)
+    hpc_elastic.log_run_scalars(wandb, 7)
+    assert ("hpc_elastic/restarts", 2.0, 7) in board.written
+    ((values, step),) = wandb.written
+    assert (values["hpc_elastic/world_size"], step) == (4.0, 7)
+
+
+def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):
+    """One rank does for all; outside a run there is nothing to tell."""
+    board = TensorBoard()
+    monkeypatch.setenv("RANK", "3")
+    hpc_elastic.log_run_scalars(board, 7)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv(control.DIRECTORY_VARIABLE)
+    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    hpc_elastic.log_run_scalars(board, 7)
+    assert board.written == []
+
+
+def test_what_is_no_writer_is_refused(in_a_run):
+    """With what is expected."""
+    with pytest.raises(TypeError, match="add_scalar"):
+        hpc_elastic.log_run_scalars(object(), 7)

@@ -1,0 +1,69 @@
+"""Which looks at the group a leader writes down."""
+
+from hpc_elastic.rendezvous.series import DENSE_S, SHORTEST_S, Series, spacing_s
+from hpc_elastic.story.points import Point
+
+
+def status(step: int | None = None, **more) -> dict:
+    """What status.json shows of a group that trains."""
+    known = {"phase": "training", "round": 1, "epoch": 1, "nodes": 2, "world_size": 2}
+    return {**known, "step": step, "samples": None, "members": ["not of interest"], **more}
+
+
+def test_a_line_every_few_seconds():
+    """However often the leader looks."""
+    series = Series()
+    lines = [line for t in range(60) for line in series.look(status(t), float(t), 0.0)]
+    assert [line["time"] for line in lines] == list(range(0, 60, int(SHORTEST_S)))
+    assert "members" not in lines[0]
+
+
+def test_a_change_of_the_group_is_written_at_once_and_how_far_it_was_before():
+    """So that no step between two lines is forgotten when a group is broken."""
+    series = Series()
+    series.look(status(1), 100.0, 0.0)
+    assert series.look(status(3), 101.0, 0.0) == []
+    lines = series.look(status(None, phase="waiting", nodes=0), 102.0, 0.0)
+    assert [(x["time"], x["step"], x["nodes"]) for x in lines] == [(101, 3, 2), (102, None, 0)]
+    lines = series.look(status(None, round=2), 103.0, 0.0)
+    assert [x["time"] for x in lines] == [103], "what was written is not written again"
+
+
+def test_a_run_of_a_year_has_no_endless_file():
+    """The older it is, the further its lines are apart."""
+    assert spacing_s(0.0) == spacing_s(DENSE_S) == SHORTEST_S
+    num, age_s = 0, 0.0
+    while age_s < 365 * 86400:
+        num, age_s = num + 1, age_s + spacing_s(age_s)
+    assert num < 20_000
+
+
+def test_the_pace_of_the_last_half_minute():
+    """Steps and samples a second; None before there is anything to compare."""
+    series = Series()
+    series.look(status(0, samples=0), 0.0, 0.0)
+    assert series.rates == {"steps_per_s": None, "samples_per_s": None}
+    for t in range(1, 100):
+        series.look(status(t if t < 50 else 50 + 3 * (t - 50), samples=8 * t), float(t), 0.0)
+    assert series.rates == {"steps_per_s": 3.0, "samples_per_s": 8.0}
+
+
+def test_a_new_group_begins_its_own_pace():
+    """And so do workers that went back to a checkpoint."""
+    series = Series()
+    for t in range(10):
+        series.look(status(t), float(t), 0.0)
+    series.look(status(4), 10.0, 0.0)
+    assert series.rates["steps_per_s"] is None
+    series.look(status(5), 11.0, 0.0)
+    assert series.rates["steps_per_s"] == 1.0
+    series.look(status(6, round=2), 12.0, 0.0)
+    assert series.rates["steps_per_s"] is None
+
+
+def test_lines_are_points():
+    """What is written is what the account reads."""
+    (line,) = Series().look(status(7, loss=0.5, blocked_s=1.0, checkpoint=5), 9.0, 0.0)
+    assert Point.of(line, line["time"]) == Point(
+        9.0, "training", 1, 2, 2, 7, None, None, 0.5, 1.0, 5
+    )

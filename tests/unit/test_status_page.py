@@ -1,0 +1,298 @@
+"""What `status` and `list` find out, and how they show it, from files alone."""
+
+import io
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hpc_elastic import known_runs
+from hpc_elastic.cli.list import listed
+from hpc_elastic.cli.looking import look, phase_of
+from hpc_elastic.cli.main import main
+from hpc_elastic.cli.queues import Queue, local_tasks
+from hpc_elastic.cli.status_text import line, page
+from hpc_elastic.cli.words import clock, duration, number, sparkline
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.events import EventLog
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.states import TaskState
+
+NOW = 1_900_000_000.0
+FAILURE = {
+    "task": "17_0", "host": "node1", "rank": 3, "message": "CUDA out of memory\nat line 7",
+    "exception": "torch.OutOfMemoryError", "exit_code": 1, "log": "/runs/7/rank-3.err",
+}  # fmt: skip
+
+
+def made(folder: Path, num_tasks: int = 2, **fields) -> RunDir:
+    """A run directory of a Slurm array that was submitted as job 17."""
+    submission = folder / ".hpc_elastic"
+    submission.mkdir(parents=True)
+    Submission(submission).array(0).submitted_as("17")
+    spec = RunSpec(
+        "train-1", 1, num_tasks, 1, 3, Entry("hydra", "main"), str(submission),
+        [(0, index) for index in range(num_tasks)], **fields,
+    )  # fmt: skip
+    run = RunDir(folder / "0")
+    run.create(spec)
+    return run
+
+
+def slurm(*states: TaskState, silent: str | None = None):
+    """What Slurm says."""
+    return lambda specs: Queue({state.task: state for state in states}, silent)
+
+
+def training(run: RunDir, now: float, step: int = 400) -> None:
+    """One node that trains since two minutes, a step a second, with a checkpoint at 390."""
+    log = EventLog(run.events("17_0"), "17_0")
+    at = now - 130
+    log.write("task", attempt=1, host="node1", started=at, time=at + 1)
+    log.write("joined", time=at + 2)
+    member = {"task": "17_0", "attempt": 1, "host": "node1", "nproc": 4}
+    log.write("round", number=3, members=[member], nodes=1, time=at + 2)
+    log.write(
+        "trains", attempt=1, round=3, step=step - 120, restored=None, restore_s=0, time=at + 10
+    )
+    group = {"phase": "training", "round": 3, "epoch": 1, "nodes": 1, "world_size": 4}
+    told = {**group, "total_steps": 1000, "loss": 0.25, "blocked_s": 0.0, "checkpoint": 390}
+    lines = [{"time": at + 10 + t, **told, "step": step - 120 + t} for t in range(0, 121, 5)]
+    run.progress.write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    status = {**told, "step": step, "updated": now, "members": [member], "restarts": 1}
+    run.status.write_text(json.dumps(status))
+
+
+RUNS = TaskState("17_0", "RUNNING", node="node1", restarts=1, time_left_s=7200.0)
+WAITS = TaskState("17_1", "PENDING", "Resources", restarts=0, starts_in_s=600.0)
+
+
+def shown(facts, width: int = 80) -> str:
+    """The page as text."""
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(page(facts, width))
+    return console.export_text()
+
+
+def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
+    """Everything that can be known."""
+    run = made(tmp_path)
+    training(run, time.time())
+    facts = look(run.path, slurm(RUNS, WAITS))
+    told = json.loads(json.dumps(facts.to_json()))
+    assert (told["phase"], told["nodes"], told["world_size"], told["round"]) == (
+        "training",
+        1,
+        4,
+        3,
+    )
+    assert told["steps_per_s"] == pytest.approx(1.0, rel=0.05)
+    assert told["remaining_s"] == pytest.approx(600, rel=0.05)
+    assert told["checkpoint"] == {"step": 390, "time": None, "kept": 0, "age_s": None}
+    assert told["goodput"] == pytest.approx(120 / 130, abs=0.02)
+    runs, waits = told["tasks"]
+    assert (runs["node"], runs["attempt"], runs["ranks"]) == ("node1", 1, [0, 3])
+    assert (waits["state"], waits["reason"], waits["node"]) == ("PENDING", "Resources", None)
+    for width in (80, 160):
+        text = shown(facts, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "400 of 1,000" in text and "PENDING (Resources) in 10 min" in text
+        assert "2 h" in text and "0 to 3" in text and "1 of 1–2 nodes, 4 workers" in text
+    assert line(facts).startswith("training, 1 of 2 nodes, step 400 of 1,000, loss 0.25")
+
+
+def test_tasks_that_wait_alike_are_one_line(tmp_path):
+    """A run of a thousand nodes fits on a screen; --json has all of them."""
+    run = made(tmp_path, num_tasks=1000)
+    training(run, time.time())
+    waiting = [replace(WAITS, task=f"17_{i}") for i in range(1, 1000)]
+    facts = look(run.path, slurm(RUNS, *waiting))
+    text = shown(facts)
+    assert "17_1 to 999" in text and "999 PENDING" in text and len(text.splitlines()) < 30
+    assert len(facts.to_json()["tasks"]) == 1000
+
+
+def test_slurm_that_does_not_answer_is_said(tmp_path):
+    """The rest is shown as the leader last wrote it."""
+    run = made(tmp_path)
+    training(run, time.time())
+    facts = look(run.path, slurm(silent="squeue: timed out"))
+    assert facts.phase == "training" and "squeue: timed out" in facts.notes[0]
+    assert [(task.state, task.node) for task in facts.tasks] == [(None, "node1"), (None, None)]
+    assert "Slurm does not answer" in shown(facts)
+
+
+def test_a_leader_that_is_silent_is_said(tmp_path):
+    """As long as somebody has a node, the run may go on."""
+    run = made(tmp_path)
+    training(run, time.time() - 300)
+    facts = look(run.path, slurm(RUNS))
+    assert facts.phase == "training" and "no leader has written" in facts.notes[0]
+
+
+def test_a_run_that_failed_shows_why(tmp_path):
+    """The first failure, and where its log is; Slurm is not asked."""
+    run = made(tmp_path)
+    now = time.time()
+    training(run, now - 60)
+    result = {"status": "failed", "ended": now - 50, "restarts": 3, "failure": FAILURE}
+    run.result.write_text(json.dumps(result))
+    facts = look(run.path, lambda specs: pytest.fail("nothing is to be asked"))
+    why = "rank 3 on node1: torch.OutOfMemoryError: CUDA out of memory"
+    assert facts.ended is not None and (facts.ended.status, facts.ended.why) == ("failed", why)
+    text = shown(facts)
+    assert why in text and "/runs/7/rank-3.err" in text and "3 of 3 restarts" in text
+    assert facts.account.node_s == pytest.approx(140, abs=1), "it does not go on after its end"
+
+
+def test_a_run_whose_tasks_are_gone_is_lost(tmp_path):
+    """It ended when it was last heard of."""
+    run = made(tmp_path)
+    training(run, time.time() - 300)
+    facts = look(run.path, slurm(replace(RUNS, state="CANCELLED")))
+    assert facts.phase == "lost" and facts.ended is not None and facts.ended.why is not None
+    assert "1 CANCELLED" in facts.ended.why
+    assert facts.ended.time == pytest.approx(time.time() - 300, abs=5)
+
+
+def test_what_is_left_of_a_run_is_shown(tmp_path):
+    """Files may be missing or damaged; each is named."""
+    run = made(tmp_path)
+    training(run, time.time())
+    run.spec.write_text("{")
+    run.status.write_text("")
+    run.progress.unlink()
+    (tmp_path / "0" / "events" / "17_1.jsonl").write_text('{"no": "event"}\n')
+    facts = look(run.path, slurm())
+    assert len(facts.notes) == 2 and "status.json" in facts.notes[1]
+    assert "unknown" in shown(facts) and json.dumps(facts.to_json())
+
+
+def test_a_run_that_was_just_submitted(tmp_path):
+    """Nothing is known yet but that it waits."""
+    run = made(tmp_path)
+    facts = look(run.path, slurm(replace(WAITS, task="17_0"), WAITS))
+    assert facts.phase == "queued" and facts.nodes == (0, 1, 2) and facts.notes == []
+    assert "queued" in shown(facts) and "goodput" not in shown(facts)
+
+
+def test_a_run_that_waits_for_nothing_any_more(tmp_path):
+    """Cancelled before it began, and forgotten by Slurm; or only rendered, and never submitted."""
+    run = made(tmp_path, provenance={"time": "2020-01-01T00:00:00+00:00"})
+    assert look(run.path, slurm()).phase == "lost"
+    Submission(tmp_path / ".hpc_elastic").array(0).job_id_file.unlink()
+    assert look(run.path, slurm()).phase == "not submitted"
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    """With what to give instead."""
+    with pytest.raises(RunDirectoryError, match="hpc-elastic list"):
+        look(tmp_path)
+    assert main(["status", str(tmp_path)]) == 1
+    assert "is no run directory" in capsys.readouterr().err
+
+
+PENDING, RUNNING = {"17_0": WAITS}, {"17_0": RUNS, "17_1": WAITS}
+OTHER = {"17_0": WAITS, "17_1": RUNS}
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "result", "age_s", "phase"),
+    [
+        (PENDING, None, None, 0, "queued"),
+        (PENDING, "training", None, 0, "queued"),
+        (RUNNING, None, None, 0, "starting"),
+        (RUNNING, "waiting", None, 0, "waiting"),
+        (RUNNING, "training", None, 300, "training"),
+        (OTHER, "training", None, 0, "starting"),
+        (RUNNING, "training", "succeeded", 0, "succeeded"),
+        ({}, "training", "failed", 300, "failed"),
+        ({}, "training", None, 0, "training"),
+        ({}, "training", None, 300, "lost"),
+        ({"17_0": TaskState("17_0", "FAILED")}, None, None, 0, "lost"),
+        (None, "training", None, 300, "training"),
+        (None, None, None, 0, "unknown"),
+    ],
+)
+def test_what_a_run_is_doing(states, status, result, age_s, phase):
+    """The result's word, then the scheduler's, then the leader's."""
+    told = {"phase": status, "members": [{"task": "17_0"}]} if status else {}
+    ended = {"status": result} if result else None
+    assert phase_of(states, told, ended, age_s=age_s) == phase
+
+
+def test_local_tasks_whose_launcher_was_killed_have_ended(tmp_path):
+    """Only on the machine that they were on can that be seen."""
+    entry = {"state": "RUNNING", "pid": 2**22 + 1, "exit_code": None}
+    (tmp_path / "local-tasks.json").write_text(json.dumps({"7_0": entry}))
+    here = local_tasks(Submission(tmp_path), is_here=True)
+    assert (here["7_0"].state, here["7_0"].reason) == ("FAILED", "killed")
+    assert local_tasks(Submission(tmp_path), is_here=False)["7_0"].state == "RUNNING"
+
+
+def test_a_list_asks_once_for_all_that_go_on(tmp_path):
+    """And what can not be read is listed with the reason."""
+    runs = [made(tmp_path / str(i)) for i in range(4)]
+    training(runs[0], time.time())
+    runs[1].result.write_text(json.dumps({"status": "succeeded"}))
+    runs[2].spec.write_text("{")
+    asked = []
+
+    def asks(specs):
+        asked.append(len(specs))
+        return Queue({"17_0": RUNS, "17_1": WAITS})
+
+    known = [known_runs.KnownRun(f"r{i}", run.path, time.time()) for i, run in enumerate(runs)]
+    found = listed(known, asks)
+    assert asked == [2]
+    assert [run.state for run in found] == ["training", "succeeded", "unknown", "starting"]
+    assert (found[0].nodes, found[0].step, found[0].total_steps) == (1, 400, 1000)
+    assert found[2].problem is not None and "not a run directory" in found[2].problem
+
+
+def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
+    """The newest, of a thousand; and says that there are more."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    runs = {f"r{i}": made(tmp_path / str(i)).path for i in range(30)}
+    for name, path in runs.items():
+        known_runs.add({name: path})
+    read = []
+    monkeypatch.setattr(RunDir, "load", lambda self: read.append(self.path) or _fails())
+    assert main(["list", "--limit", "3", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(read) == 3
+    assert main(["list", "--limit", "3"]) == 0
+    assert "the 3 newest" in capsys.readouterr().out
+    assert main(["list", "--all", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 30
+
+
+def _fails() -> None:
+    raise RunDirectoryError("not to be read")
+
+
+def test_a_list_of_nothing_says_how_to_begin(tmp_path, monkeypatch, capsys):
+    """No error: there is just nothing."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["list"]) == 0
+    assert "no runs yet" in capsys.readouterr().out
+
+
+def test_times_and_numbers_as_a_person_reads_them():
+    """Two units, three digits."""
+    seconds = (0.4, 45, 119, 125, 3600, 12_000, 90_000, 3 * 86_400)
+    said = ["0.4 s", "45 s", "119 s", "2 min", "1 h", "3 h 20 min", "1 d 1 h", "3 d"]
+    assert [duration(s) for s in seconds] == said
+    assert [number(x) for x in (0, 0.00012, 0.123456, 3.14159, 187.4, 12_345.6)] == [
+        "0", "1.20e-04", "0.123", "3.14", "187", "12,346",
+    ]  # fmt: skip
+    assert len(clock(NOW, NOW)) == 8 and " " in clock(NOW, NOW + 200_000)
+
+
+def test_a_line_of_blocks_is_the_mean_over_time():
+    """Nothing before the first change, half of four nodes after it."""
+    changes = [(10.0, 4.0), (20.0, 2.0)]
+    assert sparkline(changes, 0.0, 40.0, 4, 4.0) == " █▄▄"
+    assert sparkline(changes, 5.0, 5.0, 4, 4.0) == ""

@@ -1,0 +1,331 @@
+"""How a run is cancelled, resumed and cleaned: what is decided, and what is refused."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from arrays import run_of
+from followers import LEADER, LIVENESS, RECORD, agent, of, told
+from groups import B
+
+from hpc_elastic.agent.lookup import find_task
+from hpc_elastic.checkpoint import cleaning
+from hpc_elastic.cli import completion
+from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.rendezvous.agent_effects import Claim, Publish
+from hpc_elastic.rendezvous.following import Following
+from hpc_elastic.rendezvous.journal import Journal
+from hpc_elastic.rendezvous.record import NOBODY, Ending, claim, reopen, unseal
+from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rundir import Submission
+from hpc_elastic.slurm import replacement, requeue
+from hpc_elastic.slurm.decision import Departure
+from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit import cancel, detach
+from hpc_elastic.submit.changes import changed
+from hpc_elastic.submit.living import LocalProcesses
+from hpc_elastic.submit.outcome import cancellation
+from hpc_elastic.submit.processes import started
+
+BEFORE = {
+    "nodes": "2",
+    "nproc_per_node": 1,
+    "ft": False,
+    "launcher": {"backend": "slurm", "partition": "gpu", "time": "1:00:00", "wait": False},
+    "lr": 0.1,
+}
+
+
+# ---- what may be changed ----------------------------------------------------------------
+
+
+def test_nodes_and_settings_of_the_launcher_may_be_changed():
+    """All else stays as it was, but for what belongs to one submission only."""
+    now = changed(BEFORE, ["nodes=1:4", "launcher.partition=low", "+launcher.sbatch.nice=5"])
+    assert (now.nodes.min, now.nodes.max) == (1, 4)
+    assert now.launcher.partition == "low" and now.launcher.sbatch == {"nice": 5}
+    assert now.launcher.time == "1:00:00" and now.launcher.wait
+    assert changed(BEFORE, []).nodes.max == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "remedy"),
+    [
+        ("lr=0.2", "lr", "submit a new run"),
+        ("launcher=local", "launcher", "stays with its launcher"),
+        ("ft=true", "ft", "when a run is submitted"),
+        ("launcher.snapshot=true", "launcher.snapshot", "code of a run stays"),
+        ("launcher.partiton=a", "launcher.partiton", "did you mean 'partition'"),
+        ("nodes=1,2", "nodes", "one value"),
+        ("~launcher.time", "~launcher.time", "can not be deleted"),
+        ("nodes", "override", "KEY=VALUE"),
+        ("nodes=0", "nodes", ""),
+    ],
+)
+def test_what_would_make_another_run_of_it_is_refused(override, key, remedy):
+    """By its name, with what to do instead."""
+    with pytest.raises(ConfigError) as e:
+        changed(BEFORE, [override])
+    assert e.value.key == key and remedy in str(e.value)
+
+
+# ---- the record that begins a new generation --------------------------------------------
+
+
+def test_a_resumed_run_goes_on_to_count_and_forgets_what_it_has_spent():
+    """Rounds and epochs never repeat; the next agent leads at once, and nobody counts as lost."""
+    ended = replace(RECORD, restarts=3, lost={"7_3": 0}, ending=Ending("failed"), started=5.0)
+    again = reopen(6, ended, 1)
+    assert (again.number, again.epoch, again.round, again.generation) == (6, 3, 2, 1)
+    assert (again.restarts, again.lost, again.members, again.ending) == (0, {}, (), None)
+    led = claim(7, again, LEADER, 9.0)
+    assert (led.epoch, led.lost, led.generation, led.started) == (4, {}, 1, 5.0)
+    assert claim(2, reopen(1, None, 1), LEADER, 9.0).started == 9.0
+    assert unseal(again.seal(b"k"), b"k") == again and again.leader == NOBODY
+
+
+def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
+    """There is no leader whose death would have to be proved."""
+    f = Following(B, LIVENESS, 0.0, generation=1)
+    f.join()
+    f.tick(0.0)
+    again = reopen(6, RECORD, 1)
+    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again)]
+
+
+@pytest.mark.parametrize("ending", [None, Ending("failed")])
+def test_an_agent_from_before_ends_and_publishes_nothing(ending):
+    """It was paused when its run was resumed: it neither joins, nor leads, nor writes a result."""
+    f = agent()
+    f.tick(0.0)
+    effects = f.looked(9, replace(RECORD, number=9, generation=1, ending=ending), 1, 0.1)
+    assert [m["status"] for m in told(effects, "end")] == ["superseded"]
+    assert not of(effects, Claim, Publish)
+    assert f.tick(9.0) == []
+
+
+async def _publish(run, record):
+    journal = Journal(run, "r", None)
+    journal.note = lambda *_, **__: None
+    await journal.publish(record)
+    await journal.close()
+
+
+def test_a_result_from_before_is_not_published_any_more(tmp_path):
+    """Its leader was paused between its decision and the file; the run was resumed meanwhile."""
+    run = run_of(tmp_path, "7", [(0, 0)])
+    register = Register(run.rdzv, b"k")
+    ended = replace(RECORD, number=1, ending=Ending("failed"))
+    assert register.create(ended) and register.create(reopen(2, ended, 1))
+    asyncio.run(_publish(run, ended))
+    assert not run.result.exists()
+
+
+# ---- tasks ------------------------------------------------------------------------------
+
+
+def test_a_task_from_before_has_no_part_in_the_run(tmp_path):
+    """It ends at its start, and does not requeue itself when it is told to go."""
+    run = run_of(tmp_path, "7", [(1, 0)], generation=1)
+    files = Submission(tmp_path / ".hpc_elastic").array(0)
+    files.submitted_as("5")
+    files.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
+    variables = as_array_task(5, 0, node_name="n", cpus=1)
+    assert find_task(files.tasks, SlurmEnvironment.from_env(variables)).superseded
+    assert not replacement.is_of(run.load(), "5_0") and replacement.is_of(run.load(), "8_0")
+
+
+class Client:
+    """Stands for Slurm while a user cancels the run."""
+
+    def __init__(self, run, moment):
+        self.run, self.moment, self.cancelled, self.requeued = run, moment, [], []
+
+    def _reach(self, moment):
+        if moment == self.moment:
+            self.run.cancelled.touch()
+
+    def tasks(self, _):
+        """Say that it runs."""
+        self._reach("asked")
+        return {"7_0": TaskState("7_0", "RUNNING")}
+
+    def requeue(self, task):
+        """Take note."""
+        self._reach("requeued")
+        self.requeued.append(task)
+
+    def cancel(self, tasks):
+        """Take note."""
+        self.cancelled += tasks
+
+    def postpone(self, *_):
+        """Nothing."""
+
+    exclude = postpone
+
+
+@pytest.mark.parametrize(
+    ("moment", "requeued", "cancelled"), [("asked", [], []), ("requeued", ["7_0"], ["7_0"])]
+)
+def test_a_task_that_requeues_itself_while_its_run_is_cancelled_stays_away(
+    tmp_path, monkeypatch, moment, requeued, cancelled
+):
+    """Before the requeue it sees the mark; after it, it takes itself back."""
+    monkeypatch.setattr(requeue, "_deaf_to_sigterm", lambda **_: contextlib.nullcontext())
+    run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
+    client = Client(run, moment)
+    assert requeue.depart("7_0", client, run=run) is Departure.EXIT
+    assert (client.requeued, client.cancelled) == (requeued, cancelled)
+
+
+def test_who_is_cancelled_and_when():
+    """Each task once; those that are back, and one that runs on for some seconds, again."""
+    running, waits, ends = (
+        TaskState(f"7_{i}", state) for i, state in enumerate(["RUNNING", "PENDING", "COMPLETING"])
+    )
+    assert cancel.to_tell([running, waits, ends], {}, 0.0) == [running, waits]
+    assert cancel.to_tell([running, waits], {"7_0": 0.0, "7_1": 0.0}, 2.0) == [waits]
+    assert cancel.to_tell([running], {"7_0": 0.0}, 6.0) == [running]
+
+
+def test_a_mark_stays_the_first_one_s(tmp_path):
+    """Who has cancelled the run can be told, also from a mark that was cut off by a full disk."""
+    run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
+    assert cancellation(run) is None and not run.is_over
+    cancel.mark(run, print)
+    first = cancellation(run)
+    cancel.mark(run, print)
+    assert cancellation(run) == first and socket.gethostname() in first.by_whom and run.is_over
+    run.cancelled.write_text("")
+    assert cancellation(run).by_whom == ""
+
+
+# ---- processes of this machine ----------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper():
+    """A process that does nothing."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def table(folder, **entry):
+    """Return the processes of a run with one task that has this entry."""
+    run = run_of(folder, "7", [(0, 0)], launcher="local")
+    known = {"host": socket.gethostname(), "launcher": None, "launcher_started": None, **entry}
+    Submission(folder / ".hpc_elastic").local_tasks.write_text(json.dumps({"7_0": known}))
+    return LocalProcesses(run.load())
+
+
+def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
+    """One that has its pid by chance is left alone."""
+    made = started(sleeper.pid)
+    tasks = table(tmp_path, state="RUNNING", pid=sleeper.pid, started=made)
+    assert list(tasks.left()) == ["7_0"]
+    (tmp_path / "other").mkdir()
+    others = table(tmp_path / "other", state="RUNNING", pid=sleeper.pid, started=made - 60)
+    assert not others.left()
+    others.end([TaskState("7_0", "RUNNING")])
+    others.kill([TaskState("7_0", "RUNNING")])
+    assert sleeper.poll() is None
+    tasks.end(tasks.left().values())
+    sleeper.wait(20)
+    assert not tasks.left()
+
+
+def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):
+    """Else a run whose launcher was killed could never be resumed."""
+    assert not table(tmp_path, state="PENDING", launcher=2**22 + 1, launcher_started=1.0).left()
+    (tmp_path / "two").mkdir()
+    mine = {"launcher": os.getpid(), "launcher_started": started(os.getpid())}
+    assert table(tmp_path / "two", state="PENDING", **mine).left()
+
+
+def test_processes_of_another_machine_are_told_as_such(tmp_path):
+    """Its pids mean nothing here."""
+    with pytest.raises(RunDirectoryError, match="call this command on login7"):
+        table(tmp_path, state="RUNNING", pid=1, started=1.0, host="login7").left()
+
+
+# ---- checkpoints ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep_last", "going"),
+    [
+        ([40], 1, [10, 20, 30]),
+        ([30, 20], 2, [10]),
+        ([30], 2, []),  # fewer are good than are to stay
+        ([], 1, []),
+        ([], 0, [10, 20, 30, 40]),
+    ],
+)
+def test_only_what_is_older_than_the_newest_good_ones_goes(kept, keep_last, going):
+    """Newer ones stay, damaged or not: somebody may want to know why."""
+    assert cleaning.choose([40, 30, 20, 10], kept, keep_last) == going
+
+
+def test_what_a_living_group_writes_is_no_leftover():
+    """Groups of earlier records are fenced; of others nobody knows while the run goes on."""
+    names = ["step-00000010", ".trash-step-1-ab", ".staging-step-20-r3-0", ".staging-step-20-r5-1",
+             ".staging-step-20-f3s1-1", ".memory-id"]  # fmt: skip
+    goes_on = cleaning.fenced_by(5, run_goes_on=True)
+    assert cleaning.leftovers(names, goes_on) == [".staging-step-20-r3-0", ".trash-step-1-ab"]
+    assert len(cleaning.leftovers(names, cleaning.fenced_by(5, run_goes_on=False))) == 4
+
+
+# ---- what launchers tell, and shells ask ------------------------------------------------
+
+
+def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
+    """The command looks at the file while the launcher appends to it."""
+    file = tmp_path / "report"
+    detach.tell(file, {"launcher": "slurm"})
+    with file.open("a") as f:
+        f.write('{"launcher": "lo')
+    assert detach.told(file) == [{"launcher": "slurm"}]
+
+
+def test_what_fails_in_the_background_is_told_in_front():
+    """The user sees the remedy where he typed the command."""
+
+    def refuse(_):
+        raise ConfigError("nodes", 0, "give one")
+
+    assert detach.in_background(refuse) == {"error": "nodes=0: give one"}
+    assert detach.in_background(lambda tell: tell({"log": "x"})) == {"log": "x"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_asks_the_command(shell):
+    """It sets the variable by which click answers."""
+    assert "_HPC_ELASTIC_COMPLETE" in completion.source(shell)
+
+
+def test_runs_are_completed_by_their_ids(tmp_path):
+    """As bash would ask, in a process of its own."""
+    run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
+    entry = {"submitted": time.time(), "runs": {"digits-1": str(run.path)}}
+    folder = tmp_path / "state" / "hpc_elastic" / "submissions"
+    folder.mkdir(parents=True)
+    (folder / "1.json").write_text(json.dumps(entry))
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    env |= {"_HPC_ELASTIC_COMPLETE": "bash_complete", "COMP_WORDS": "hpc-elastic cancel dig"}
+    argv = [sys.executable, "-c", "import sys; from hpc_elastic.cli.main import main; "
+            "sys.argv[0] = 'hpc-elastic'; main()"]  # fmt: skip
+    done = subprocess.run(
+        argv, env={**env, "COMP_CWORD": "2"}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["plain,digits-1"], done.stderr

@@ -1,0 +1,371 @@
+"""The story of a run: events in, sentences out."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from story_events import (
+    begun,
+    event,
+    gone,
+    group,
+    left,
+    node,
+    notice,
+    stop,
+    stopped,
+    trains,
+)
+
+from hpc_elastic.story.episodes import episodes
+from hpc_elastic.story.kinds import problems
+from hpc_elastic.story.sentences import lines, sentence
+
+RECORDED = Path(__file__).parent / "data" / "story"
+"""Events of real runs on Slurm, and what is to be told of them."""
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch):
+    """Local time is that of Greenwich."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def recorded(name: str) -> list[dict]:
+    """The events of a run."""
+    return [json.loads(line) for line in (RECORDED / f"{name}.jsonl").read_text().splitlines()]
+
+
+NAMES = sorted(path.stem for path in RECORDED.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_real_run_is_told(name):
+    """Growth, preemption, dead nodes and leaders, failed workers: every line as it is printed."""
+    told = "\n".join(lines(episodes(recorded(name)))) + "\n"
+    assert told == (RECORDED / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_events_are_as_documented(name):
+    """What was recorded is of this version."""
+    assert [problem for e in recorded(name) for problem in problems(e)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_episode_is_json(name):
+    """For scripts."""
+    for episode in episodes(recorded(name)):
+        assert json.loads(json.dumps(episode.to_json()))["kind"] == episode.kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_story_that_is_cut_short_is_told_as_far_as_it_goes(name):
+    """Whoever looks at a run that goes on sees any beginning of it."""
+    events = recorded(name)
+    for end in range(len(events)):
+        assert all(sentence(e) for e in episodes(events[:end]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("without", ["trains", "stopped", "task", "leader", "stop", "left"])
+def test_a_kind_that_is_missing_costs_detail_only(name, without):
+    """A node's file may be lost; an older version did not write all kinds."""
+    found = episodes(e for e in recorded(name) if e["kind"] != without)
+    assert found[-1].kind == "ended" and all(sentence(e) for e in found)
+
+
+def test_what_a_newer_version_writes_is_passed_over():
+    """Kinds and fields that nobody knows here."""
+    events = recorded("mixed")
+    known = [sentence(e) for e in episodes(events)]
+    later = [{**e, "v": 2, "new": 1} for e in events]
+    news = event(events[3]["time"], "news", text="good")
+    assert [sentence(e) for e in episodes([*later, news])] == known
+
+
+TWO = [*begun(0, 1), group(2.0, 1, 0, 1), trains(3.0, 0, 1, 0)]
+PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        pytest.param(
+            [notice(10.0, 1), stop(11.0, 1, "regroup", 20), stopped(11.2, 0, 1, 20), left(11.5, 1),
+             group(11.9, 2, 0), trains(13.3, 0, 2, 20)],
+            f"{PREEMPTED}; all ranks saved step 20; group 2 -> 1 node; lost 0 steps, "
+            "trained again after 2.1 s",
+            id="preempted",
+        ),
+        pytest.param(
+            [notice(10.0, 1), notice(10.1, 1, host="node1"), left(14.0, 1), stop(14.1, 1, "gone"),
+             stopped(14.2, 0, 1, 27), group(14.9, 2, 0), trains(16.2, 0, 2, 20)],
+            f"{PREEMPTED}; group 2 -> 1 node; lost 7 steps (from 27 back to 20), "
+            "trained again after 2.0 s",
+            id="preempted, and not saved in time",
+        ),
+        pytest.param(
+            [notice(10.0, 1, "time limit", given_s=60.0), left(11.0, 1, reason="time limit"),
+             stop(10.9, 1, "regroup", 20), group(12.0, 2, 0)],
+            "node1 left because of its time limit, 60 s before it; all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="time limit",
+        ),
+        pytest.param(
+            [notice(10.0, 1, "asked"), stop(10.9, 1, "regroup", 20), left(11.0, 1, reason="asked"),
+             group(12.0, 2, 0)],
+            "node1 was asked to leave (a notice file, or the script); all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="asked",
+        ),
+        pytest.param(
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, "exit"),
+             group(12.0, 2, 0)],
+            "node1 was cancelled, or may not be requeued again (SIGTERM); all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="cancelled",
+        ),
+        pytest.param(
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0)],
+            "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
+            "formed anew after 2.0 s",
+            id="silent",
+        ),
+        pytest.param(
+            [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
+             group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20)],
+            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
+            id="the leader died",
+        ),
+        pytest.param(
+            [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
+             group(11.0, 2, 1, 0, epoch=2), trains(12.5, 1, 2, 20)],
+            "node0, the leader, was out of reach for a while, node1 leads now; "
+            "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
+            id="the leader was out of reach",
+        ),
+        pytest.param(
+            [stop(10.0, 1, "failed"), stopped(10.0, 0, 1, 27),
+             event(10.2, "restart", restarts=1, host="node1", failure="rank 1 on node1: boom"),
+             group(11.0, 2, 0, 1), trains(12.5, 1, 2, 20)],
+            "a worker failed: rank 1 on node1: boom; group still 2 nodes; "
+            "lost 7 steps (from 27 back to 20), trained again after 2.5 s",
+            id="a worker failed",
+        ),
+        pytest.param(
+            [stop(10.0, 1, "anew"), group(11.0, 2, 0, 1)],
+            "because of anew; group still 2 nodes; formed anew after 1.0 s",
+            id="an agent joined anew",
+        ),
+        pytest.param(
+            [node(8.0, 2), stop(10.0, 1, "regroup", 30), group(11.0, 2, 0, 1, 2)],
+            "node2 joined; all ranks saved step 30; group 2 -> 3 nodes; lost 0 steps, "
+            "formed anew after 1.0 s",
+            id="growth",
+        ),
+        pytest.param(
+            [notice(10.0, 1), left(10.5, 1), node(20.5, 1, 1), stop(21.0, 1, "regroup", 30),
+             group(22.0, 2, 0, 11)],
+            f"{PREEMPTED}, node1 came back after 10 s away; all ranks saved step 30; "
+            "group still 2 nodes; lost 0 steps, formed anew after 1.0 s",
+            id="one left and came back before the next round",
+        ),
+        pytest.param(
+            [event(10.0, "gave up", 1, why="no route to the leader"), gone(10.1, 1, "its agent"),
+             stop(10.1, 1, "gone"), group(11.0, 2, 0)],
+            "the agent of node1 gave up (no route to the leader); group 2 -> 1 node; "
+            "formed anew after 0.9 s",
+            id="gave up",
+        ),
+        pytest.param(
+            [event(10.0, "taken", 1, signal="SIGINT"), stop(10.1, 1, "gone"), group(11.0, 2, 0)],
+            "the agent of node1 was ended by SIGINT; group 2 -> 1 node; formed anew after 0.9 s",
+            id="ended by hand",
+        ),
+        pytest.param(
+            [notice(10.0, 1)],
+            "node1 was told to end (SIGTERM, 5 s grace); group of 2 nodes changes; "
+            "it is not over yet",
+            id="under way",
+        ),
+        pytest.param(
+            [notice(10.0, 0), notice(10.1, 1), stop(11.0, 1, "regroup", 20), left(11.0, 0),
+             left(11.0, 1)],
+            "node0 and node1 were preempted (SIGTERM, 5 s grace); all ranks saved step 20; "
+            "no node is left of 2; the run waits in the queue until a node is free",
+            id="all are preempted",
+        ),
+        pytest.param(
+            [event(10.0, "growth", waiting=["7_2"], admit="not now", why="max nodes"), ],
+            "7_2 waits, and is not taken in: max nodes",
+            id="parked",
+        ),
+        pytest.param(
+            [event(10.0, "given back", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
+            "too few nodes for too long: all go back to the queue for 5 min 0 s, not to block "
+            "others (node0)",
+            id="disbanded",
+        ),
+        pytest.param(
+            [event(10.0, "given back", nodes=1, hosts=["node2"], all=False, delay_s=30.0)],
+            "node2 can not be used now: back to the queue for 30.0 s",
+            id="sent away",
+        ),
+        pytest.param(
+            [event(10.0, "strike", host="node1", strikes=1, why="CUDA error")],
+            "node1 is suspected (1 of 2 strikes): CUDA error",
+            id="a strike",
+        ),
+        pytest.param(
+            [event(10.0, "strike", host="node1", strikes=2, why="CUDA error"),
+             event(10.0, "excluded", host="node1", why="CUDA error", hosts_left=3)],
+            "node1 is not used any more: CUDA error; 3 other hosts left",
+            id="excluded",
+        ),
+        pytest.param(
+            [event(10.0, "crash loop", attempts=3, checkpoint=None)],
+            "the workers failed 3 times in a row without any checkpoint: no further try",
+            id="crash loop",
+        ),
+        pytest.param(
+            [event(10.0, "brought back", tasks=["7_1"])],
+            "task 7_1, last on node1, may start again as soon as a node is free "
+            "(the leader asked Slurm)",
+            id="brought back",
+        ),
+        pytest.param(
+            [event(10.0, "hang", stalled_s=60.0, others="wait in all_reduce", shared=False,
+                   ranks=[{"rank": 1, "host": "node1", "task": "7_1", "at": "train.py:7"}])],
+            "no step for 60.0 s: held up by rank 1 on node1 (train.py:7); "
+            "the others: wait in all_reduce",
+            id="a hang",
+        ),
+        pytest.param(
+            [event(10.0, "straggler", rank=1, host="node1", ratio=1.52, slow=True)],
+            "rank 1 on node1 is slow: it needs 1.52 times as long for a step as the others",
+            id="a straggler",
+        ),
+        pytest.param(
+            [event(10.0, "straggler", rank=1, host="node1", ratio=1.0, slow=False)],
+            "rank 1 on node1 keeps up with the others again",
+            id="no straggler any more",
+        ),
+        pytest.param(
+            [event(10.0, "preflight", 1, host="node1", check="space", reason="no space left",
+                   fit=False, excluded=True)],
+            "node1 is not fit to join: no space left; it is not used any more",
+            id="a node that is not fit",
+        ),
+        pytest.param(
+            [node(9.0, 2), notice(9.5, 2), left(10.0, 2)],
+            "node2 was preempted (SIGTERM, 5 s grace); it was in no group",
+            id="a node that came and went",
+        ),
+        pytest.param(
+            [event(10.0, "end", status="failed", rounds=1, restarts=0, failure="rank 0: boom")],
+            "the run failed: rank 0: boom; it took 9.0 s, 1 group and 0 restarts after failures",
+            id="failed",
+        ),
+    ],
+)  # fmt: skip
+def test_what_happens_to_two_nodes(events, told):
+    """The last thing that is told of a run of two nodes."""
+    assert sentence(episodes([*TWO, *events])[-1]) == told
+    assert [problem for e in events for problem in problems(e)] == []
+
+
+def test_a_run_that_was_gone_comes_back():
+    """What it has cost is told when it trains again; while nobody trains, nothing is."""
+    away = [notice(10.0, 0), notice(10.1, 1), stop(11.0, 1, "regroup", 20), left(11.0, 0),
+            left(11.0, 1), stopped(11.0, 0, 1, 20)]  # fmt: skip
+    back = [node(30.0, 0, 1), node(31.0, 1, 1), event(31.1, "leader", epoch=2),
+            group(31.5, 2, 10, 11, epoch=2), trains(33.0, 0, 2, 20, attempt=1)]  # fmt: skip
+    stood, again = episodes([*TWO, *away, *back])[-2:]
+    assert (stood.kind, stood.nodes_after, stood.cost.pause_s) == ("stopped", 0, None)
+    assert sentence(again) == (
+        "node0 and node1 came back after up to 20 s away; again a group of 2 nodes; lost 0 steps, "
+        "trained again after 22.0 s"
+    )
+
+
+def replicas(*events: dict) -> list[str]:
+    """What is told of a run of three replicas, but for its beginning."""
+    three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]
+    found = episodes([*three, *events])
+    assert [episode.kind for episode in found[:2]] == ["started", "formed"]
+    return [sentence(episode) for episode in found[2:]]
+
+
+def test_replicas_live_on_when_one_is_preempted():
+    """Nobody is stopped, and no step is lost."""
+    departed = event(11.0, "departed", 1, host="node1", nodes=2)
+    assert replicas(notice(10.0, 1), departed, left(11.2, 1)) == [
+        f"{PREEMPTED}; 3 -> 2 replicas; the others train on; lost 0 steps"
+    ]
+
+
+def test_the_replica_that_led_may_die():
+    """The next leader notes that, for the dead one can not."""
+    events = [event(10.0, "leader", 1, epoch=2),
+              event(10.0, "departed", 0, host="node0", nodes=2)]  # fmt: skip
+    assert replicas(*events) == [
+        "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+        "3 -> 2 replicas; the others train on"
+    ]
+
+
+def test_another_replica_may_lead_without_loss():
+    """The leader before was slow, and is a replica still."""
+    assert replicas(event(10.0, "leader", 1, epoch=2)) == [
+        "node0, the leader, was out of reach for a while, node1 leads now"
+    ]
+
+
+def test_replicas_that_are_lost_for_different_reasons_are_told_apart():
+    """One is preempted while another dies."""
+    told = replicas(
+        notice(10.0, 1),
+        gone(10.2, 2, "its connection closed"),
+        event(10.3, "departed", 2, host="node2", nodes=2),
+        event(11.0, "departed", 1, host="node1", nodes=1),
+        left(11.2, 1),
+    )
+    assert told == [
+        f"{PREEMPTED}; 2 -> 1 replica; the others train on; lost 0 steps",
+        "node2 was lost (its agent or its node died); 3 -> 2 replicas; the others train on",
+    ]
+
+
+def test_a_replica_comes_back_and_another_starts_again():
+    """The one was preempted, the other's worker has failed."""
+    told = replicas(
+        notice(10.0, 1),
+        event(11.0, "departed", 1, host="node1", nodes=2),
+        left(11.0, 1),
+        node(21.0, 1, 1),
+        group(22.0, 2, 0, 2, 11, placed=["7_1"]),
+        trains(24.5, 1, 2, 40, attempt=1),
+        event(30.0, "restart", restarts=1, host="node2", failure="rank 0 on node2: boom"),
+        group(30.5, 3, 0, 2, 11, placed=["7_2"]),
+    )
+    assert told[1:] == [
+        "node1 came back after 10 s away; 2 -> 3 replicas; the others trained on, together "
+        "after 2.5 s",
+        "a worker failed: rank 0 on node2: boom; still 3 replicas; the others trained on",
+    ]
+
+
+def test_the_date_stands_where_the_day_changes():
+    """Times are local."""
+    day = 86400.0
+    found = episodes([node(day + 7200, 0), event(2 * day + 60, "brought back", tasks=["7_1"]),
+                      event(2 * day + 90, "brought back", tasks=["7_2"])])  # fmt: skip
+    told = [line[:11] for line in lines(found)]
+    assert told == ["1970-01-02:", "02:00:00 th", "1970-01-03:", "00:01:00 ta", "00:01:30 ta"]

@@ -1,0 +1,79 @@
+"""Which ranks are persistently slower than the others (pure)."""
+
+import pytest
+from groups import A, B, C
+from leaders import of, say, training
+
+from hpc_elastic.rendezvous.actions import Note
+from hpc_elastic.rendezvous.status import status_of
+from hpc_elastic.rendezvous.stragglers import IN_A_ROW, Stragglers
+
+
+def windows(stragglers: Stragglers, *loads: float, first: int = 1, num: int = 1) -> list[Note]:
+    """Let three nodes of one rank tell the same loads, of steps of a second, so many times."""
+    return [
+        note
+        for number in range(first, first + num)
+        for rank, (agent, load_s) in enumerate(zip((A, B, C), loads, strict=False))
+        for note in stragglers.heard(agent, [number, [(rank, load_s, 1.0)]], 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loads", "named"),
+    [
+        ((0.5, 0.5, 0.9), [2]),
+        ((0.5, 0.5, 0.64), []),  # less than 30 % above
+        ((0.01, 0.01, 0.04), []),  # not worth mentioning
+        ((0.5, 0.9), [1]),
+        ((0.9, 0.9, 0.4), []),  # a fast one is none
+        ((0.0, 0.0, 0.0), []),
+    ],
+)
+def test_who_is_named(loads, named):
+    """Above the median of the others by 30 %, and by a share of the step that matters."""
+    stragglers = Stragglers()
+    notes = windows(stragglers, *loads, num=10)
+    assert [n.fields["rank"] for n in notes] == named
+    assert [s["rank"] for s in stragglers.current] == named
+
+
+def test_once_when_it_persists_and_once_when_it_ends():
+    """A few windows in a row, either way."""
+    stragglers = Stragglers()
+    assert not windows(stragglers, 0.5, 0.5, 0.9, num=IN_A_ROW - 1)
+    (note,) = windows(stragglers, 0.5, 0.5, 0.9, first=IN_A_ROW)
+    assert note.kind == "straggler"
+    assert note.fields == {"rank": 2, "host": C.host, "task": C.task, "ratio": 1.8, "slow": True}
+    assert not windows(stragglers, 0.5, 0.5, 0.9, first=10, num=5)
+    assert not windows(stragglers, 0.5, 0.5, 0.5, first=20, num=IN_A_ROW - 1)
+    (note,) = windows(stragglers, 0.5, 0.5, 0.5, first=30)
+    assert note.fields["slow"] is False and stragglers.current == []
+
+
+def test_one_slow_window_is_no_straggler():
+    """Nor are several that are not in a row."""
+    stragglers = Stragglers()
+    for i in range(10):
+        assert not windows(stragglers, 0.5, 0.5, 0.9 if i % 2 else 0.5, first=i)
+
+
+def test_a_window_that_is_told_again_counts_once_and_a_round_begins_anew():
+    """Heartbeats repeat the last one."""
+    stragglers = Stragglers()
+    for _ in range(20):
+        assert not windows(stragglers, 0.5, 0.5, 0.9)
+    stragglers.heard(A, [1, [(0, 0.5, 1.0)]], 2)
+    assert stragglers.current == []
+
+
+def test_the_leader_hears_of_it_with_heartbeats_and_shows_it():
+    """In the events, and in status.json."""
+    leader = training(A, B)
+    notes = []
+    for number in range(1, 5):
+        for rank, (agent, load_s) in enumerate(((A, 0.5), (B, 0.9))):
+            progress = {"step": 3, "loads": [number, [[rank, load_s, 1.0]]]}
+            notes += of(say(leader, agent, "beat", 2.0, progress=progress), Note)
+    assert [n.kind for n in notes] == ["straggler"]
+    assert status_of(leader)["stragglers"] == [{"rank": 1, "host": B.host, "ratio": 1.8}]

@@ -14,7 +14,7 @@ from hpc_elastic.slurm.site import Partition, time_limit_s
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
 _MIN_JOB_AGE_S = 60
-_TESTED = (20, 2)
+_TESTED = (22, 5)
 _DEAD = (
     "down",
     "drained",

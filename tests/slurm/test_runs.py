@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
+from sweeps import ONLY_LONG, PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
@@ -58,6 +58,7 @@ def test_a_leader_that_dies_is_replaced(slurm, sweep):
     assert s.result()["restarts"] == 0 and s.value() > 0.95
 
 
+@ONLY_LONG
 def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
     """Its successor goes on with those that are left, one node having died before."""
     s = sweep("nodes=1:4", *SLOWLY)
@@ -69,6 +70,7 @@ def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
     assert [e["epoch"] for e in s.events("leader")] == [1, 2]
 
 
+@ONLY_LONG
 def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     """Preemption costs no restart; the requeued task joins again in its next attempt."""
     s = sweep("nodes=1:2", *SLOWLY)
@@ -153,7 +155,7 @@ def _plus(sweep, script, *overrides):
 
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     """`hpc-elastic render` prints a script; sbatch takes it, and it trains to the end."""
-    overrides = ["launcher=slurm", "nodes=1:2", "epochs=12"]
+    overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     render = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py")]
     argv = [*render, *overrides, folder]

@@ -72,6 +72,7 @@ def ends_right(run: Counting) -> None:
     assert run.is_complete()
 
 
+@ONLY_LONG
 def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, steer):
     """The other run, whose tasks are in the same array, goes on, and succeeds."""
     s = sweep("nodes=1:4", "lr=0.1,0.05", "epochs=2", "pause_s=0.25", "launcher.grow=never")

@@ -143,11 +143,13 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["phase"] == told["ended"]["status"] == "succeeded" and told["notes"] == []
     spent = told["node_seconds"]
-    assert list(spent) == list(KINDS) and spent["replayed"] > 0 and spent["restore"] > 0
+    assert list(spent) == list(KINDS) and spent["replayed"] > 0
+    assert spent["restore"] >= again["restore_s"] - 0.05, "it is shown in tenths"
     blocked = max(point.blocked_s for point in read_points(run.dir / "progress.jsonl"))
     assert 0 < blocked < spent["useful"]
     assert told["goodput"] == pytest.approx(spent["useful"] / sum(spent.values()), abs=0.01)
-    assert told["step"] >= told["checkpoint"]["step"] > 0 and told["checkpoint"]["kept"] == 2
+    assert told["step"] >= told["checkpoint"]["step"] > 0
+    assert 1 <= told["checkpoint"]["kept"] <= 2, "a save that a newer one overtakes is left out"
 
     assert main(["list", "--json"]) == 0
     (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.dir))

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from evidence.torchrun import TORCHRUN, TUNED, UNSHARED, conf
+
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from recovery.trail import Notice, host_of_leader, read_notices
 
 OURS = "hpc_elastic"
 TRAINING = Path(__file__).with_name("training.py")
-TORCHRUN = Path(sys.executable).parent / "torchrun"
-TUNED = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-"""The shortest that hold: torch leaves a heartbeat out that comes a little early, so that with two
-attempts agents that live are written off."""
 _ports = itertools.count(29400)  # the last one may still be waiting for stray packets
 
 
@@ -100,11 +98,10 @@ class Torchrun:
         return [f"{name}={value}" for name, value in self.environment.items()]
 
     def _command(self, host: str, port: int, folder: Path) -> str:
-        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
         argv = [
             "srun", self.program, "--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=3",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={port}",
-            *([f"--rdzv-conf={conf}"] if conf else []), str(TRAINING), str(folder),
+            *([f"--rdzv-conf={conf(self.conf)}"] if self.conf else []), str(TRAINING), str(folder),
         ]  # fmt: skip
         return shlex.join(argv)
 
@@ -127,11 +124,9 @@ def peers(settings: dict[str, Any]) -> dict[str, Peer]:
     Args:
         settings: Launcher settings of ours that are not the default.
     """
-    # Without it new workers may read what the last group's have left in the store.
-    unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return {
         "ours": Ours(settings),
         "c10d": Torchrun("torchrun c10d", {}, {}),
-        "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, unshared),
-        "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, unshared),
+        "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, UNSHARED),
+        "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, UNSHARED),
     }

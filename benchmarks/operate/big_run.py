@@ -61,6 +61,7 @@ class History:
         self.events: list[Event] = []
         self.rounds: list[Round] = []
         self.end = start + plan.days * DAY_S
+        self.restarts = 0
         self._plan, self._start = plan, start
         self._attempts = dict.fromkeys(range(plan.num_nodes), 0)
         self._random = random.Random(0)
@@ -73,12 +74,14 @@ class History:
     def _write(self) -> None:
         for slot in self._attempts:
             self._node(self._start, slot)
+            self._event(self._start + 0.8, "joined", slot, host=f"node{slot}")
         self._event(self._start + 0.5, "leader", 0, epoch=1)
         self._form(self._start + 1, set(self._attempts), 0)
         spacing = (self.end - self._start) / (self._plan.num_faults + 1)
         for number in range(1, self._plan.num_faults + 1):
             self._fault(number, self._start + number * spacing)
-        status = {"status": "succeeded", "rounds": len(self.rounds), "restarts": 0}
+        rounds, restarts = len(self.rounds), self.restarts
+        status = {"status": "succeeded", "rounds": rounds, "restarts": restarts}
         self._event(self.end, "end", 0, **status)
 
     def _fault(self, number: int, time: float) -> None:
@@ -88,11 +91,13 @@ class History:
         if number % 4 == 3:
             failure = f"rank {slot} on node{slot}: RuntimeError: made up"
             self._stop(time, "failed", step, everybody)
-            self._event(time + 0.1, "restart", 0, restarts=0, host=f"node{slot}", failure=failure)
+            self.restarts += 1
+            spent = {"restarts": self.restarts, "host": f"node{slot}", "failure": failure}
+            self._event(time + 0.1, "restart", 0, **spent)
             self._form(time + START_S, everybody, saved)
             return
         if number % 4 == 1:
-            self._event(time, "gone", 0, host=f"node{slot}", why="its connection broke")
+            self._event(time, "gone", slot, host=f"node{slot}", why="its connection broke")
             self._stop(time, "gone", step, everybody - {slot})
             resumed = saved
         else:
@@ -105,7 +110,7 @@ class History:
         back = time + AWAY_S
         self._attempts[slot] += 1
         self._node(back, slot)
-        self._event(back + 5, "joined", 0, host=f"node{slot}")
+        self._event(back + 5, "joined", slot, host=f"node{slot}")
         reached = self.step_at(back + 10)
         self._stop(back + 10, "regroup", reached, everybody - {slot}, saves=True)
         self._form(back + 10 + START_S, everybody, reached)
@@ -122,7 +127,7 @@ class History:
         ]
         self._event(
             time, "round", 0, number=made.number, record=made.number, epoch=1, nodes=len(members),
-            world_size=len(members), members=members, restarts=0,
+            world_size=len(members), members=members, restarts=self.restarts,
         )  # fmt: skip
         for slot, attempt in made.members.items():
             first = {"round": made.number, "step": resumed + 1, "restored": resumed}
@@ -172,7 +177,10 @@ def write(folder: Path, plan: Plan, now: float) -> RunDir:
         f.writelines(json.dumps(line) + "\n" for line in progress(history, plan))
     for made in history.rounds:
         _write_output(run, made)
-    result = {"status": "succeeded", "rounds": len(history.rounds), "restarts": 0}
+    result = {
+        "run_id": "big", "status": "succeeded", "started": now - plan.days * DAY_S, "ended": now,
+        "rounds": len(history.rounds), "restarts": history.restarts, "failure": None,
+    }  # fmt: skip
     run.result.write_text(json.dumps(result))
     known_runs.add({"big": run.path})
     return run

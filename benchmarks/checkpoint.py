@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from checkpoint import floors, training
-from checkpoint.candidates import WAYS, Way, begin_group
+from checkpoint.candidates import WAYS, State, Way, begin_group
 from evidence.machine import package_version
 from evidence.result import About, Column, Figure, Peer, Result, Table, Target, figure
 from evidence.show import options, present
@@ -105,7 +105,7 @@ def restores(restore: Callable[[], object], folder: Path) -> tuple[float, float]
     return timed(restore), timed(restore)
 
 
-def measure_floors(state: dict, buffers: dict, folder: Path, times: Times) -> None:
+def measure_floors(state: State, buffers: State, folder: Path, times: Times) -> None:
     """Copy, write and read the same bytes."""
 
     def note(name: str, what: str, seconds: float) -> None:

@@ -43,8 +43,8 @@ ABOUT = About(
         "What torchrun does with a hang: it has no watch; the time-out of torch's collectives is "
         "read off torch, not waited for.",
         "The run is made up: its logs are short, and all rounds write alike.",
-        "NVIDIA Resiliency Extension (ft_launcher), which watches for hangs by heartbeats that a "
-        "script has to send, is not measured: none of these scripts calls anything of the kind.",
+        "What NVIDIA's Resiliency Extension does with a hang: its ft_launcher goes by heartbeats "
+        "or sections that a script reports through its client, and this script knows no client.",
     ),
 )
 

@@ -9,7 +9,8 @@ but where said; the same training (30 ms a step) for all:
 - hpc_elastic: a run of one to four nodes;
 - torchrun c10d: ``torchrun --nnodes=1:4 --max-restarts=3 --rdzv-backend=c10d``, each in its job;
 - torchrun c10d, tuned: with the best settings found (`recovery/peers.py`);
-- torchrun c10d, unshared (if asked for): with one of these, TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
+- torchrun c10d, unshared (if asked for): with one of these, TORCH_DISABLE_SHARE_RDZV_TCP_STORE;
+- NVRx ft_launcher (if it is there): NVIDIA's Resiliency Extension, with torchrun's options.
 
 A fault comes when the whole group has trained for a while (so that our spares have imported torch;
 they do it slowly). The time ends with the first step of a new group on a node that was not hit; a
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -40,11 +42,12 @@ from pathlib import Path
 
 from evidence import torchrun
 from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
+from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
 from evidence.show import among, options, present
 from evidence.trails import show_ends
 from recovery.faults import CASES, NEWCOMER, Stage, jobs, occupy_newcomer, sweep_up
-from recovery.peers import OURS, Peer, peers
+from recovery.peers import OURS, Peer, nvrx_version, peers
 from recovery.trail import STAGES, Fault, Recovery, Worker, group_of, read_workers, recovery
 from rich.console import Console
 
@@ -62,9 +65,10 @@ ABOUT = About(
     title="Recovery from a fault",
     measured="From a fault to the next training step of a group of four nodes of the Slurm "
     "sandbox, one worker a node, steps of 30 ms; ours with its default settings beside torchrun "
-    "with its own and with the best that were found. Ours ends with a step on a node that was not "
-    "hit; a node that joins counts from the start of its task until a step of the larger group. "
-    'A trainer that stands still for two minutes is given up ("no step").',
+    "with its own and with the best that were found, and NVIDIA's ft_launcher (with torchrun's "
+    "options) where it is installed. Ours ends with a step on a node that was not hit; a node that "
+    "joins counts from the start of its task until a step of the larger group. A trainer that "
+    'stands still for two minutes is given up ("no step").',
     does_not_show=(
         "Large models and their restore: the checkpoint is a few KB, so that reading it costs "
         'nothing, and "steps repeated" follows from saving every 20 steps.',
@@ -74,6 +78,7 @@ ABOUT = About(
         "change finds and starts them again with another prefix of the shared store than the "
         "others'; its store's host is node 1, so that the loss of the leader's agent or node ends "
         "all agents.",
+        "ft_launcher at its best: the script reports no heartbeats to it, and nothing is tuned.",
         "Equal cost where a node joins: ours waits for the next checkpoint (here every 20 steps) "
         "and repeats no step; torchrun interrupts, and repeats what was done since the last one.",
         "Workers without spares: ours has prewarmed ones (the default), which had imported torch "
@@ -142,7 +147,7 @@ def outcome(
     raise AssertionError("unreachable")
 
 
-def result(measured: Sequence[Measurement], repeats: int) -> Result:
+def result(measured: Sequence[Measurement], repeats: int, other: Named) -> Result:
     """Return one line for each case and peer, and hold ours against the targets."""
     columns = (
         Column("fault"), Column("", ""), Column("total", ".2f"), Column("pause", ".2f"),
@@ -156,9 +161,19 @@ def result(measured: Sequence[Measurement], repeats: int) -> Result:
         about=ABOUT,
         tables=(Table("from the fault to the next training step, seconds", columns, rows),),
         targets=tuple(t for case in _LOST if case in ours for t in targets(case, ours[case])),
-        peers=(torchrun.peer(),),
+        peers=(torchrun.peer(), other),
         repeats=repeats,
     )
+
+
+def nvrx(program: str | None, measured: bool) -> Named:
+    """Return NVIDIA's extension as a peer, or why it was not measured."""
+    if program is None:
+        how = "pip install nvidia-resiliency-ext in an environment of its own, and --nvrx"
+        return Named("NVRx ft_launcher", why=f"it is not installed: {how}")
+    if not measured:
+        return Named("NVRx ft_launcher", why="it was not asked for")
+    return Named("NVRx ft_launcher", nvrx_version(program) or "of an unknown version")
 
 
 def _grouped(measured: Sequence[Measurement]) -> dict[tuple[str, str], list[Measurement]]:
@@ -209,7 +224,9 @@ def targets(case: str, group: Sequence[Measurement]) -> list[Target]:
 def main() -> None:
     """Measure, then print the table and the verdict."""
     given = parse()
-    field = {name: peers(given.settings)[name] for name in given.peers}
+    found = peers(given.settings, given.nvrx)
+    names = given.peers or [*PEERS, *(["nvrx"] if given.nvrx else [])]
+    field = {name: found[name] for name in names}
     measured: list[Measurement] = []
     progress = Console(stderr=True, highlight=False)
     config = SandboxConfig(name=given.sandbox, nodes=int(NEWCOMER.removeprefix("node")))
@@ -225,14 +242,19 @@ def main() -> None:
         if given.samples:
             given.samples.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n")
         if measured:
-            present(result(measured, given.repeats), given)
+            present(result(measured, given.repeats, nvrx(given.nvrx, "nvrx" in field)), given)
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
     parser = options(__doc__, repeats=3)
     parser.add_argument("--cases", type=among(CASES), default=list(CASES), metavar="A,B")
-    parser.add_argument("--peers", type=among(peers({})), default=PEERS, metavar="A,B")
+    known = peers({}, "ft_launcher")
+    parser.add_argument("--peers", type=among(known), metavar="A,B")
+    parser.add_argument(
+        "--nvrx", metavar="PROGRAM", default=shutil.which("ft_launcher"),
+        help="ft_launcher of NVIDIA's Resiliency Extension; default: that of the PATH",
+    )  # fmt: skip
     parser.add_argument(
         "--settings", type=json.loads, default={}, metavar="JSON",
         help='launcher settings of ours that are not the default: {"rendezvous": {...}}',
@@ -242,7 +264,10 @@ def parse() -> argparse.Namespace:
         "--sandbox", default="recovery", help="its name; it is taken down at the end"
     )
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if "nvrx" in (given.peers or ()) and given.nvrx is None:
+        parser.error("nvrx: there is no ft_launcher; say where it is: --nvrx PROGRAM")
+    return given
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from evidence.machine import package_version
@@ -38,6 +39,8 @@ from rich.console import Console
 
 SIZES = (16, 64, 256, 512, 1024, 4096, 10_000)
 PATIENCE_S = 120.0
+Peers = dict[int, list[peer.PeerReached | None]]
+"""By size; None: it was given up."""
 OURS = "hpc_elastic"
 TARGET_256_S, TARGET_RATIO, TARGET_EXPONENT, TARGET_10000_S = 0.3, 50.0, 1.1, 5.0
 
@@ -85,20 +88,21 @@ def measure(size: int) -> Ours:
         return Ours(first, _reach(group), cpu_s)
 
 
-def _cpu_s(leader) -> float:
+def _cpu_s(leader: Connection) -> float:
     leader.send("processor time")
-    return answer(leader, PATIENCE_S)
+    return float(answer(leader, PATIENCE_S))
 
 
-def _reach(group) -> agents.Reached:
+def _reach(group: Connection) -> agents.Reached:
     group.send("go")
-    return answer(group, PATIENCE_S)
+    reached: agents.Reached = answer(group, PATIENCE_S)
+    return reached
 
 
-def measure_all(given: argparse.Namespace) -> tuple[dict, dict]:
+def measure_all(given: argparse.Namespace) -> tuple[dict[int, list[Ours]], Peers]:
     """Return all of ours and of c10d's measurements, by size; None for one that was given up."""
     ours: dict[int, list[Ours]] = {n: [] for n in given.sizes}
-    peers: dict[int, list[peer.PeerReached | None]] = {n: [] for n in given.sizes}
+    peers: Peers = {n: [] for n in given.sizes}
     progress = Console(stderr=True, highlight=False)
     for _ in range(given.repeats):
         for n in given.sizes:
@@ -115,7 +119,7 @@ def measure_all(given: argparse.Namespace) -> tuple[dict, dict]:
     return ours, peers
 
 
-def result(ours: Mapping[int, Sequence[Ours]], peers: Mapping, given: argparse.Namespace) -> Result:
+def result(ours: Mapping[int, Sequence[Ours]], peers: Peers, given: argparse.Namespace) -> Result:
     """Return one line for each size, and hold ours against the targets."""
     columns = (
         Column("N"), Column("ours, s", ".3f"), Column("leader's CPU, s", ".3f"),
@@ -151,7 +155,7 @@ def _our_cells(n: int, measured: Sequence[Ours]) -> list[Cell]:
 
 
 def _peer_cells(
-    n: int, ours: Sequence[Ours], measured: Sequence, limit_s: float
+    n: int, ours: Sequence[Ours], measured: Sequence[peer.PeerReached | None], limit_s: float
 ) -> list[Cell]:  # fmt: skip
     found = [m for m in measured if m is not None]
     if not measured:
@@ -181,7 +185,7 @@ def exponent(seconds: Mapping[int, float]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def targets(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -> Iterator[Target]:
+def targets(ours: Mapping[int, Sequence[Ours]], peers: Peers, limit_s: float) -> Iterator[Target]:
     """Hold ours against the targets, as far as they were measured."""
     taken = {n: first_s(measured) for n, measured in ours.items()}
     if sum(t < math.inf for t in taken.values()) > 1:

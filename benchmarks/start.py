@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from evidence import torchrun as peer
@@ -88,7 +89,7 @@ def torchrun(folder: Path, conf: str) -> list[str]:
     return ["sbatch", "-N2", "--exclusive", "-o", str(folder / "log"), "--wrap", " ".join(run)]
 
 
-def measure(make, repeats: int) -> list[float]:
+def measure(make: Callable[[Path], list[str]], repeats: int) -> list[float]:
     """Return the seconds of each repeat."""
     taken = []
     for _ in range(repeats):

@@ -49,8 +49,8 @@ ABOUT = About(
         "What a real script imports before Hydra runs: this one imports nothing.",
         "About 0.6 s of the whole command are Python's start, the imports and Hydra's composition "
         "of the first config; the rest grows with the number of runs.",
-        "TorchX and NeMo-Run, which also submit to Slurm: each call submits one job, of a command "
-        "or a recipe, and none takes a Hydra sweep, so that there is no equal work to measure.",
+        "TorchX and NeMo-Run: they submit to Slurm too, but commands and recipes of their own, one "
+        "sbatch a job; neither takes a Hydra sweep, so that there is no equal work to measure.",
     ),
 )
 

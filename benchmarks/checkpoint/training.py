@@ -6,13 +6,15 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from evidence.result import Cell, Column, Figure, Table, Target, figure
+from torch.distributed.checkpoint import async_save  # type: ignore[attr-defined]
 
 from checkpoint.candidates import State
 from hpc_elastic.checkpoint import Checkpointer
@@ -121,9 +123,15 @@ def dcp_saves(state: State, folder: Path) -> Begin:
 
     def begin(number: int) -> IsIdle:
         shutil.rmtree(folder / str(number - 2), ignore_errors=True)
-        return dcp.async_save(state, checkpoint_id=folder / str(number)).done
+        return _saving(state, folder / str(number)).done
 
     return begin
+
+
+def _saving(state: State, folder: Path) -> Future[Any]:
+    saving = async_save(state, checkpoint_id=folder)
+    assert isinstance(saving, Future)  # without a stager it is
+    return saving
 
 
 def training() -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Who is measured: a run of ours, and torchrun with torch's own rendezvous.
+"""Who is measured: a run of ours, and torchrun with torch's own rendezvous; NVIDIA's ft_launcher.
 
 Both start the same training on the same four nodes, as four jobs of one node each, so that Slurm
 lets the others be when one is lost or cancelled. (In one job of four nodes, Slurm would end all.)
@@ -12,10 +12,12 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from evidence.machine import ROOT
 from evidence.torchrun import TORCHRUN, TUNED, UNSHARED, conf
 
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
@@ -29,9 +31,13 @@ _ports = itertools.count(29400)  # the last one may still be waiting for stray p
 class Peer(Protocol):
     """One way of running the training on all nodes of a sandbox."""
 
-    name: str
-    program: str
-    """What stands in the command line of its agents."""
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+
+    @property
+    def program(self) -> str:
+        """What stands in the command line of its agents."""
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
         """Submit the training, one agent a node; it writes its trail and more into the folder.
@@ -61,7 +67,7 @@ class Ours:
         """Submit a run of one to four nodes."""
         agent = {"preload": ["torch", "ahead"], **self.settings.get("agent", {})}
         settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
-        argv = [sys.executable, TRAINING, folder, folder / "run", json.dumps(settings)]
+        argv = [sys.executable, *map(str, (TRAINING, folder, folder / "run")), json.dumps(settings)]
         subprocess.run(
             argv, env={**os.environ, **sandbox.env}, cwd=folder,
             stdout=subprocess.DEVNULL, check=True, timeout=60,
@@ -118,15 +124,37 @@ def _note_begin(folder: Path) -> str:
     return f"date +%s.%N > {shlex.quote(str(folder))}/began-$(hostname)"
 
 
-def peers(settings: dict[str, Any]) -> dict[str, Peer]:
+def ft_launcher(program: str) -> Torchrun:
+    """Return NVIDIA's Resiliency Extension, whose launcher is made from torchrun.
+
+    It has to be installed in an environment of its own, for it brings pynvml, of which torch warns;
+    torch and the rest are those of this environment.
+    """
+    paths = (str(ROOT), sysconfig.get_paths()["purelib"])
+    environment = {**UNSHARED, "PYTHONPATH": os.pathsep.join(paths)}
+    return Torchrun("NVRx ft_launcher", {}, environment, program)
+
+
+def nvrx_version(program: str) -> str | None:
+    """Return the version of the extension that a launcher belongs to; None: it can not be told."""
+    ask = "from importlib.metadata import version; print(version('nvidia-resiliency-ext'))"
+    argv = [str(Path(program).with_name("python")), "-c", ask]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def peers(settings: dict[str, Any], nvrx: str | None = None) -> dict[str, Peer]:
     """Return all peers by their names on the command line.
 
     Args:
         settings: Launcher settings of ours that are not the default.
+        nvrx: The program ft_launcher; None: it is not there.
     """
+    others = {} if nvrx is None else {"nvrx": ft_launcher(nvrx)}
     return {
         "ours": Ours(settings),
         "c10d": Torchrun("torchrun c10d", {}, {}),
         "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, UNSHARED),
         "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, UNSHARED),
+        **others,
     }

@@ -119,6 +119,15 @@ def test_failed_attempt_leaves_the_figures(tmp_path):
     assert after.failure == Failure(TAKEN.date, "exit code 2: OSError: no file")
 
 
+def test_what_a_benchmark_says_is_shown_and_kept(capfd):
+    """The last lines of its standard error, and its exit code."""
+    program = "import sys; print('figures'); [print(n, file=sys.stderr) for n in range(99)]"
+    code, errors = running.shown([sys.executable, "-c", f"{program}; sys.exit(3)"])
+    assert (code, running.last_words(errors), len(errors.splitlines())) == (3, "98", 50)
+    out, err = capfd.readouterr()
+    assert (out, len(err.splitlines())) == ("figures\n", 99)
+
+
 def test_attempt_without_a_result_has_failed(tmp_path):
     """It may end well and write nothing, or something else."""
     after = running.judged(Record("x"), 0, "", tmp_path / "result", TAKEN)

@@ -54,9 +54,9 @@ ABOUT = About(
     does_not_show=(
         "A parallel file system, or many ranks that write at once: this is one rank and one disk.",
         "GPUs: the tensors are in main memory, and no copy from a device is counted.",
-        "Everybody's default: ours is written past the page cache, which costs 0.06 s of CPU time "
-        "a GiB where it was measured, the other way 2 to 3 s; the ratio to a write through the "
-        "page cache is therefore no ratio of equal work, the one to a direct write is.",
+        'Equal work in "total / write + fsync": ours is written past the page cache, which cost '
+        "0.06 s of CPU time a GiB where that was measured, and the other way 2 to 3 s. The ratio "
+        "to a direct write is one of equal work.",
         "How long a save takes beside a training that keeps every core busy, but where steps are "
         "shown: ours gets what is left, and takes several times as long as DCP's.",
         "A first restore: a virtual machine may have to get the memory of the page cache from its "

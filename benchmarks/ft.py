@@ -64,7 +64,7 @@ ABOUT = About(
         "NCCL and GPUs: all of this is gloo on CPU.",
         "A network, or nodes: all replicas share the cores and the memory of one machine; "
         "healing is limited by memory copies there.",
-        "Overhead at 100 MB: it is lost in the noise of the plain steps (131 to 283 ms). Rounds "
+        "Overhead at 100 MB: it is lost in the noise of plain steps that are as long. Rounds "
         "of part a in which the host took more than 5 % of the cores are left out.",
         "Whole jobs: no launcher, no Slurm, no restore from disk; the recovery benchmark has them.",
     ),

@@ -59,7 +59,7 @@ def as_markdown(table: Table) -> str:
     """Return a table as GitHub's Markdown has it."""
     names = [_escaped(column.name) for column in table.columns]
     rows = [[_escaped(text) for text in row] for row in table.texts()]
-    rule = ["---", *["---:"] * (len(names) - 1)]
+    rule = ["---:" if table.is_figures(n) else "---" for n in range(len(names))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (names, rule, *rows))
 
 

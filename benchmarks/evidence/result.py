@@ -83,6 +83,11 @@ class Table:
         """Return all rows as texts, each as long as there are columns."""
         return [self._texts(row) for row in self.rows]
 
+    def is_figures(self, number: int) -> bool:
+        """Tell whether a column has figures, which stand to the right."""
+        cells = [row[number] for row in self.rows if len(row) > number]
+        return any(isinstance(cell, Figure) for cell in cells)
+
     def _texts(self, row: Sequence[Cell]) -> list[str]:
         padded = [*row, *[""] * (len(self.columns) - len(row))]
         return [
@@ -143,7 +148,7 @@ class Target:
     def _distance(self) -> str:
         assert self.value is not None
         away = abs(self.value - self.bound)
-        if not self.bound:
+        if not self.bound or self.value <= 0:
             return f"{away:.3g} {self.unit}".rstrip()
         if self.value > SEVERAL * self.bound:
             return f"a factor of {_number(self.value / self.bound)}"

@@ -64,7 +64,7 @@ def rich_table(table: Table) -> RichTable:
     """Return a table for the terminal."""
     made = RichTable(title=table.caption)
     for number, column in enumerate(table.columns):
-        made.add_column(column.name, justify="right" if number else "left")
+        made.add_column(column.name, justify="right" if table.is_figures(number) else "left")
     for row in table.texts():
         made.add_row(*map(markup.escape, row))
     return made

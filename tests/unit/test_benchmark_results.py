@@ -56,6 +56,7 @@ def test_figure_of_samples_has_median_and_range():
         (Target("", 90.0, 85.2, more_is_better=True), False, "missed by 5 %"),
         (Target("", 50.0, 200.0, more_is_better=True), True, "met, a factor of 4 to spare"),
         (Target("", 0, 0), True, "met, 0 to spare"),
+        (Target("", 2.0, -0.5, "ms"), True, "met, 2.5 ms to spare"),
         (Target("", 0, 3, "crashes"), False, "missed by 3 crashes"),
         (Target("", 1.0, None, why="disturbed"), None, "not known: disturbed"),
         (Target("", 1.0, None, why="1 of 3", failed=True), False, "missed: 1 of 3"),
@@ -197,6 +198,8 @@ def test_tables_of_different_sections_do_not_run_together():
 def test_markdown_table_has_a_rule():
     """The first column is to the left, figures to the right."""
     assert as_markdown(TABLE).splitlines()[:2] == ["| who | s | n |", "| --- | ---: | ---: |"]
+    texts = Table("", (Column("a"), Column("b")), (("x", "y"), ("z",)))
+    assert as_markdown(texts).splitlines()[1] == "| --- | --- |"
 
 
 # ---- what there is ----------------------------------------------------------------------------

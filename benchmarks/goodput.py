@@ -137,6 +137,7 @@ def result(measured: Sequence[Measurement], *, together: bool) -> Result:
         Column("available, node-s", ".0f"), Column("groups", "g"), Column("steps lost", "g"),
     )  # fmt: skip
     ours = [m for m in measured if m.peer == peers({})["ours"].name]
+    others = len(measured) > len(ours)
     return Result(
         about=ABOUT_TOGETHER if together else ABOUT,
         tables=(Table("", (*columns, *parts), tuple(map(_row, measured))),),
@@ -144,7 +145,7 @@ def result(measured: Sequence[Measurement], *, together: bool) -> Result:
             Target("goodput, of the undisturbed rate", TARGET, 100 * m.goodput, "%", True)
             for m in ours
         ),
-        peers=(Named("submitit", package_version("submitit")), torchrun.peer()),
+        peers=(Named("submitit", package_version("submitit")), torchrun.peer()) if others else (),
         repeats=1,
     )
 

@@ -157,11 +157,12 @@ def result(measured: Sequence[Measurement], repeats: int, other: Named) -> Resul
     grouped = _grouped(measured)
     rows = tuple((case, peer, *_cells(group)) for (case, peer), group in grouped.items())
     ours = {case: group for (case, peer), group in grouped.items() if peer == OURS}
+    others = any(peer.startswith("torchrun") for _, peer in grouped)
     return Result(
         about=ABOUT,
         tables=(Table("from the fault to the next training step, seconds", columns, rows),),
         targets=tuple(t for case in _LOST if case in ours for t in targets(case, ours[case])),
-        peers=(torchrun.peer(), other),
+        peers=(*([torchrun.peer()] if others else []), other),
         repeats=repeats,
     )
 

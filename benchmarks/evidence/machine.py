@@ -23,7 +23,7 @@ def machine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory_gib:.0f} GiB",
         "processor": _processor(),
-        "kernel": platform.release(),
+        "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
     }
 
 

@@ -128,7 +128,7 @@ class Target:
     def aim(self) -> str:
         """The target in words."""
         side = "at least" if self.more_is_better else "at most"
-        return f"{side} {self.bound:g} {self.unit}".rstrip()
+        return f"{side} {self.bound:.4g} {self.unit}".rstrip()
 
     @property
     def measured(self) -> str:

@@ -43,7 +43,7 @@ def measure() -> Table:
         ("in per cent of the training step", Figure(share)),
     )
     caption = "counting of steps by torch's optimizer hook, microseconds a step"
-    return Table(caption, (Column(""), Column("", ".3g")), rows)
+    return Table(caption, (Column(""), Column("", ".1f")), rows)
 
 
 def main() -> None:

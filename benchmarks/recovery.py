@@ -9,7 +9,8 @@ but where said; the same training (30 ms a step) for all:
 - hpc_elastic: a run of one to four nodes;
 - torchrun c10d: ``torchrun --nnodes=1:4 --max-restarts=3 --rdzv-backend=c10d``, each in its job;
 - torchrun c10d, tuned: with the best settings found (`recovery/peers.py`);
-- torchrun c10d, unshared (if asked for): with one of these, TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
+- torchrun c10d, unshared (if asked for): with one of these, TORCH_DISABLE_SHARE_RDZV_TCP_STORE;
+- NVRx ft_launcher (if it is there): NVIDIA's Resiliency Extension, with torchrun's options.
 
 A fault comes when the whole group has trained for a while (so that our spares have imported torch;
 they do it slowly). The time ends with the first step of a new group on a node that was not hit; a
@@ -29,23 +30,26 @@ Of torchrun nothing is known between the fault and the start of the worker; of o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
-import signal
+import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from evidence import torchrun
+from evidence.result import About, Cell, Column, Figure, Result, Table, Target, figure
+from evidence.result import Peer as Named
+from evidence.sandbox import sandbox_of
+from evidence.show import among, options, present
+from evidence.trails import show_ends
 from recovery.faults import CASES, NEWCOMER, Stage, jobs, occupy_newcomer, sweep_up
-from recovery.peers import OURS, Peer, peers
+from recovery.peers import OURS, Peer, nvrx_version, peers
 from recovery.trail import STAGES, Fault, Recovery, Worker, group_of, read_workers, recovery
 from rich.console import Console
-from rich.table import Table
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
 
@@ -57,6 +61,30 @@ TARGET_S = 5.0
 TARGET_OWN_S = 1.0
 _LOST = ("follower", "leader-agent", "leader-node")
 _POLL_S = 0.2
+ABOUT = About(
+    title="Recovery from a fault",
+    measured="From a fault to the next training step of a group of four nodes of the Slurm "
+    "sandbox, one worker a node, steps of 30 ms; ours with its default settings beside torchrun "
+    "with its own and with the best that were found, and NVIDIA's ft_launcher (with torchrun's "
+    "options) where it is installed. Ours ends with a step on a node that was not hit; a node that "
+    "joins counts from the start of its task until a step of the larger group. A trainer that "
+    'stands still for two minutes is given up ("no step").',
+    does_not_show=(
+        "Large models and their restore: the checkpoint is a few KB, so that reading it costs "
+        'nothing, and "steps repeated" follows from saving every 20 steps.',
+        "A network: all nodes are network namespaces of one machine, and none is slow or far.",
+        "NCCL: the workers use gloo on CPU.",
+        '"no step" and "all die" of stock torchrun: it stops the workers that a membership '
+        "change finds and starts them again with another prefix of the shared store than the "
+        "others'; its store's host is node 1, so that the loss of the leader's agent or node ends "
+        "all agents.",
+        "ft_launcher at its best: the script reports no heartbeats to it, and nothing is tuned.",
+        "Equal cost where a node joins: ours waits for the next checkpoint (here every 20 steps) "
+        "and repeats no step; torchrun interrupts, and repeats what was done since the last one.",
+        "Workers without spares: ours has prewarmed ones (the default), which had imported torch "
+        'before the fault; `--settings \'{"agent":{"spares":false}}\'` does without.',
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -99,8 +127,7 @@ def trained(folder: Path, size: int, train_s: float) -> list[Worker]:
         if len(spans) == size and min(spans) >= train_s:
             return group
         time.sleep(_POLL_S)
-    for log in sorted(folder.rglob("*.log")):
-        print(f"--- {log}", *log.read_text().splitlines()[-12:], sep="\n", file=sys.stderr)
+    show_ends(folder.rglob("*.log"))
     return []
 
 
@@ -120,17 +147,34 @@ def outcome(
     raise AssertionError("unreachable")
 
 
-def report(measured: Sequence[Measurement]) -> Table:
-    """Return one line for each case and peer: medians, and the range of the total."""
-    table = Table(title="from the fault to the next training step, seconds")
-    table.add_column("fault")
-    table.add_column("")
-    columns = ("total", "pause", "steps repeated", "nodes", *STAGES, "not start and import")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for (case, peer), group in _grouped(measured).items():
-        table.add_row(case, peer, *_cells(group), end_section=peer == measured[-1].peer)
-    return table
+def result(measured: Sequence[Measurement], repeats: int, other: Named) -> Result:
+    """Return one line for each case and peer, and hold ours against the targets."""
+    columns = (
+        Column("fault"), Column("", ""), Column("total", ".2f"), Column("pause", ".2f"),
+        Column("steps repeated", ".0f"), Column("nodes", ""),
+        *(Column(name, ".2f") for name in STAGES), Column("not start and import", ".2f"),
+    )  # fmt: skip
+    grouped = _grouped(measured)
+    rows = tuple((case, peer, *_cells(group)) for (case, peer), group in grouped.items())
+    ours = {case: group for (case, peer), group in grouped.items() if peer == OURS}
+    others = any(peer.startswith("torchrun") for _, peer in grouped)
+    return Result(
+        about=ABOUT,
+        tables=(Table("from the fault to the next training step, seconds", columns, rows),),
+        targets=tuple(t for case in _LOST if case in ours for t in targets(case, ours[case])),
+        peers=(*([torchrun.peer()] if others else []), other),
+        repeats=repeats,
+    )
+
+
+def nvrx(program: str | None, measured: bool) -> Named:
+    """Return NVIDIA's extension as a peer, or why it was not measured."""
+    if program is None:
+        how = "pip install nvidia-resiliency-ext in an environment of its own, and --nvrx"
+        return Named("NVRx ft_launcher", why=f"it is not installed: {how}")
+    if not measured:
+        return Named("NVRx ft_launcher", why="it was not asked for")
+    return Named("NVRx ft_launcher", nvrx_version(program) or "of an unknown version")
 
 
 def _grouped(measured: Sequence[Measurement]) -> dict[tuple[str, str], list[Measurement]]:
@@ -140,93 +184,78 @@ def _grouped(measured: Sequence[Measurement]) -> dict[tuple[str, str], list[Meas
     return dict(sorted(grouped.items(), key=lambda item: list(CASES).index(item[0][0])))
 
 
-def _cells(group: Sequence[Measurement]) -> list[str]:
+def _cells(group: Sequence[Measurement]) -> list[Cell]:
     found = [m.recovery for m in group if m.recovery is not None]
-    lost = [m for m in group if m.recovery is None]
-    total = [_spread([r.total_s for r in found])] if found else []
-    total += [f"{m.outcome} ({m.ended_s:.0f} s)" for m in lost]
+    lost = ", ".join(f"{m.outcome} ({m.ended_s:.0f} s)" for m in group if m.recovery is None)
     if not found:
-        return ["\n".join(total)]
+        return [lost]
+    total = figure([r.total_s for r in found])
+    if lost:
+        assert isinstance(total, Figure)
+        total = f"{total.text('.2f')}, {lost}"
     stages = [[r.stages[name] for r in found if name in r.stages] for name in STAGES]
     return [
-        "\n".join(total),
-        _median([r.pause_s for r in found]),
-        f"{statistics.median(r.repeated for r in found):.0f}",
+        total,
+        figure([r.pause_s for r in found]),
+        figure([r.repeated for r in found]),
         "/".join(str(size) for size in sorted({r.world_size for r in found})),
-        *map(_median, stages),
-        "" if group[0].case == "join" else _median([r.own_s for r in found]),
+        *map(figure, stages),
+        "" if group[0].case == "join" else figure([r.own_s for r in found]),
     ]
 
 
-def _median(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.2f}" if seconds else ""
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    if len(seconds) == 1:
-        return _median(seconds)
-    return f"{_median(seconds)} [{min(seconds):.2f}-{max(seconds):.2f}]"
-
-
-def verdict(measured: Sequence[Measurement]) -> str:
-    """Hold ours against the targets."""
-    lines = [
-        f"targets, a follower or the leader lost: next step within {TARGET_S:g} s, "
-        f"of it at most {TARGET_OWN_S:g} s that are neither process start nor import of torch"
+def targets(case: str, group: Sequence[Measurement]) -> list[Target]:
+    """Hold the cases of a kind against the targets; one that did not recover misses them."""
+    found = [m.recovery for m in group if m.recovery is not None]
+    whats = (f"{case}: next step", f"{case}: of it neither process start nor import of torch")
+    if len(found) < len(group):
+        why = f"{len(group) - len(found)} of {len(group)} did not recover"
+        bounds = (TARGET_S, TARGET_OWN_S)
+        return [
+            Target(what, bound, None, "s", why=why, failed=True)
+            for what, bound in zip(whats, bounds, strict=True)
+        ]
+    total, own = ([r.total_s for r in found], [r.own_s for r in found])
+    return [
+        Target(whats[0], TARGET_S, statistics.median(total), "s"),
+        Target(whats[1], TARGET_OWN_S, statistics.median(own), "s"),
     ]
-    for (case, peer), group in _grouped(measured).items():
-        if peer != OURS or case not in _LOST:
-            continue
-        found = [m.recovery for m in group if m.recovery is not None]
-        total = statistics.median(r.total_s for r in found) if found else float("inf")
-        own = statistics.median(r.own_s for r in found) if found else float("inf")
-        met = len(found) == len(group) and total <= TARGET_S and own <= TARGET_OWN_S
-        lines.append(f"  {case}: {total:.2f} s, {own:.2f} s: {'pass' if met else 'MISS'}")
-    return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def sandbox_of(name: str) -> Iterator[SlurmSandbox]:
-    """Bring a sandbox up, and down again whatever happens."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield SlurmSandbox.up(SandboxConfig(name=name, nodes=int(NEWCOMER.removeprefix("node"))))
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave half of it
-        SlurmSandbox(name).down()
 
 
 def main() -> None:
     """Measure, then print the table and the verdict."""
-    options = parse()
-    field = {name: peers(options.settings)[name] for name in options.peers}
+    given = parse()
+    found = peers(given.settings, given.nvrx)
+    names = given.peers or [*PEERS, *(["nvrx"] if given.nvrx else [])]
+    field = {name: found[name] for name in names}
     measured: list[Measurement] = []
     progress = Console(stderr=True, highlight=False)
+    config = SandboxConfig(name=given.sandbox, nodes=int(NEWCOMER.removeprefix("node")))
     try:
-        with sandbox_of(options.sandbox) as sandbox:
-            turns = itertools.product(range(options.repeats), options.cases, field.values())
+        with sandbox_of(config) as sandbox:
+            turns = itertools.product(range(given.repeats), given.cases, field.values())
             for _, case, peer in turns:
-                m = measure(case, peer, sandbox, options.train_s)
+                m = measure(case, peer, sandbox, given.train_s)
                 measured.append(m)
                 after_s = m.recovery.total_s if m.recovery else m.ended_s
                 progress.print(f"{case}, {peer.name}: {m.outcome} after {after_s:.2f} s")
     finally:
-        if options.json:
-            options.json.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n")
+        if given.samples:
+            given.samples.write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n")
         if measured:
-            console = Console(highlight=False, width=options.width)
-            console.print(report(measured))
-            if any(m.peer == OURS for m in measured):
-                console.print(verdict(measured))
+            present(result(measured, given.repeats, nvrx(given.nvrx, "nvrx" in field)), given)
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cases", type=_among(CASES), default=list(CASES), metavar="A,B")
-    parser.add_argument("--peers", type=_among(peers({})), default=PEERS, metavar="A,B")
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--cases", type=among(CASES), default=list(CASES), metavar="A,B")
+    known = peers({}, "ft_launcher")
+    parser.add_argument("--peers", type=among(known), metavar="A,B")
+    parser.add_argument(
+        "--nvrx", metavar="PROGRAM", default=shutil.which("ft_launcher"),
+        help="ft_launcher of NVIDIA's Resiliency Extension; default: that of the PATH",
+    )  # fmt: skip
     parser.add_argument(
         "--settings", type=json.loads, default={}, metavar="JSON",
         help='launcher settings of ours that are not the default: {"rendezvous": {...}}',
@@ -235,19 +264,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sandbox", default="recovery", help="its name; it is taken down at the end"
     )
-    parser.add_argument("--width", type=int, default=190, help="of the table")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file as well")
-    return parser.parse_args()
-
-
-def _among(names: dict[str, object]):
-    def chosen(text: str) -> list[str]:
-        unknown = [name for name in text.split(",") if name not in names]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)} in {', '.join(names)}")
-        return text.split(",")
-
-    return chosen
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
+    given = parser.parse_args()
+    if "nvrx" in (given.peers or ()) and given.nvrx is None:
+        parser.error("nvrx: there is no ft_launcher; say where it is: --nvrx PROGRAM")
+    return given
 
 
 if __name__ == "__main__":

@@ -25,18 +25,43 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from evidence.machine import package_version
+from evidence.result import About, Cell, Column, Figure, Peer, Result, Table, Target, figure
+from evidence.show import options, present
 from rendezvous_scale import agents, leading, peer
 from rendezvous_scale.process import NoAnswerError, answer, side
 from rich.console import Console
-from rich.table import Table
 
 SIZES = (16, 64, 256, 512, 1024, 4096, 10_000)
 PATIENCE_S = 120.0
+Peers = dict[int, list[peer.PeerReached | None]]
+"""By size; None: it was given up."""
+OURS = "hpc_elastic"
 TARGET_256_S, TARGET_RATIO, TARGET_EXPONENT, TARGET_10000_S = 0.3, 50.0, 1.1, 5.0
+
+ABOUT = About(
+    title="Rendezvous of N agents",
+    measured='From "all agents go", before they connect, until the last of N has its rank, over '
+    'real sockets of 127.0.0.1; "again" is the next round, after one of them was lost and came '
+    "back. Of ours the leader is one process and all agents another; of torch's c10d there are "
+    "threads in four processes and a TCPStore (libuv) in one of its own. Messages and bytes are "
+    "both ways, per agent, until the last has its rank. The exponent is the slope of log time over "
+    "log N.",
+    does_not_show=(
+        "A network: neither latency, nor loss, nor the connections that a node's kernel or a "
+        "switch can take. All agents of ours share one core and the leader has the other.",
+        "The start of workers and their store, which follows.",
+        "Messages and bytes beyond a thousand agents grow only by the heartbeats that fall into "
+        "the time that the round takes to form.",
+        "c10d where the reverse look-up of 127.0.0.1 does not answer: torch's store then stalls "
+        "for 5 s at a time.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -63,83 +88,90 @@ def measure(size: int) -> Ours:
         return Ours(first, _reach(group), cpu_s)
 
 
-def _cpu_s(leader) -> float:
+def _cpu_s(leader: Connection) -> float:
     leader.send("processor time")
-    return answer(leader, PATIENCE_S)
+    return float(answer(leader, PATIENCE_S))
 
 
-def _reach(group) -> agents.Reached:
+def _reach(group: Connection) -> agents.Reached:
     group.send("go")
-    return answer(group, PATIENCE_S)
+    reached: agents.Reached = answer(group, PATIENCE_S)
+    return reached
 
 
-def measure_all(options: argparse.Namespace) -> tuple[dict, dict]:
+def measure_all(given: argparse.Namespace) -> tuple[dict[int, list[Ours]], Peers]:
     """Return all of ours and of c10d's measurements, by size; None for one that was given up."""
-    ours: dict[int, list[Ours]] = {n: [] for n in options.sizes}
-    peers: dict[int, list[peer.PeerReached | None]] = {n: [] for n in options.sizes}
+    ours: dict[int, list[Ours]] = {n: [] for n in given.sizes}
+    peers: Peers = {n: [] for n in given.sizes}
     progress = Console(stderr=True, highlight=False)
-    for _ in range(options.repeats):
-        for n in options.sizes:
+    for _ in range(given.repeats):
+        for n in given.sizes:
             try:
                 ours[n].append(measure(n))
                 progress.print(f"{n}: {ours[n][-1].first.wall_s:.3f} s")
             except NoAnswerError as e:
                 progress.print(f"{n}: given up: {e}")
-    for n in (n for n in options.sizes if n <= options.peer_max_n and not options.skip_peer):
-        while len(peers[n]) < options.repeats and None not in peers[n]:
-            peers[n].append(peer.measure(n, options.peer_processes, options.peer_limit_s))
+    for n in (n for n in given.sizes if n <= given.peer_max_n and not given.skip_peer):
+        while len(peers[n]) < given.repeats and None not in peers[n]:
+            peers[n].append(peer.measure(n, given.peer_processes, given.peer_limit_s))
             found = peers[n][-1]
             progress.print(f"c10d, {n}: {f'{found.wall_s:.1f} s' if found else 'given up'}")
     return ours, peers
 
 
-def report(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -> Table:
-    """Return one line for each size: medians, and the range of our time."""
-    table = Table(title="until all agents have their rank")
-    for column in (
-        "N", "hpc_elastic, s", "leader's CPU, s", "messages/agent", "bytes/agent", "tries/agent",
-        "again, s", "c10d, s", "messages/agent", "bytes/agent", "c10d / ours",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for n, measured in ours.items():
-        table.add_row(
-            str(n), *_our_cells(n, measured), *_peer_cells(n, measured, peers[n], limit_s)
-        )
-    return table
+def result(ours: Mapping[int, Sequence[Ours]], peers: Peers, given: argparse.Namespace) -> Result:
+    """Return one line for each size, and hold ours against the targets."""
+    columns = (
+        Column("N"), Column("ours, s", ".3f"), Column("leader's CPU, s", ".3f"),
+        Column("messages/agent", ".2f"), Column("bytes/agent", ".0f"),
+        Column("tries/agent", ".2f"), Column("again, s", ".3f"), Column("c10d, s", ".3f"),
+        Column("messages/agent", ".0f"), Column("bytes/agent", ".0f"), Column("c10d / ours", ".0f"),
+    )  # fmt: skip
+    rows = tuple(
+        (str(n), *_our_cells(n, measured), *_peer_cells(n, measured, peers[n], given.peer_limit_s))
+        for n, measured in ours.items()
+    )
+    return Result(
+        about=ABOUT,
+        tables=(Table("until all agents have their rank", columns, rows),),
+        targets=tuple(targets(ours, peers, given.peer_limit_s)),
+        peers=(Peer("c10d (torch)", package_version("torch")),),
+        repeats=given.repeats,
+    )
 
 
-def _our_cells(n: int, measured: Sequence[Ours]) -> list[str]:
+def _our_cells(n: int, measured: Sequence[Ours]) -> list[Cell]:
     if not measured:
         return [f"> {PATIENCE_S:g}", *[""] * 5]
     first = [m.first for m in measured]
     return [
-        _spread([r.wall_s for r in first]),
-        f"{statistics.median(m.leader_cpu_s for m in measured):.3f}",
-        f"{statistics.median(r.messages for r in first) / n:.2f}",
-        f"{statistics.median(r.sent_bytes + r.received_bytes for r in first) / n:.0f}",
-        f"{statistics.median(r.tries for r in first) / n:.2f}",
-        _spread([m.again.wall_s for m in measured]),
+        figure([r.wall_s for r in first]),
+        _middle([m.leader_cpu_s for m in measured]),
+        _middle([r.messages / n for r in first]),
+        _middle([(r.sent_bytes + r.received_bytes) / n for r in first]),
+        _middle([r.tries / n for r in first]),
+        figure([m.again.wall_s for m in measured]),
     ]
 
 
-def _peer_cells(n: int, ours: Sequence[Ours], measured: Sequence, limit_s: float) -> list[str]:
+def _peer_cells(
+    n: int, ours: Sequence[Ours], measured: Sequence[peer.PeerReached | None], limit_s: float
+) -> list[Cell]:  # fmt: skip
     found = [m for m in measured if m is not None]
     if not measured:
         return []
     if len(found) < len(measured):
         return [f"> {limit_s:g}", "", "", f"> {limit_s / first_s(ours):.0f}"]
-    taken_s = statistics.median(m.wall_s for m in found)
     return [
-        _spread([m.wall_s for m in found]),
-        f"{statistics.median(m.messages for m in found) / n:.0f}",
-        f"{statistics.median(m.bytes for m in found) / n:.0f}",
-        f"{taken_s / first_s(ours):.0f}",
+        figure([m.wall_s for m in found]),
+        _middle([m.messages / n for m in found]),
+        _middle([m.bytes / n for m in found]),
+        Figure(statistics.median(m.wall_s for m in found) / first_s(ours)),
     ]
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    median = f"{statistics.median(seconds):.3f}"
-    return median if len(seconds) == 1 else f"{median} [{min(seconds):.3f}-{max(seconds):.3f}]"
+def _middle(samples: Sequence[float]) -> Figure:
+    return Figure(statistics.median(samples))
 
 
 def first_s(measured: Sequence[Ours]) -> float:
@@ -153,53 +185,46 @@ def exponent(seconds: Mapping[int, float]) -> float:
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def verdict(ours: Mapping[int, Sequence[Ours]], peers: Mapping, limit_s: float) -> str:
+def targets(ours: Mapping[int, Sequence[Ours]], peers: Peers, limit_s: float) -> Iterator[Target]:
     """Hold ours against the targets, as far as they were measured."""
     taken = {n: first_s(measured) for n, measured in ours.items()}
-    lines = []
-
-    def hold(what: str, value: float, met: bool) -> None:
-        lines.append(f"  {what}: {value:.3g}: {'pass' if met else 'MISS'}")
-
     if sum(t < math.inf for t in taken.values()) > 1:
-        hold(f"exponent, at most {TARGET_EXPONENT}", b := exponent(taken), b <= TARGET_EXPONENT)
-    if 256 in taken:
-        hold(f"256 within {TARGET_256_S} s", taken[256], taken[256] <= TARGET_256_S)
-    if peers.get(256):
+        yield Target("exponent of N", TARGET_EXPONENT, exponent(taken))
+    for n, bound_s in ((256, TARGET_256_S), (10_000, TARGET_10000_S)):
+        if n in taken and taken[n] < math.inf:
+            yield Target(f"{n} agents", bound_s, taken[n], "s")
+        elif n in taken:
+            why = f"not within {PATIENCE_S:g} s"
+            yield Target(f"{n} agents", bound_s, None, "s", why=why, failed=True)
+    if peers.get(256) and taken[256] < math.inf:
         found = [m.wall_s if m else limit_s for m in peers[256]]
         ratio = statistics.median(found) / taken[256]
-        hold(f"256: c10d / ours, at least {TARGET_RATIO:g}", ratio, ratio >= TARGET_RATIO)
-    if 10_000 in taken:
-        hold(f"10000 within {TARGET_10000_S:g} s", taken[10_000], taken[10_000] <= TARGET_10000_S)
-    return "\n".join(["targets:", *lines])
+        given_up = ", at least: c10d was given up" if None in peers[256] else ""
+        yield Target(f"256 agents: c10d / ours{given_up}", TARGET_RATIO, ratio, "", True)
 
 
 def main() -> None:
     """Measure, then print the table and the verdict."""
-    options = parse()
-    ours, peers = measure_all(options)
-    if options.json:
+    given = parse()
+    ours, peers = measure_all(given)
+    if given.samples:
         raw = {
-            "hpc_elastic": {n: [asdict(m) for m in of] for n, of in ours.items()},
+            OURS: {n: [asdict(m) for m in of] for n, of in ours.items()},
             "c10d": {n: [asdict(m) if m else None for m in of] for n, of in peers.items()},
         }
-        options.json.write_text(json.dumps(raw, indent=1) + "\n")
-    console = Console(highlight=False, width=options.width)
-    console.print(report(ours, peers, options.peer_limit_s))
-    console.print(verdict(ours, peers, options.peer_limit_s))
+        given.samples.write_text(json.dumps(raw, indent=1) + "\n")
+    present(result(ours, peers, given), given)
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = options(__doc__, repeats=3)
     parser.add_argument("--sizes", type=_sizes, default=SIZES, metavar="N,N")
     parser.add_argument("--skip-peer", action="store_true", help="measure ours only")
     parser.add_argument("--peer-max-n", type=int, default=512, metavar="N")
     parser.add_argument("--peer-limit-s", type=float, default=300.0, metavar="S")
     parser.add_argument("--peer-processes", type=int, default=4, metavar="N")
-    parser.add_argument("--width", type=int, default=190, help="of the table")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file as well")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
     return parser.parse_args()
 
 

@@ -19,37 +19,55 @@ import time
 from collections import Counter
 from types import ModuleType
 
-from rich.console import Console
-from rich.table import Table
+from evidence.result import About, Column, Figure, Result, Table, Target
+from evidence.show import options, present
 
 from hpc_elastic.testing import simulation
 from hpc_elastic.testing.simulation import ft
 
 SHOWN_FAILURES = 5
+_DOES_NOT_SHOW = (
+    "Speed: all time is virtual, and the schedules per second tell only what a simulation costs.",
+    "Faults that the simulator does not know, and mistakes in the effects around the decisions: "
+    "sockets, files and processes are the tests' business.",
+    "Proof: random schedules find what is likely enough to be met.",
+)
+ABOUT = About(
+    title="The rendezvous in virtual time",
+    measured="Random schedules of what the rendezvous decides, through crashes, pauses, "
+    "partitions, preemptions, files that fail and a Slurm that does not answer; the invariants are "
+    "checked again and again. 20,000 schedules are part of the tests.",
+    does_not_show=_DOES_NOT_SHOW,
+)
+ABOUT_FT = About(
+    title="The quorum of fault tolerance in virtual time",
+    measured="Random schedules of the quorum of `ft=true`, its keepers and its members, likewise.",
+    does_not_show=_DOES_NOT_SHOW,
+)
 
 Total = simulation.Outcome | ft.Outcome
 
 
 def main() -> int:
     """Run the schedules; return the exit code."""
-    args = parse_args()
-    what = ft if args.ft else simulation
-    if args.trace:
-        return show(what, args.seed)
+    given = parse()
+    what = ft if given.ft else simulation
+    if given.trace:
+        return show(what, given.seed)
     started = time.monotonic()
-    progress = Progress(args.schedules)
+    progress = Progress(given.schedules)
     total = simulation.run_in_parallel(
-        what.Simulator, args.seed, args.schedules, args.processes, progress
+        what.Simulator, given.seed, given.schedules, given.processes, progress
     )
-    Console().print(table(total, time.monotonic() - started, args.processes))
+    present(result(total, time.monotonic() - started, given.processes), given)
     for failure in list(total.failures.values())[:SHOWN_FAILURES]:
         print(f"\n{failure}")
     return 1 if total.failures else 0
 
 
-def parse_args() -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--schedules", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -86,25 +104,23 @@ class Progress:
             print(f"{total.schedules} of {self._schedules}, {failures} failed", file=sys.stderr)
 
 
-def table(total: Total, wall_s: float, processes: int) -> Table:
-    """Return the totals as a table."""
-    of_ft = isinstance(total, ft.Outcome)
-    title = f"Random schedules of the {'quorum' if of_ft else 'rendezvous'}"
-    rows = Table("what", "how many", title=title)
-    rows.columns[1].justify = "right"
+def result(total: Total, wall_s: float, processes: int) -> Result:
+    """Return the totals, and whether every invariant held."""
     counted = of_quorums(total) if isinstance(total, ft.Outcome) else of_rounds(total)
-    for what, value in counted.items():
-        rows.add_row(what, f"{value:,}")
-    rows.add_section()
-    for kind, num in sorted(total.faults.items()):
-        rows.add_row(f"fault: {kind}", f"{num:,}")
-    rows.add_section()
-    rows.add_row("failures", f"{len(total.failures):,}")
+    faults = {f"fault: {kind}": num for kind, num in sorted(total.faults.items())}
     seeds = ", ".join(map(str, sorted(total.failures)[:10]))
-    rows.add_row("their seeds", seeds or "-")
-    rows.add_row("wall seconds", f"{wall_s:.1f} on {processes} processes")
-    rows.add_row("processor ms per schedule", f"{1e3 * total.cpu_s / total.schedules:.2f}")
-    return rows
+    rows = [(what, Figure(num)) for what, num in (*counted.items(), *faults.items())]
+    spent = (
+        ("schedules/s", f"{total.schedules / wall_s:.0f} on {processes} processes"),
+        ("processor ms per schedule", f"{1e3 * total.cpu_s / total.schedules:.2f}"),
+        ("seeds of failures", seeds or "-"),
+    )
+    columns = (Column("what"), Column("how many", ",.10g"))
+    return Result(
+        about=ABOUT_FT if isinstance(total, ft.Outcome) else ABOUT,
+        tables=(Table("", columns, (*rows, *spent)),),
+        targets=(Target("schedules in which an invariant did not hold", 0, len(total.failures)),),
+    )
 
 
 def of_rounds(total: simulation.Outcome) -> dict[str, float]:

@@ -7,23 +7,26 @@ Four nodes, two of them busy; a run of one to four nodes starts on the two that 
   torch offers for a group that may grow. It waits out its last call (30 s by default), since it
   does not know that nobody else will come; ``last_call_timeout=1`` is its best setting.
 
-Both start the same script with one worker a node, on the same nodes, in turn. Needs the sandbox:
+Both start the same script with one worker a node, on the same nodes of a Slurm sandbox, in turn:
 
-    eval "$(scripts/slurm_sandbox.py up | tail -n 1)"
-    python benchmarks/start.py --repeats 3
+    as root: python benchmarks/start.py --repeats 3
 """
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from evidence import torchrun as peer
+from evidence.result import About, Column, Result, Table, Target, figure
+from evidence.sandbox import sandbox_of
+from evidence.show import options, present
+
+from hpc_elastic.testing.slurm_sandbox import SandboxConfig
 
 SCRIPT = """
 import os, sys, time
@@ -41,7 +44,21 @@ if __name__ == "__main__":
     first_line() if "RANK" in os.environ else main()
 """
 PATIENCE_S = 120.0
-BIN = Path(sys.executable).parent
+TARGET_S = 15.0
+OURS = "hpc_elastic"
+ABOUT = About(
+    title="From the command to the first line",
+    measured="Four nodes of a Slurm sandbox, two of them busy: from the command until the training "
+    "function begins on both free nodes, in a run of one to four nodes. torchrun's rendezvous "
+    "(c10d) waits out its last call, since it does not know that nobody else will come; "
+    "`last_call_timeout=1` is its best setting. The script imports no torch.",
+    does_not_show=(
+        "The queue: both nodes are free when the command is given.",
+        "A shared file system: Python and its packages are read from a local disk, and are warm.",
+        "Equal work: ours includes Hydra's start and the freezing of the run, about a second, "
+        "which torchrun has not.",
+    ),
+)
 
 
 def first_line(out: Path) -> float:
@@ -64,7 +81,7 @@ def ours(folder: Path) -> list[str]:
 def torchrun(folder: Path, conf: str) -> list[str]:
     """Return torchrun's command."""
     run = [
-        "srun", "--ntasks-per-node=1", str(BIN / "torchrun"), "--nnodes=1:4", "--nproc-per-node=1",
+        "srun", "--ntasks-per-node=1", str(peer.TORCHRUN), "--nnodes=1:4", "--nproc-per-node=1",
         "--rdzv-backend=c10d", "--rdzv-endpoint=$(scontrol show hostnames | head -n1):29400",
         "--rdzv-id=$SLURM_JOB_ID", *([f"--rdzv-conf={conf}"] if conf else []),
         str(folder / "script.py"),
@@ -72,7 +89,7 @@ def torchrun(folder: Path, conf: str) -> list[str]:
     return ["sbatch", "-N2", "--exclusive", "-o", str(folder / "log"), "--wrap", " ".join(run)]
 
 
-def measure(make, repeats: int) -> list[float]:
+def measure(make: Callable[[Path], list[str]], repeats: int) -> list[float]:
     """Return the seconds of each repeat."""
     taken = []
     for _ in range(repeats):
@@ -99,28 +116,31 @@ def idle() -> None:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
-    busy = subprocess.check_output(
-        ["sbatch", "--parsable", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 3600"],
-        text=True,
-    ).strip()
+    given = options(__doc__, repeats=3).parse_args()
     candidates = {
-        "hpc_elastic": ours,
+        OURS: ours,
         "torchrun c10d": lambda folder: torchrun(folder, ""),
         "torchrun c10d, last_call_timeout=1": lambda f: torchrun(f, "last_call_timeout=1"),
     }
-    table = Table("", "median, s", "lowest, s", "highest, s", title="command to first line")
-    try:
-        for name, make in candidates.items():
-            taken = measure(make, repeats)
-            middle = statistics.median(taken)
-            table.add_row(name, f"{middle:.1f}", f"{min(taken):.1f}", f"{max(taken):.1f}")
-    finally:
-        subprocess.run(["scancel", busy], check=False)
-    Console().print(table)
-    Console().print("target: hpc_elastic starts within 15 s")
+    with sandbox_of(SandboxConfig(name="start", nodes=4), enter=True):
+        keep_busy(2)
+        taken = {name: measure(make, given.repeats) for name, make in candidates.items()}
+    rows = tuple((name, figure(seconds)) for name, seconds in taken.items())
+    median = statistics.median(taken[OURS])
+    result = Result(
+        about=ABOUT,
+        tables=(Table("command to first line", (Column(""), Column("s", ".1f")), rows),),
+        targets=(Target(f"{OURS}: the first line", TARGET_S, median, "s"),),
+        peers=(peer.peer(),),
+        repeats=given.repeats,
+    )
+    present(result, given)
+
+
+def keep_busy(num_nodes: int) -> None:
+    """Give nodes to a job that stays."""
+    sleep = ["--exclusive", "-o", "/dev/null", "--chdir=/", "--wrap", "sleep 3600"]
+    subprocess.run(["sbatch", f"-N{num_nodes}", *sleep], check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

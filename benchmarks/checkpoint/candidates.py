@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import async_save, load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from checkpoint import floors
 from hpc_elastic.checkpoint import Checkpointer, Options
@@ -80,12 +81,12 @@ class DcpSave(TorchSave):
     def save(self, folder: Path) -> float:
         """All of it at once."""
         begin = time.perf_counter()
-        dcp.save(self._state, checkpoint_id=folder)
+        save(self._state, checkpoint_id=folder)
         return time.perf_counter() - begin
 
     def restore(self, folder: Path) -> None:
         """Load in place."""
-        dcp.load(self._state, checkpoint_id=folder)
+        load(self._state, checkpoint_id=folder)
 
 
 class DcpAsync(DcpSave):
@@ -96,8 +97,8 @@ class DcpAsync(DcpSave):
     def save(self, folder: Path) -> float:
         """Copy, then write in a thread; the copy itself may be in another one."""
         begin = time.perf_counter()
-        answer = dcp.async_save(self._state, checkpoint_id=folder, async_stager=self.stager)
-        if hasattr(answer, "staging_completion"):
+        answer = async_save(self._state, checkpoint_id=folder, async_stager=self.stager)
+        if isinstance(answer, AsyncSaveResponse):
             answer.staging_completion.result()
             blocked = time.perf_counter() - begin
             answer.upload_completion.result()

@@ -6,17 +6,22 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
-from rich.table import Table
+from evidence.result import Cell, Column, Figure, Table, Target, figure
+from torch.distributed.checkpoint import async_save  # type: ignore[attr-defined]
 
 from checkpoint.candidates import State
 from hpc_elastic.checkpoint import Checkpointer
 
 ROUNDS = 12
+MOST_SLOWER = 5.0
+"""Per cent."""
 SEGMENT_S = 1.5
 """Steps are made for so long alone, and at most so long beside a save, in turns."""
 PATIENCE_S = 120.0
@@ -27,39 +32,69 @@ Begin = Callable[[int], IsIdle]
 """Begins the save of a step; what it returns tells whether the save has ended."""
 
 
-def slowdown(state: State, folder: Path) -> Table:
+@dataclass(frozen=True)
+class Slowdown:
+    """What saves did to the steps; seconds, and shares of a step.
+
+    Attributes:
+        name: Who saved.
+        steps_s: Of the steps alone.
+        slower: By how much they were slower beside a save, of each round that counts.
+        saves_s: How long each save took.
+    """
+
+    name: str
+    steps_s: list[float]
+    slower: list[float]
+    saves_s: list[float]
+
+    @property
+    def target(self) -> Target:
+        """At most five per cent slower."""
+        value = 100 * statistics.median(self.slower) if self.slower else None
+        why = "" if self.slower else "all rounds were disturbed"
+        return Target("steps beside a save: slower by", MOST_SLOWER, value, "%", why=why)
+
+    def row(self) -> tuple[Cell, ...]:
+        """Return its line of the table."""
+        slower = figure([100 * share for share in self.slower]) or "all rounds disturbed"
+        left_out = f"{len(self.saves_s) - len(self.slower)} of {len(self.saves_s)}"
+        steps = Figure(1000 * statistics.median(self.steps_s)) if self.steps_s else ""
+        return self.name, steps, slower, figure(self.saves_s), left_out
+
+
+def table(slowed: list[Slowdown]) -> Table:
+    """Return who slowed the steps by how much."""
+    columns = (
+        Column("saved by"), Column("steps, ms", ".1f"), Column("slower by, %", "+.1f"),
+        Column("a save takes, s", ".1f"), Column("rounds left out"),
+    )  # fmt: skip
+    return Table("a training beside saves", columns, tuple(s.row() for s in slowed))
+
+
+def slowdown(state: State, folder: Path, rounds: int) -> list[Slowdown]:
     """Time the steps of a training, alone and beside saves."""
-    table = Table("saved by", "steps", "slower by (target: 5 %)", "a save takes", "rounds left out")
     steps = training()
     with Checkpointer(folder / "steps", {"state": state}, keep_last=1) as c:
-        table.add_row("ours", *measured(steps, our_saves(c)))
-    table.add_row("DCP async_save", *measured(steps, dcp_saves(state, folder / "dcp")))
-    return table
+        ours = measured("ours", steps, our_saves(c), rounds)
+    return [ours, measured("DCP async_save", steps, dcp_saves(state, folder / "dcp"), rounds)]
 
 
-def measured(steps: Iterator[float], begin: Begin) -> tuple[str, str, str, str]:
-    """Return a row of the table, but for its name."""
-    slower, lengths, alone = [], [], []
-    for number in range(1, ROUNDS + 1):
+def measured(name: str, steps: Iterator[float], begin: Begin, rounds: int) -> Slowdown:
+    """Time rounds of steps alone and beside a save."""
+    found = Slowdown(name, [], [], [])
+    for number in range(1, rounds + 1):
         before, stolen_before = segment(steps, lambda: False)
         is_idle, began = begin(number), time.perf_counter()
         beside, stolen_beside = segment(steps, is_idle)
         while not is_idle() and time.perf_counter() < began + PATIENCE_S:
             next(steps)
-        lengths.append(time.perf_counter() - began)
+        found.saves_s.append(time.perf_counter() - began)
         if max(stolen_before, stolen_beside) <= MOST_STOLEN:
-            slower.append(statistics.fmean(beside) / statistics.fmean(before) - 1)
-            alone += before
+            found.slower.append(statistics.fmean(beside) / statistics.fmean(before) - 1)
+            found.steps_s.extend(before)
         time.sleep(0.5)  # what is removed is discarded meanwhile
-    if not slower:
-        return "", "all rounds disturbed", f"{statistics.median(lengths):.1f} s", f"{ROUNDS}"
-    span = f"{100 * min(slower):+.0f} to {100 * max(slower):+.0f}"
-    return (
-        f"{1000 * statistics.median(alone):.1f} ms",
-        f"{100 * statistics.median(slower):+.1f} % ({span})",
-        f"{statistics.median(lengths):.1f} s",
-        f"{ROUNDS - len(slower)} of {ROUNDS}",
-    )
+    return found
 
 
 def segment(steps: Iterator[float], is_over: IsIdle) -> tuple[list[float], float]:
@@ -88,9 +123,15 @@ def dcp_saves(state: State, folder: Path) -> Begin:
 
     def begin(number: int) -> IsIdle:
         shutil.rmtree(folder / str(number - 2), ignore_errors=True)
-        return dcp.async_save(state, checkpoint_id=folder / str(number)).done
+        return _saving(state, folder / str(number)).done
 
     return begin
+
+
+def _saving(state: State, folder: Path) -> Future[Any]:
+    saving = async_save(state, checkpoint_id=folder)
+    assert isinstance(saving, Future)  # without a stager it is
+    return saving
 
 
 def training() -> Iterator[float]:

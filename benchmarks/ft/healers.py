@@ -28,7 +28,7 @@ def heal(
     state = {"user": {"default": tensors}, "torchft": {"step": STEP, "batches_committed": 1}}
     made = _transport(library, transport, lambda: state, (store_port, rank, world_size))
     driver.send({"ready": made.metadata()})
-    order = driver.receive()
+    order = driver.receive() or {}
     if rank > 0:
         made.send_checkpoint([0], STEP, state, TIMEOUT)
         driver.send({"serves": True})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
 from ft.libraries import OURS, PEER
@@ -51,13 +51,13 @@ def measure(settings: Settings) -> Iterator[Row]:
             yield _row(f"{size}, {name}", rates[name], peer, limit=limit)
 
 
-def _row(what: str, ours: list[float], peer: list[float], **target: float | None) -> Row:
-    return Row("e heal", what, "GB/s", ours, peer, more_is_better=True, **target)
+def _row(what: str, ours: list[float], peer: list[float], limit: float | None = None) -> Row:
+    return Row("e heal", what, "GB/s", ours, peer, limit=limit, more_is_better=True)
 
 
 def _heal(people: Crew, library: str, transport: str, num_sources: int, num_bytes: int) -> float:
     """Return the seconds of one transfer, from fresh processes."""
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     group = [
         people.start(
             library, "heal", transport=transport, store_port=store.port, rank=rank,

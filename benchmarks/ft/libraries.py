@@ -97,8 +97,8 @@ class Lighthouse:
 def lighthouse(library: str, *, by_cli: bool = False) -> Iterator[Lighthouse]:
     """A lighthouse that lives as long as the block."""
     made = Lighthouse(library, by_cli)
-    made.start()
     try:
+        made.start()
         yield made
     finally:
         made.kill()

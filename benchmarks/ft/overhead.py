@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ft.crew import Crew, Member, crew
 from ft.libraries import PEER, lighthouse
@@ -36,7 +36,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 def _group(
     people: Crew, stack: contextlib.ExitStack, library: str, world_size: int
 ) -> list[Member]:
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     stack.callback(lambda: store)  # lives as long as the group
     address = stack.enter_context(lighthouse(library)).address
     group = [

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import psutil
-from rich.table import Table
+from evidence.result import Cell, Column, Figure, Table, Target, figure
 
+SPEC = ".3g"
 MOST_STOLEN = 0.05
 """If the host took more of the cores than that, the measurement does not say much."""
 
@@ -22,7 +23,7 @@ class Row:
         part: Which part of the benchmark.
         what: What was measured.
         unit: Of the samples.
-        ours, peer: Samples; the peer's may be none.
+        ours, peer: Samples; the peer's may be none. Not a number: it never came about.
         limit: Ours is to be at most this (at least, if ``more_is_better``), if not None.
         of_peer: Ours is to be at most this share of the peer's, if not None.
         note: What else is to be known.
@@ -41,58 +42,57 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """Ours by the peer's, of medians."""
-        if not self.ours or not self.peer:
+        ours, peer = _known(self.ours), _known(self.peer)
+        if not ours or not peer:
             return None
-        peer = statistics.median(self.peer)
-        return statistics.median(self.ours) / peer if peer else None
+        by = statistics.median(peer)
+        return statistics.median(ours) / by if by else None
 
     @property
-    def target(self) -> str:
-        """The target in words."""
-        sign = ">=" if self.more_is_better else "<="
-        words = [] if self.limit is None else [f"{sign} {self.limit:g} {self.unit}"]
-        words += [] if self.of_peer is None else [f"{sign} {self.of_peer:g} of torchft's"]
-        return ", ".join(words)
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the targets are met; None: there is none, or it was not measured."""
-        if not self.ours:
-            return None
-        sign = -1 if self.more_is_better else 1
+    def targets(self) -> list[Target]:
+        """What is aimed at, and what came of it; () for somebody who measured ours alone."""
+        what, ours, peer = f"{self.part}: {self.what}", _known(self.ours), _known(self.peer)
+        value = statistics.median(ours) if ours else None
+        why = "" if ours else "no sample counts"
         found = []
         if self.limit is not None:
-            found.append(sign * statistics.median(self.ours) <= sign * self.limit)
-        if self.of_peer is not None and self.peer:
-            bound = self.of_peer * statistics.median(self.peer)
-            found.append(sign * statistics.median(self.ours) <= sign * bound)
-        return all(found) if found else None
+            bound = self.limit
+            found.append(Target(what, bound, value, self.unit, self.more_is_better, why))
+        if self.of_peer is not None and peer:
+            share = "torchft's" if self.of_peer == 1.0 else f"{self.of_peer:g} of torchft's"
+            bound = self.of_peer * statistics.median(peer)
+            more = self.more_is_better
+            found.append(Target(f"{what}, {share}", bound, value, self.unit, more, why))
+        return found
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything, with what follows from it."""
-        return {**asdict(self), "ratio": self.ratio, "target": self.target, "met": self.met}
+
+def _known(samples: Sequence[float]) -> list[float]:
+    return [s for s in samples if not math.isnan(s)]
 
 
-def cell(samples: Sequence[float]) -> str:
-    """Return a median, its range and how many there were."""
-    if not samples:
-        return ""
-    middle = statistics.median(samples)
-    if len(samples) == 1:
-        return f"{middle:.3g}"
-    return f"{middle:.3g} [dim]({min(samples):.3g}-{max(samples):.3g}, {len(samples)})[/dim]"
+def cell(samples: Sequence[float]) -> Cell:
+    """Return a median, its range and, if they differ, how many never came to an end."""
+    known = _known(samples)
+    told = figure(known)
+    if len(known) == len(samples):
+        return told
+    never = f"{len(samples) - len(known)} of {len(samples)} never"
+    return f"{told.text(SPEC)}, {never}" if isinstance(told, Figure) else never
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return the table of ratios."""
-    made = Table("", "", "unit", "ours", "torchft", "ratio", "target", "met")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        met = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: ""}[row.met]
-        what = f"{row.what} [dim]{row.note}[/dim]" if row.note else row.what
-        cells = (row.part, what, row.unit, cell(row.ours), cell(row.peer), ratio, row.target, met)
-        made.add_row(*cells)
-    return made
+    """Return the rows as a table, with their ratios and how many samples of ours there are."""
+    names = ("part", "what", "unit", "ours", "torchft", "ours / torchft", "repeats")
+    return Table("", tuple(Column(name, SPEC) for name in names), tuple(map(_cells, rows)))
+
+
+def _cells(row: Row) -> tuple[Cell, ...]:
+    what = f"{row.what} ({row.note})" if row.note else row.what
+    ratio: Cell = "" if row.ratio is None else Figure(row.ratio)
+    return (
+        row.part, what, row.unit, cell(row.ours), cell(row.peer), ratio,
+        str(len(row.ours) or len(row.peer)),
+    )  # fmt: skip
 
 
 class Steal:

@@ -46,7 +46,7 @@ class Training:
 
     def let(self, member: Member) -> float:
         """Let it go on from its imports; return when."""
-        self.crew.need(lambda: member.gone or member.first("imported"), "a replica starts")
+        self.crew.need(lambda: member.gone or bool(member.first("imported")), "a replica starts")
         member.tell({"go": True})
         return time.monotonic()
 

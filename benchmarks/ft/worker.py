@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ft.clients import clients
 from ft.healers import heal
@@ -37,7 +38,7 @@ class Replica:
     def __init__(self, library: str, lighthouse: str, num_bytes: int, *, sync: bool = True) -> None:
         self.state = torch.zeros(num_bytes // 4)
         self.gradient = torch.ones(num_bytes // 4)
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.manager = part_of(library, "manager").Manager(
             pg=part_of(library, "process_group").ProcessGroupGloo(),
             load_state_dict=lambda s: self.state.copy_(s["state"]),
@@ -67,7 +68,7 @@ def train(driver: Lines, library: str, *, lighthouse: str, num_bytes: int) -> No
     driver.receive()
     replica = Replica(library, lighthouse, num_bytes)
     stop = threading.Event()
-    threading.Thread(target=lambda: (driver.receive(), stop.set()), daemon=True).start()
+    threading.Thread(target=_stop_when_told, args=(driver, stop), daemon=True).start()
     while not stop.is_set():
         begun = time.monotonic()
         committed, participants = replica.step()
@@ -82,12 +83,17 @@ def _import_as_scripts_do(library: str) -> None:
         time.sleep(IMPORT_S)
 
 
+def _stop_when_told(driver: Lines, stop: threading.Event) -> None:
+    driver.receive()
+    stop.set()
+
+
 def blocks(
     driver: Lines, library: str, *, lighthouse: str, store_port: int, rank: int, world_size: int
 ) -> None:
     """Make blocks of steps, as the driver orders: by a Manager, or by plain gloo."""
-    store = dist.TCPStore(HOST, store_port, is_master=False, wait_for_workers=False)
-    plain = dist.ProcessGroupGloo(dist.PrefixStore("plain", store), rank, world_size, TIMEOUT)
+    store = TCPStore(HOST, store_port, is_master=False, wait_for_workers=False)
+    plain = dist.ProcessGroupGloo(PrefixStore("plain", store), rank, world_size, TIMEOUT)
     replica = Replica(library, lighthouse, 4, sync=False)
     while (order := driver.receive()) is not None:
         tensor = torch.ones(order["num_bytes"] // 4)
@@ -102,7 +108,7 @@ def blocks(
                 if not committed or replica.manager.num_participants() != world_size:
                     committed = False
             else:
-                plain.allreduce([tensor]).wait()
+                plain.allreduce([tensor]).wait()  # type: ignore[attr-defined]
                 tensor /= world_size
                 committed = True
             if committed:

@@ -13,10 +13,11 @@ was made and lost was made in vain. So a step counts once, however often it was 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from evidence.trails import Steps, read_trail
 
 from goodput.trace import NUM_NODES, Held, Sample
 
@@ -32,8 +33,7 @@ class Group:
     world_size: int
     resumed: int
     """Steps that the checkpoint held with which it began."""
-    steps: tuple[tuple[float, int], ...]
-    """When each of its steps was done, and its number."""
+    steps: Steps
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,8 @@ def read_groups(folder: Path) -> list[Group]:
 
 
 def _read(path: Path) -> Group | None:
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is torn
-    if not lines:
-        return None
-    steps = tuple((float(when), int(n)) for when, n in map(str.split, lines[1:]))
-    return Group(**json.loads(lines[0]), steps=steps)
+    found = read_trail(path)
+    return None if found is None else Group(**found[0], steps=found[1])
 
 
 def reached(groups: Iterable[Group], at: float) -> int:

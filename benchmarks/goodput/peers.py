@@ -20,13 +20,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from evidence.torchrun import UNSHARED
+
 from goodput.trace import NUM_NODES
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.state import load
 
 HERE = Path(__file__).parent
 _ports = itertools.count(29600)
-_VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+_VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", **UNSHARED}
 _STORE = """
 import sys, time
 from torch.distributed import TCPStore

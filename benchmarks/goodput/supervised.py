@@ -16,14 +16,12 @@ from pathlib import Path
 
 import psutil
 import submitit
+from evidence.torchrun import TORCHRUN, TUNED, conf
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from goodput.trace import NUM_NODES
 
 CAREFUL = Path(__file__).with_name("careful.py")
-TORCHRUN = Path(sys.executable).parent / "torchrun"
-TUNED = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-"""The shortest that hold: with two attempts, agents that live are written off."""
 _RESTARTS = 1_000_000
 _LEAVE_S = 8.0
 """Within the sandbox's five seconds of grace and the five more until SIGKILL."""
@@ -86,11 +84,11 @@ def _clear_hold() -> None:
 
 def command(folder: Path, address: str, num_nodes: str) -> list[str]:
     """Return torchrun's command line."""
-    conf = ",".join(f"{key}={value}" for key, value in {**TUNED, "is_host": 0}.items())
+    settings = conf({**TUNED, "is_host": 0})
     return [
         str(TORCHRUN), f"--nnodes={num_nodes}", "--nproc-per-node=1",
         f"--max-restarts={_RESTARTS}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}",
-        f"--rdzv-id={folder.name}", f"--rdzv-conf={conf}", str(CAREFUL), str(folder),
+        f"--rdzv-id={folder.name}", f"--rdzv-conf={settings}", str(CAREFUL), str(folder),
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Who is measured: a run of ours, and torchrun with torch's own rendezvous.
+"""Who is measured: a run of ours, and torchrun with torch's own rendezvous; NVIDIA's ft_launcher.
 
 Both start the same training on the same four nodes, as four jobs of one node each, so that Slurm
 lets the others be when one is lost or cancelled. (In one job of four nodes, Slurm would end all.)
@@ -12,28 +12,32 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from evidence.machine import ROOT
+from evidence.torchrun import TORCHRUN, TUNED, UNSHARED, conf
 
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from recovery.trail import Notice, host_of_leader, read_notices
 
 OURS = "hpc_elastic"
 TRAINING = Path(__file__).with_name("training.py")
-TORCHRUN = Path(sys.executable).parent / "torchrun"
-TUNED = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-"""The shortest that hold: torch leaves a heartbeat out that comes a little early, so that with two
-attempts agents that live are written off."""
 _ports = itertools.count(29400)  # the last one may still be waiting for stray packets
 
 
 class Peer(Protocol):
     """One way of running the training on all nodes of a sandbox."""
 
-    name: str
-    program: str
-    """What stands in the command line of its agents."""
+    @property
+    def name(self) -> str:
+        """What it is called in the table."""
+
+    @property
+    def program(self) -> str:
+        """What stands in the command line of its agents."""
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
         """Submit the training, one agent a node; it writes its trail and more into the folder.
@@ -63,7 +67,7 @@ class Ours:
         """Submit a run of one to four nodes."""
         agent = {"preload": ["torch", "ahead"], **self.settings.get("agent", {})}
         settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
-        argv = [sys.executable, TRAINING, folder, folder / "run", json.dumps(settings)]
+        argv = [sys.executable, *map(str, (TRAINING, folder, folder / "run")), json.dumps(settings)]
         subprocess.run(
             argv, env={**os.environ, **sandbox.env}, cwd=folder,
             stdout=subprocess.DEVNULL, check=True, timeout=60,
@@ -100,11 +104,10 @@ class Torchrun:
         return [f"{name}={value}" for name, value in self.environment.items()]
 
     def _command(self, host: str, port: int, folder: Path) -> str:
-        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
         argv = [
             "srun", self.program, "--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=3",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{port}", f"--rdzv-id={port}",
-            *([f"--rdzv-conf={conf}"] if conf else []), str(TRAINING), str(folder),
+            *([f"--rdzv-conf={conf(self.conf)}"] if self.conf else []), str(TRAINING), str(folder),
         ]  # fmt: skip
         return shlex.join(argv)
 
@@ -121,17 +124,37 @@ def _note_begin(folder: Path) -> str:
     return f"date +%s.%N > {shlex.quote(str(folder))}/began-$(hostname)"
 
 
-def peers(settings: dict[str, Any]) -> dict[str, Peer]:
+def ft_launcher(program: str) -> Torchrun:
+    """Return NVIDIA's Resiliency Extension, whose launcher is made from torchrun.
+
+    It has to be installed in an environment of its own, for it brings pynvml, of which torch warns;
+    torch and the rest are those of this environment.
+    """
+    paths = (str(ROOT), sysconfig.get_paths()["purelib"])
+    environment = {**UNSHARED, "PYTHONPATH": os.pathsep.join(paths)}
+    return Torchrun("NVRx ft_launcher", {}, environment, program)
+
+
+def nvrx_version(program: str) -> str | None:
+    """Return the version of the extension that a launcher belongs to; None: it can not be told."""
+    ask = "from importlib.metadata import version; print(version('nvidia-resiliency-ext'))"
+    argv = [str(Path(program).with_name("python")), "-c", ask]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def peers(settings: dict[str, Any], nvrx: str | None = None) -> dict[str, Peer]:
     """Return all peers by their names on the command line.
 
     Args:
         settings: Launcher settings of ours that are not the default.
+        nvrx: The program ft_launcher; None: it is not there.
     """
-    # Without it new workers may read what the last group's have left in the store.
-    unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    others = {} if nvrx is None else {"nvrx": ft_launcher(nvrx)}
     return {
         "ours": Ours(settings),
         "c10d": Torchrun("torchrun c10d", {}, {}),
-        "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, unshared),
-        "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, unshared),
+        "c10d-unshared": Torchrun("torchrun c10d, unshared", {}, UNSHARED),
+        "c10d-tuned": Torchrun("torchrun c10d, tuned", TUNED, UNSHARED),
+        **others,
     }

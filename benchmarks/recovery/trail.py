@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from evidence.trails import Steps, read_trail
 
 from hpc_elastic.events import read_events
 
@@ -29,8 +30,7 @@ class Worker:
     """The process group stood."""
     spare_since: float | None
     """It was a spare, and had imported torch then; None for others."""
-    steps: tuple[tuple[float, int], ...] = ()
-    """When each step was done, and its number."""
+    steps: Steps = ()
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,8 @@ def read_workers(folder: Path) -> list[Worker]:
 
 
 def _read_worker(path: Path) -> list[Worker]:
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is torn
-    if not lines:
-        return []
-    steps = ((float(when), int(number)) for when, number in map(str.split, lines[1:]))
-    return [Worker(**json.loads(lines[0]), steps=tuple(steps))]
+    found = read_trail(path)
+    return [] if found is None else [Worker(**found[0], steps=found[1])]
 
 
 def run_events(run: Path) -> list[dict[str, Any]]:

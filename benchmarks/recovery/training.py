@@ -19,7 +19,8 @@ import os  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TextIO  # noqa: E402
 
-import ahead  # noqa: E402 - a spare that was needed before its time has not got so far
+# A spare that was needed before its time has not got so far.
+import ahead  # type: ignore[import-not-found]  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, as slow as all the rest
 import torch.distributed as dist  # noqa: E402

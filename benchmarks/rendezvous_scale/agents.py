@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic.net.stream import Stream, connect
 from hpc_elastic.net.wire import BadFrameError
@@ -94,7 +95,7 @@ class LightAgent:
                 case Claim():
                     raise AssertionError("an agent takes the leader for dead")
 
-    def _hear(self, message: dict) -> None:
+    def _hear(self, message: dict[str, Any]) -> None:
         if message["type"] == "round":
             self.rank = message["group_rank"]
             self.group.waiting.discard(self)
@@ -200,7 +201,7 @@ class Group:
         if self._life.done():
             self._life.result()  # raises what went wrong
         wall_s = time.perf_counter() - since
-        assert sorted(a.rank for a in self._agents) == list(range(len(self._agents)))
+        assert {a.rank for a in self._agents} == set(range(len(self._agents)))
         streams = [a.stream for a in self._agents if a.stream is not None]
         ciphers = [s._cipher for s in streams]
         messages = sum(c.sent + c.received + _HANDSHAKE_LINES for c in ciphers)

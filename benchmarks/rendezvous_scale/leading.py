@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -54,6 +55,12 @@ class World:
         """Nothing is queued."""
 
     def postpone_pending(self, delay_s: float) -> None:
+        """Nothing is queued."""
+
+    def clear_holds(self, tasks: Iterable[str]) -> None:
+        """Slurm holds nothing."""
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Nothing is queued."""
 
     def log_of(self, task: str, attempt: int) -> None:

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 from rendezvous_scale.process import NoAnswerError, allow_files, answer, side
 
@@ -41,7 +41,7 @@ class Counter:
     @property
     def name(self) -> str:
         """The backend's."""
-        return self._backend.name
+        return str(self._backend.name)
 
     def get_state(self) -> Any:
         """Count and pass on."""
@@ -84,7 +84,7 @@ def measure(size: int, processes: int, limit_s: float) -> PeerReached | None:
 
 def serve(pipe: Connection) -> None:
     """Host the store until the pipe closes."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(ADDRESS, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
     pipe.send(store.port)
@@ -107,7 +107,7 @@ def take_part(pipe: Connection, port: int, share: int, size: int) -> None:
         go.wait()
         backend, store = create_backend(params)
         counters.append(Counter(backend))
-        create_handler(store, counters[-1], params).next_rendezvous()
+        create_handler(store, cast(Any, counters[-1]), params).next_rendezvous()
 
     with ThreadPoolExecutor(share) as threads:
         waiting = [threads.submit(agent) for _ in range(share)]

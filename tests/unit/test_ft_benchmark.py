@@ -1,5 +1,6 @@
 """The benchmark of fault tolerance: what its tables say follows from its samples."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from evidence.result import Figure
 from ft.crew import Member, Step
 from ft.report import Row, cell
 from ft.rounds import exponent
@@ -37,13 +39,22 @@ def test_gaps_reach_to_both_ends():
 
 
 def test_row_knows_whether_its_targets_are_met():
-    """A limit and a share of the peer's count both; more may be better."""
-    assert Row("", "", "s", [0.1, 0.2, 0.3], [0.5], limit=0.2, of_peer=0.5).met is True
-    assert Row("", "", "s", [0.3], [0.5], limit=0.4, of_peer=0.5).met is False
-    assert Row("", "", "GB/s", [4.0], [2.0], limit=3.0, more_is_better=True).met is True
-    assert Row("", "", "s", [], [0.5], limit=0.2).met is None
+    """A limit and a share of the peer's are both aimed at; more may be better."""
+    row = Row("", "", "s", [0.1, 0.2, 0.3], [0.5], limit=0.2, of_peer=0.5)
+    assert [t.met for t in row.targets] == [True, True]
+    row = Row("", "", "s", [0.3], [0.5], limit=0.4, of_peer=0.5)
+    assert [t.met for t in row.targets] == [True, False]
+    assert Row("", "", "GB/s", [4.0], limit=3.0, more_is_better=True).targets[0].met is True
+    assert Row("", "", "s", [], [0.5], limit=0.2).targets[0].met is None
     assert Row("", "", "s", [1.0], [0.5]).ratio == 2.0
-    assert cell([1.0, 2.0, 4.0]).startswith("2 ")
+
+
+def test_what_never_came_about_is_counted():
+    """It is no sample of the median."""
+    assert cell([1.0, 2.0, 4.0]) == Figure(2.0, 1.0, 4.0, 3)
+    assert cell([1.0, math.nan, 2.0]) == "1.5 (1 to 2), 1 of 3 never"
+    assert cell([math.nan]) == "1 of 1 never"
+    assert Row("", "", "s", [1.0, math.nan], [math.nan], of_peer=1.0).targets == []
 
 
 def test_exponent_of_a_power():

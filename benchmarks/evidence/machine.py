@@ -1,0 +1,66 @@
+"""On what the figures were measured: this machine and the versions in use, without its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "submitit", "hydra-core", "hydra-submitit-launcher", "torchft")
+
+
+def machine() -> dict[str, str]:
+    """Return what the machine is, for people."""
+    memory_gib = psutil.virtual_memory().total / (1 << 30)
+    return {
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory_gib:.0f} GiB",
+        "processor": _processor(),
+        "kernel": f"{platform.system()} {platform.release().partition('-')[0]}",
+    }
+
+
+def _processor() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def load() -> float:
+    """Return the load of the last minute."""
+    return round(os.getloadavg()[0], 1)
+
+
+def versions() -> dict[str, str]:
+    """Return what is installed of those that matter here, ours first."""
+    found = {"hpc_elastic": _ours(), "Python": platform.python_version()}
+    found |= {name: version for name in PACKAGES if (version := package_version(name))}
+    slurm = _answer(["slurmctld", "-V"])
+    return {**found, "Slurm": slurm.removeprefix("slurm-wlm").strip()} if slurm else found
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None: it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _ours() -> str:
+    described = _answer(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--tags"])
+    return described or package_version("hpc_elastic") or "unknown"
+
+
+def _answer(argv: list[str]) -> str:
+    """Return what a program prints; the empty text if it is not there or fails."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,59 @@
+"""What a benchmark needs, whether it is there, and what to do if it is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evidence.machine import package_version
+
+_LOOK_UP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Need:
+    """Something that has to be there.
+
+    Attributes:
+        name: What.
+        is_met: Whether it is.
+        remedy: What brings it.
+    """
+
+    name: str
+    is_met: Callable[[], bool]
+    remedy: str
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _has_slurm() -> bool:
+    return shutil.which("slurmctld") is not None
+
+
+def _finds_itself() -> bool:
+    begin = time.monotonic()
+    socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)
+    return time.monotonic() - begin < _LOOK_UP_S
+
+
+def package(name: str) -> Need:
+    """Return the need of an optional package of the extra ``bench``."""
+    remedy = "pip install -c constraints.txt -e '.[bench]'"
+    return Need(f"the package {name}", lambda: package_version(name) is not None, remedy)
+
+
+ROOT = Need("root", _is_root, "run it as root: the Slurm sandbox has network namespaces")
+SLURM = Need("Slurm's programs", _has_slurm, "./scripts/slurm_sandbox.py install")
+LOOK_UP = Need(
+    "a reverse look-up of 127.0.0.1 that answers at once",
+    _finds_itself,
+    "add the line `::ffff:127.0.0.1 localhost` to /etc/hosts: torch's store waits 5 s else",
+)
+SANDBOX = (ROOT, SLURM)

@@ -1,0 +1,113 @@
+"""Which benchmarks there are: how each is run, what it needs, how long it takes."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence.needs import LOOK_UP, SANDBOX, Need, package
+
+HERE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One section of the results.
+
+    Attributes:
+        name: Of the section, and of its file.
+        script: Beside `run_all`.
+        arguments: As the figures are taken.
+        quick: Further arguments with which one sees in a short time that it works.
+        minutes: About how long it takes.
+        needs: What has to be there.
+        repeats: Whether it knows ``--repeats``.
+    """
+
+    name: str
+    script: str
+    arguments: str
+    quick: str
+    minutes: float
+    needs: tuple[Need, ...] = ()
+    repeats: bool = True
+
+    @property
+    def question(self) -> str:
+        """What it asks: the first line of the script's docstring, which is not run for it."""
+        tree = ast.parse((HERE / self.script).read_text())
+        return (ast.get_docstring(tree) or "").partition("\n")[0]
+
+    def options(self, *, quick: bool, repeats: int | None) -> list[str]:
+        """Return its arguments.
+
+        Args:
+            quick: See that it works, no more.
+            repeats: Instead of its own number, where it has one.
+        """
+        found = shlex.split(self.arguments) + (shlex.split(self.quick) if quick else [])
+        return [*found, "--repeats", str(repeats)] if repeats and self.repeats else found
+
+    def missing(self) -> list[Need]:
+        """Return what it needs and is not there."""
+        return [need for need in self.needs if not need.is_met()]
+
+
+SUBMITIT_LAUNCHER, TORCHFT = package("hydra-submitit-launcher"), package("torchft")
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    Benchmark("submit", "submit.py", "--repeats 3", "--repeats 1 --runs 4", 3,
+              (*SANDBOX, SUBMITIT_LAUNCHER)),
+    Benchmark("start", "start.py", "--repeats 3", "--repeats 1", 5, SANDBOX),
+    Benchmark("rendezvous-scale", "rendezvous_scale.py",
+              "--repeats 3 --sizes 16,64,128,256,512,1024,4096,10000 --peer-max-n 256",
+              "--repeats 1 --sizes 16,64 --peer-max-n 16", 12, (LOOK_UP,)),
+    Benchmark("recovery", "recovery.py", "--repeats 3",
+              "--repeats 1 --cases follower --peers ours --train-s 5", 80, SANDBOX),
+    Benchmark("requeue", "requeue.py", "--repeats 5", "--repeats 1", 15, SANDBOX),
+    Benchmark("goodput", "goodput.py", "--minutes 10", "--minutes 2 --peers ours", 40, SANDBOX,
+              repeats=False),
+    Benchmark("goodput-together", "goodput.py", "--minutes 10 --together",
+              "--minutes 2 --peers ours,submitit", 15, SANDBOX, repeats=False),
+    Benchmark("checkpoint", "checkpoint.py", "--gib 1 --repeats 5 --steps",
+              "--gib 0.1 --repeats 1 --rounds 1", 8),
+    Benchmark("checkpoint-4gib", "checkpoint.py", "--gib 4 --repeats 2",
+              "--gib 0.2 --repeats 1", 15),
+    Benchmark("ft", "ft.py", "--repeats 5", "--quick", 75, (TORCHFT,)),
+    Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
+    Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
+              repeats=False),
+    Benchmark("simulate-ft", "simulate.py", "--ft --schedules 50000", "--schedules 500", 10,
+              repeats=False),
+)  # fmt: skip
+
+
+def chosen(names: Sequence[str] | None) -> list[Benchmark]:
+    """Return those of these names, in the order of the page; all if there are none.
+
+    Raises:
+        SystemExit: There is none of a name.
+    """
+    known = [benchmark.name for benchmark in BENCHMARKS]
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise SystemExit(f"no benchmark {', '.join(unknown)}; there are: {', '.join(known)}")
+    return [b for b in BENCHMARKS if not names or b.name in names]
+
+
+def unmet(benchmarks: Iterable[Benchmark]) -> dict[str, list[Need]]:
+    """Return what is missing, by name of the benchmark; {}: nothing is."""
+    found = {b.name: b.missing() for b in benchmarks}
+    return {name: needs for name, needs in found.items() if needs}
+
+
+def lines(missing: dict[str, list[Need]]) -> list[str]:
+    """Say what is missing, and what to do."""
+    return [
+        f"{name} needs {need.name}: {need.remedy}"
+        for name, needs in missing.items()
+        for need in needs
+    ]

@@ -1,0 +1,1 @@
+"""The parts of `operate.py`: a node's check, commands on a run, a hang, counted steps."""

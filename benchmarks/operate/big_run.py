@@ -1,0 +1,223 @@
+"""The directory of a run of days with many faults, as its tasks would have left it.
+
+Half of the faults are preemptions that save, a quarter are nodes that die, a quarter workers that
+fail. A node that was lost comes back two minutes later. Each round leaves a file of output for each
+rank; the rest is what agents and leaders write: events, progress, status, result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic import known_runs
+from hpc_elastic.output_index import IndexWriter
+from hpc_elastic.rendezvous.series import spacing_s
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+
+DAY_S = 86_400.0
+STEPS_PER_S = 2.0
+SAVED_EVERY = 200
+AWAY_S = 120.0
+START_S = 4.0
+LINES = 20
+JOB = "4711"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How big the run is."""
+
+    num_nodes: int = 16
+    days: float = 3.0
+    num_faults: int = 200
+
+
+@dataclass(frozen=True)
+class Round:
+    """A group: its number, when it formed, and the attempt of each of its slots."""
+
+    number: int
+    time: float
+    members: dict[int, int]
+
+
+class History:
+    """Makes up a run: its events, and its rounds.
+
+    Args:
+        plan: How big.
+        start: Unix seconds.
+    """
+
+    def __init__(self, plan: Plan, start: float) -> None:
+        self.events: list[Event] = []
+        self.rounds: list[Round] = []
+        self.end = start + plan.days * DAY_S
+        self.restarts = 0
+        self._plan, self._start = plan, start
+        self._attempts = dict.fromkeys(range(plan.num_nodes), 0)
+        self._random = random.Random(0)
+        self._write()
+
+    def step_at(self, time: float) -> int:
+        """Return how far the training is, lost steps aside."""
+        return int((time - self._start) * STEPS_PER_S)
+
+    def _write(self) -> None:
+        for slot in self._attempts:
+            self._node(self._start, slot)
+            self._event(self._start + 0.8, "joined", slot, host=f"node{slot}")
+        self._event(self._start + 0.5, "leader", 0, epoch=1)
+        self._form(self._start + 1, set(self._attempts), 0)
+        spacing = (self.end - self._start) / (self._plan.num_faults + 1)
+        for number in range(1, self._plan.num_faults + 1):
+            self._fault(number, self._start + number * spacing)
+        rounds, restarts = len(self.rounds), self.restarts
+        status = {"status": "succeeded", "rounds": rounds, "restarts": restarts}
+        self._event(self.end, "end", 0, **status)
+
+    def _fault(self, number: int, time: float) -> None:
+        slot = self._random.randrange(1, self._plan.num_nodes)
+        everybody, step = set(self._attempts), self.step_at(time)
+        saved = step - step % SAVED_EVERY
+        if number % 4 == 3:
+            failure = f"rank {slot} on node{slot}: RuntimeError: made up"
+            self._stop(time, "failed", step, everybody)
+            self.restarts += 1
+            spent = {"restarts": self.restarts, "host": f"node{slot}", "failure": failure}
+            self._event(time + 0.1, "restart", 0, **spent)
+            self._form(time + START_S, everybody, saved)
+            return
+        if number % 4 == 1:
+            self._event(time, "gone", slot, host=f"node{slot}", why="its connection broke")
+            self._stop(time, "gone", step, everybody - {slot})
+            resumed = saved
+        else:
+            notice = {"reason": "signal", "signal": "SIGTERM", "given_s": 30.0, "left_s": 29.0}
+            self._event(time, "notice", slot, **notice)
+            self._stop(time + 1, "regroup", step, everybody, saves=True)
+            self._event(time + 2, "left", slot, reason="signal", how="requeue")
+            resumed = step
+        self._form(time + START_S, everybody - {slot}, resumed)
+        back = time + AWAY_S
+        self._attempts[slot] += 1
+        self._node(back, slot)
+        self._event(back + 5, "joined", slot, host=f"node{slot}")
+        reached = self.step_at(back + 10)
+        self._stop(back + 10, "regroup", reached, everybody - {slot}, saves=True)
+        self._form(back + 10 + START_S, everybody, reached)
+
+    def _node(self, time: float, slot: int) -> None:
+        self._event(time, "task", slot, attempt=self._attempts[slot], host=f"node{slot}", pid=1)
+
+    def _form(self, time: float, slots: set[int], resumed: int) -> None:
+        made = Round(len(self.rounds) + 1, time, {s: self._attempts[s] for s in sorted(slots)})
+        self.rounds.append(made)
+        members = [
+            {"task": task(s), "attempt": a, "slot": s, "host": f"node{s}", "nproc": 1}
+            for s, a in made.members.items()
+        ]
+        self._event(
+            time, "round", 0, number=made.number, record=made.number, epoch=1, nodes=len(members),
+            world_size=len(members), members=members, restarts=self.restarts,
+        )  # fmt: skip
+        for slot, attempt in made.members.items():
+            first = {"round": made.number, "step": resumed + 1, "restored": resumed}
+            self._event(time + 3, "trains", slot, attempt=attempt, **first)
+
+    def _stop(
+        self, time: float, cause: str, step: int, slots: set[int], *, saves: bool = False
+    ) -> None:
+        number = len(self.rounds)
+        hosts = [f"node{slot}" for slot in sorted(slots)]
+        at = {"step": step} if saves else {}
+        self._event(
+            time, "stop", 0, reason=f"because of {cause}", cause=cause, round=number,
+            nodes=len(hosts), hosts=hosts, **at,
+        )  # fmt: skip
+        for slot in sorted(slots):
+            last = {"round": number, "step": step, "step_time": time}
+            self._event(time + 0.5, "stopped", slot, attempt=self._attempts[slot], **last)
+
+    def _event(self, time: float, kind: str, slot: int, **fields: Any) -> None:
+        self.events.append({"v": 1, "time": time, "kind": kind, "task": task(slot), **fields})
+
+
+def task(slot: int) -> str:
+    """Return the name of a slot's task."""
+    return f"{JOB}_{slot}"
+
+
+def write(folder: Path, plan: Plan, now: float) -> RunDir:
+    """Write the directory of a run that has ended just now, and put it on the user's list.
+
+    Args:
+        folder: Of the sweep.
+        plan: How big the run is.
+        now: Unix seconds.
+    """
+    submission = folder / ".hpc_elastic"
+    (submission / "logs").mkdir(parents=True)
+    (submission / "array-0.jobid").write_text(f"{JOB}\n")
+    slots = [(0, slot) for slot in range(plan.num_nodes)]
+    run = RunDir(folder / "run")
+    entry = Entry("function", "train", module="m")
+    run.create(RunSpec("big", 1, plan.num_nodes, 1, 0, entry, str(submission), slots))
+    history = History(plan, now - plan.days * DAY_S)
+    _write_events(run, history)
+    with run.progress.open("w") as f:
+        f.writelines(json.dumps(line) + "\n" for line in progress(history, plan))
+    for made in history.rounds:
+        _write_output(run, made)
+    result = {
+        "run_id": "big", "status": "succeeded", "started": now - plan.days * DAY_S, "ended": now,
+        "rounds": len(history.rounds), "restarts": history.restarts, "failure": None,
+    }  # fmt: skip
+    run.result.write_text(json.dumps(result))
+    known_runs.add({"big": run.path})
+    return run
+
+
+def progress(history: History, plan: Plan) -> Iterator[Event]:
+    """Yield the lines of progress.jsonl, as dense as a leader writes them."""
+    start = time = history.end - plan.days * DAY_S
+    ahead, formed = list(history.rounds), history.rounds[0]
+    while time < history.end:
+        while ahead and ahead[0].time <= time:
+            formed = ahead.pop(0)
+        step, nodes = history.step_at(time), len(formed.members)
+        yield {
+            "time": time, "phase": "training", "round": formed.number, "epoch": 1, "nodes": nodes,
+            "world_size": nodes, "step": step, "total_steps": None, "samples": step * 64,
+            "loss": 1.0 / (1 + step), "blocked_s": 0.1, "steps_per_s": STEPS_PER_S,
+            "checkpoint": step - step % SAVED_EVERY, "samples_per_s": 64 * STEPS_PER_S,
+        }  # fmt: skip
+        time += spacing_s(time - start)
+
+
+def _write_events(run: RunDir, history: History) -> None:
+    lines: dict[str, list[str]] = {}
+    for event in history.events:
+        lines.setdefault(event["task"], []).append(json.dumps(event) + "\n")
+    for name, of_task in lines.items():
+        run.events(name).write_text("".join(of_task))
+
+
+def _write_output(run: RunDir, made: Round) -> None:
+    for rank, (slot, attempt) in enumerate(made.members.items()):
+        folder = run.attempt(task(slot), attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"round-{made.number}.rank-{rank}.out"
+        file.write_text("".join(f"step {n} loss 0.5 rank {rank}\n" for n in range(LINES)))
+        index = IndexWriter(file)
+        index.append(file.stat().st_size, made.time + 10)
+        index.close()
+        os.utime(file, (made.time + 10, made.time + 10))

@@ -1,0 +1,135 @@
+"""What the benchmarks make of their measurements: tables and verdicts, without measuring."""
+
+import importlib.util
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from evidence.registry import HERE
+from evidence.result import Figure
+
+
+def driver(name: str) -> ModuleType:
+    """The script of a benchmark, whose name is also a package's."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def recovery():
+    """The script."""
+    return driver("recovery")
+
+
+def recovered(recovery, total_s: float, *, case: str = "follower", peer: str = "hpc_elastic"):
+    """A fault that the group got over, a tenth of a second of it by imports."""
+    stages = {name: 0.0 for name in recovery.STAGES} | {"start+import": 0.1}
+    found = recovery.Recovery(total_s, total_s, 3, 3, stages)
+    return recovery.Measurement(case, peer, "recovered", total_s, found)
+
+
+def lost(recovery, *, case: str = "follower", peer: str = "hpc_elastic"):
+    """A fault that it did not."""
+    return recovery.Measurement(case, peer, "no step", 120.0)
+
+
+def test_recovery_has_a_line_for_each_case_and_peer(recovery):
+    """In the order of the cases; medians and ranges of those that recovered."""
+    measured = [
+        recovered(recovery, 2.0, case="link"),
+        recovered(recovery, 1.0),
+        recovered(recovery, 3.0),
+        lost(recovery, peer="torchrun c10d"),
+    ]
+    made = recovery.result(measured, 2, recovery.nvrx(None, False))
+    rows = made.tables[0].texts()
+    assert [row[:3] for row in rows] == [
+        ["follower", "hpc_elastic", "2.00 (1.00 to 3.00)"],
+        ["follower", "torchrun c10d", "no step (120 s)"],
+        ["link", "hpc_elastic", "2.00"],
+    ]
+    assert [t.verdict for t in made.targets] == ["met, 60 % to spare", "missed by 90 %"]
+    assert "NVRx ft_launcher: not measured, it is not installed" in made.peers[1].text
+
+
+def test_recovery_that_did_not_come_misses_the_targets(recovery):
+    """Even if all others were fast."""
+    made = recovery.result([recovered(recovery, 0.5), lost(recovery)], 2, recovery.nvrx("x", False))
+    assert made.tables[0].texts()[0][2] == "0.50, no step (120 s)"
+    assert [t.verdict for t in made.targets] == ["missed: 1 of 2 did not recover"] * 2
+
+
+def test_goodput_is_held_against_the_target():
+    """Ours only; all parts are shares of what was available."""
+    goodput = driver("goodput")
+    parts = {"trained": 80.0, "queued": 20.0}
+    account = goodput.Account(100.0, 160, 3, 1, parts)
+    names = ("hpc_elastic", "submitit + torchrun, one job")
+    measured = [goodput.Measurement(name, 2.0, account) for name in names]
+    made = goodput.result(measured, together=True)
+    assert [t.verdict for t in made.targets] == ["missed by 11 %"]
+    assert made.tables[0].texts()[0] == [
+        "hpc_elastic", "80.0%", "96.00", "100", "3", "1", "80.0%", "20.0%",
+    ]  # fmt: skip
+    assert "all at once" in made.about.title
+
+
+def test_rendezvous_that_was_given_up_is_no_figure():
+    """Ours misses its target, c10d is told by its limit; the exponent goes by the rest."""
+    scale = driver("rendezvous_scale")
+    reached = scale.agents.Reached(**{"wall_s": 0.1, "messages": 6, "sent_bytes": 100,
+                                      "received_bytes": 156, "tries": 256})  # fmt: skip
+    ours = {256: [scale.Ours(reached, reached, 0.05)], 10_000: []}
+    peers = {256: [None], 10_000: []}
+    made = scale.result(ours, peers, Namespace(peer_limit_s=300.0, repeats=1))
+    first, second = made.tables[0].texts()
+    assert (first[0], first[1], first[7], first[10]) == ("256", "0.100", "> 300", "> 3000")
+    assert second[:2] == ["10000", "> 120"]
+    verdicts = {t.what: t.verdict for t in made.targets}
+    assert verdicts["10000 agents"] == "missed: not within 120 s"
+    assert verdicts["256 agents: c10d / ours, at least: c10d was given up"].startswith("met")
+    assert scale.first_s([]) == math.inf
+
+
+def test_checkpoints_ratios_are_of_medians():
+    """The best of DCP's ways counts; a run without ours has no targets."""
+    checkpoint = driver("checkpoint")
+    times = {(name, what): [2.0] for name in ("ours", "DCP save", "DCP async_save")
+             for what in checkpoint.COLUMNS}  # fmt: skip
+    times["DCP save", "blocked"] = [4.0, 8.0, 100.0]
+    for floor in (checkpoint.MEMCPY, checkpoint.TORCH_COPY):
+        times[floor, "blocked"] = [1.0]
+    times[checkpoint.WRITE, "total"] = times[checkpoint.DIRECT, "total"] = [4.0]
+    for what in checkpoint.COLUMNS[2:]:
+        times[checkpoint.READ, what] = [2.0]
+    ours = dict(gib=1.0, tensor_mib=64.0, repeats=3, ways=["ours", "DCP save"])
+    made = checkpoint.result(times, [], Namespace(**ours))
+    found = {t.what: t.value for t in made.targets}
+    assert found["blocked / memmove"] == 2.0
+    assert found["blocked / DCP async_save"] == 1.0
+    assert found["total / write + fsync"] == 0.5
+    made = checkpoint.result(times, [], Namespace(**ours | {"ways": ["DCP save"], "gib": 4.0}))
+    assert (made.targets, made.about.title) == ((), "Checkpoints of 4 GiB")
+
+
+def test_submission_is_told_above_the_floor():
+    """Both times of ours are held against bare sbatch; what has no launcher has no such time."""
+    submit = driver("submit")
+    timings = {
+        "bare sbatch --array": [submit.Timing(0.5, None)],
+        submit.OURS: [submit.Timing(2.0, 1.0), submit.Timing(4.0, 2.0)],
+    }
+    made = submit.result(timings, "", 2)
+    assert [t.value for t in made.targets] == [1.0, 2.5]
+    bare, ours = made.tables[0].rows
+    assert bare[2] == "" and ours[3] == Figure(2.5, 2.5, 2.5, 1)
+    assert made.tables[0].texts()[1][3] == "+2.50"

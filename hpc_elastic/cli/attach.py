@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
+from hpc_elastic.cli.options import SweepName
+from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rundir import SUBMISSION, RunDir, Submission, read_json
 from hpc_elastic.slurm.states import TaskState
@@ -16,15 +19,17 @@ from hpc_elastic.submit.backend import Handle, TrackedRun
 
 
 @click.command(
-    epilog="\b\nExample:\n  hpc-elastic attach multirun/2030-01-31/12-00-00",
+    epilog="\b\nExamples:\n  hpc-elastic attach last\n"
+    "  hpc-elastic attach multirun/2030-01-31/12-00-00",
 )
-@click.argument("sweep", type=click.Path(path_type=Path), metavar="SWEEP_DIR")
+@click.argument("sweep", type=SweepName(), metavar="SWEEP_DIR")
 @click.option("--poll-s", default=1.0, show_default=True, help="Interval in seconds.")
 def command(sweep: Path, poll_s: float) -> int:
     """Show the progress of submitted runs, as the launcher does, until they end.
 
-    SWEEP_DIR is the directory of a sweep, or one of its run directories. The exit code is 1 if a
-    run failed.
+    SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
+    The exit code is 1 if a run failed, was cancelled, or has left no result though its tasks are
+    gone.
     """
     return attach(sweep, poll_s)
 
@@ -50,7 +55,8 @@ def attach(sweep: Path, poll_s: float) -> int:
 
         handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient())
     else:
-        handle = LocalView(submission, list(job_ids.values()))
+        host = RunDir(runs[0].dir).load().provenance.get("host")
+        handle = LocalView(submission, list(job_ids.values()), host == socket.gethostname())
     outcomes = session.wait(session.Submitted(handle, runs, poll_s))
     failed = [outcome.error for outcome in outcomes if outcome.error]
     for error in failed:
@@ -64,11 +70,12 @@ class LocalView:
 
     submission: Path
     job_ids: Sequence[str]
+    is_here: bool = True
+    """Whether its processes are of this machine."""
 
     def tasks(self) -> Mapping[str, TaskState]:
-        """Return what the launcher has written down about its processes."""
-        listed = read_json(Submission(self.submission).local_tasks) or {}
-        return {name: _state(name, task) for name, task in listed.items()}
+        """Return what the launcher has written down about its processes, as far as they live."""
+        return local_tasks(Submission(self.submission), self.is_here)
 
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""
@@ -80,13 +87,6 @@ class LocalView:
 
     def close(self) -> None:
         """Do nothing: the launcher ends its processes."""
-
-
-def _state(name: str, task: Mapping[str, object]) -> TaskState:
-    state, code = str(task.get("state")), task.get("exit_code")
-    if state != "ENDED":
-        return TaskState(name, state)
-    return TaskState(name, "COMPLETED" if code == 0 else "FAILED", f"exit code {code}")
 
 
 def find_submission(folder: Path) -> Path:
@@ -149,6 +149,7 @@ def _label(run: Path) -> str:
 
     try:
         overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
-    except OSError:
+    except (OSError, ValueError, yaml.YAMLError):
         return ""
-    return overrides_label([str(line) for line in overrides or []])
+    lines = overrides if isinstance(overrides, list) else []
+    return overrides_label([str(line) for line in lines])

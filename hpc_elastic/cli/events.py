@@ -16,6 +16,7 @@ from hpc_elastic.events import Event, EventReader
 from hpc_elastic.rundir import RunDir
 
 if TYPE_CHECKING:
+    from hpc_elastic.cli.run_state import End
     from hpc_elastic.story.episode import Episode
 
 _LOOK_AGAIN_S = 0.5
@@ -34,7 +35,7 @@ _SETTLED_S = 5.0
 @options.run
 @options.as_json
 @click.option("--raw", is_flag=True, help="Print the events themselves, one JSON object a line.")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended.")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended, however.")
 def command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
     """Tell what happened to a run: one line for each thing, its cause first.
 
@@ -44,7 +45,7 @@ def command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
     --json prints a list of objects; with --follow, one object a line, as they come. With --follow a
     change that goes on for long, because no node is free, say, is told twice: as far as it has
-    come, and when it is over.
+    come, and when it is over. The exit code is 1 then if the run has not succeeded.
     """
     if as_json and raw:
         raise click.UsageError("--raw prints JSON already: give --json or --raw, not both")
@@ -82,7 +83,9 @@ def _raw(run: Path, *, follow: bool) -> int:
         for event in events:
             print(json.dumps(event), flush=follow)
 
-    _read(run, show, follow=follow)
+    if follow:
+        return _tell_end(_read(run, show))
+    show(EventReader(run / "events").new())
     return 0
 
 
@@ -95,20 +98,28 @@ def _follow(run: Path, *, as_json: bool) -> int:
         if new or told.waits:
             told.tell(events, time.time())
 
-    _read(run, show, follow=True)
+    end = _read(run, show)
     told.tell(events, float("inf"))
-    return 0
+    return _tell_end(end)
 
 
-def _read(run: Path, show: Callable[[list[Event]], None], *, follow: bool) -> None:
-    """Show what there is, and what comes until the run has ended."""
-    reader = EventReader(run / "events")
+def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
+    """Show what there is, and what comes until the run has ended; return how it has."""
+    from hpc_elastic.cli.run_state import Ending
+
+    reader, ending = EventReader(run / "events"), Ending(RunDir(run))
     while True:
-        has_ended = RunDir(run).result.exists()  # before: what comes after it is shown too
+        end = ending.come()  # before: what comes after it is shown too
         show(reader.new())
-        if has_ended or not follow:
-            return
+        if end is not None:
+            return end
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _tell_end(end: End) -> int:
+    """Say how a run ended, beside its events, and return the exit code."""
+    click.echo(f"hpc-elastic: {end.sentence}", err=True)
+    return end.exit_code
 
 
 def _over_at(episode: Episode) -> float:

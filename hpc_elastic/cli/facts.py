@@ -56,7 +56,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: ``succeeded``, ``failed``, or ``lost`` (its tasks are gone)."""
+    """How a run ended: ``succeeded``, ``failed``, ``cancelled``; ``lost``: its tasks are gone."""
 
     status: str
     time: float
@@ -90,6 +90,9 @@ class Facts:
     account: Account
     ended: Ended | None
     notes: Sequence[str]
+    stragglers: Sequence[Mapping[str, Any]] = ()
+    """The ranks that are persistently slower than the others: rank, host, ratio (their own part of
+    a step to the median's)."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints; its help names the keys."""
@@ -112,6 +115,7 @@ class Facts:
             },
             "restarts": self.restarts[0], "max_restarts": self.restarts[1],
             "departures": dict(self.departures),
+            "stragglers": [dict(straggler) for straggler in self.stragglers],
             "goodput": self.account.goodput, "node_seconds": time_s,
             "queue_seconds": round(self.account.queue_s, 1),
             "ended": None if self.ended is None else asdict(self.ended),

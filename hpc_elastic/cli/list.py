@@ -34,6 +34,7 @@ A run's state is one of
   training    it trains
   given back  its nodes went back to the queue, for they were too few
   succeeded, failed
+  cancelled   it was, and none of its tasks is left
   lost        its tasks are gone, and it has left no result
   unknown     Slurm does not answer, and the run has told nothing yet
 
@@ -129,6 +130,7 @@ class _Files:
     def listed(self, queue: Queue) -> Listed:
         """Return its line."""
         from hpc_elastic.cli.looking import label_of, phase_of
+        from hpc_elastic.rundir import RunDir
 
         run, status = self.run, self.status
         head = (run.run_id, str(run.path), run.submitted)
@@ -136,7 +138,8 @@ class _Files:
             return Listed(*head, "unknown", problem=self.problem)
         states = None if self.result is not None else queue.of(self.spec)
         age_s = time.time() - float(status.get("updated") or run.submitted)
-        state = phase_of(states, status, self.result, age_s=age_s)
+        cancelled = RunDir(run.path).cancelled.exists()
+        state = phase_of(states, status, self.result, age_s=age_s, cancelled=cancelled)
         return Listed(
             *head, state, status.get("nodes") if state == "training" else None,
             status.get("step"), status.get("total_steps"), label_of(run.path),

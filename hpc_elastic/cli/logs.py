@@ -14,7 +14,7 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.cli.log_lines import Writer, as_json
-from hpc_elastic.cli.run_state import Ending, doing
+from hpc_elastic.cli.run_state import End, Ending, doing, how_it_ended
 from hpc_elastic.cli.since import FORMS, PointInTime
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rundir import RunDir
@@ -178,7 +178,10 @@ def command(
     file's date), host, task, attempt, round, rank (null for agents), stream (out, err, agent,
     slurm), text.
 
-    The exit code is 1 if there is nothing to show.
+    With --follow it ends with the run, also with one that was cancelled, or whose tasks are gone,
+    and says how that ended.
+
+    The exit code is 1 if there is nothing to show; with --follow, if the run has not succeeded.
     """
     selection = Selection(ranks, nodes, attempt, round_, agents)
     if follow and tail is None and since is None:
@@ -222,7 +225,7 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
     """Print what is asked for of a run.
 
     Returns:
-        0, or 1 if nothing was printed.
+        0, or 1 if nothing was printed; of one that is followed, whether it has succeeded.
 
     Raises:
         RunDirectoryError: it is no run directory, or its workers have written nothing.
@@ -230,15 +233,16 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
     """
     discovery = log_files.Discovery(run)
     if query.follow:
-        _follow(run, query, out, discovery)
-    else:
-        sources = discovery.sources()
-        chosen = [source for source in sources if query.selection.takes(source)]
-        _require_output(run, query.selection, sources, chosen)
-        out.make_room(chosen)
-        out.write(_so_far(chosen, query, {}))
-        if not out.num_lines:
-            _say(f"nothing to show; {doing(run)}")
+        end = _follow(run, query, out, discovery)
+        _say(end.sentence)
+        return end.exit_code
+    sources = discovery.sources()
+    chosen = [source for source in sources if query.selection.takes(source)]
+    _require_output(run, query.selection, sources, chosen)
+    out.make_room(chosen)
+    out.write(_so_far(chosen, query, {}))
+    if not out.num_lines:
+        _say(f"nothing to show; {doing(run)}")
     return 0 if out.num_lines else 1
 
 
@@ -268,25 +272,26 @@ def _so_far(chosen: Sequence[Source], query: Query, until: dict[Path, int]) -> I
     yield from filter(query.keep, merge(streams))
 
 
-def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> None:
+def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> End:
     """Print what there is and what is added, until the run has ended and all is told."""
-    ending, ended_at = Ending(run), None
+    ending, ended_at = Ending(run), 0.0
+    end: End | None = None
     follower = Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.takes(source)]
     until = follower.skip(chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, until))
-    if not run.result.exists():
+    if how_it_ended(run) is None:
         _say_what_is_awaited(run, query.selection, sources)
-    while ended_at is None or not _all_told(ended_at, follower.last_news):
+    while end is None or not _all_told(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
-        if ended_at is None and ending.has_come():
+        if end is None and (end := ending.come()) is not None:
             ended_at = time.monotonic()
         time.sleep(_POLL_S)
     out.write(follower.finish())
-    _say(doing(run))
+    return end
 
 
 def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[Source]) -> None:

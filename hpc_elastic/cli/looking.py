@@ -23,10 +23,13 @@ from hpc_elastic.rundir import RunDir, RunSpec, read_json
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.story.account import account
 from hpc_elastic.story.points import Point, Rates, rates, read_points
+from hpc_elastic.submit.outcome import Cancellation, cancellation
 
 STALE_S = 30.0
 """A leader writes status.json about once a second; older than that, nobody leads."""
 
+LOST, CANCELLED = "lost", "cancelled"
+"""Of a run that has ended without a result."""
 NOT_SUBMITTED = "not submitted"
 """What a run is doing whose script was only rendered."""
 
@@ -53,10 +56,12 @@ def look(run: Path, asks: Callable[[Sequence[RunSpec]], Queue] = ask) -> Facts:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
     queue = Queue() if spec is None or result is not None else asks([spec])
-    if queue.silent is not None:
-        notes.append(f"Slurm does not answer, so the tasks are as last heard of: {queue.silent}")
+    unknown = None if spec is None or result is not None else queue.why_unknown(spec)
+    if unknown is not None:
+        notes.append(f"the tasks are as last heard of: {unknown}")
     states = None if spec is None or result is not None else queue.of(spec)
-    return _facts(_Found(run, spec, status, result, events, states), time.time(), notes)
+    mark = cancellation(files) if result is None else None
+    return _facts(_Found(run, spec, status, result, events, states, mark), time.time(), notes)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class _Found:
     result: Mapping[str, Any] | None
     events: Sequence[Event]
     states: Mapping[str, TaskState] | None
+    mark: Cancellation | None
 
 
 def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
@@ -80,7 +86,9 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
     named = names_of(spec) if spec is not None else []
     submitted = _submitted(spec)
     age_s = now - (updated or submitted or now)
-    phase = phase_of(found.states, status, found.result, age_s=age_s)
+    phase = phase_of(
+        found.states, status, found.result, age_s=age_s, cancelled=found.mark is not None
+    )
     if spec is not None and not (named or status or found.result):
         phase = NOT_SUBMITTED
     ended = _ended(found, phase, points)
@@ -117,6 +125,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
         account=spent,
         ended=ended,
         notes=notes,
+        stragglers=_stragglers(status) if lives else (),
     )
 
 
@@ -183,6 +192,7 @@ def phase_of(
     result: Mapping[str, Any] | None,
     *,
     age_s: float,
+    cancelled: bool = False,
 ) -> str:
     """Return what a run is doing: the leader's word, unless the scheduler knows better (pure).
 
@@ -191,10 +201,11 @@ def phase_of(
         status: status.json.
         result: result.json; None: it has not ended.
         age_s: How old status.json is; without one, how long ago the run was submitted.
+        cancelled: Whether somebody has cancelled it.
 
     Returns:
         ``queued``, ``starting``, ``waiting``, ``training``, ``given back``, ``succeeded``,
-        ``failed``, ``lost`` or ``unknown``.
+        ``failed``, ``cancelled``, ``lost`` or ``unknown``.
     """
     if result is not None:
         return str(result.get("status"))
@@ -206,7 +217,9 @@ def phase_of(
         return told if told and _has_node(status, states) else "starting"
     if Phase.PENDING in phases:
         return "queued"
-    return "lost" if phases or age_s > STALE_S else told or "unknown"
+    if cancelled:
+        return CANCELLED
+    return LOST if phases or age_s > STALE_S else told or "unknown"
 
 
 def _has_node(status: Mapping[str, Any], states: Mapping[str, TaskState]) -> bool:
@@ -249,14 +262,17 @@ def _ended(found: _Found, phase: str, points: Sequence[Point]) -> Ended | None:
     if result is not None:
         failure = result.get("failure")
         return Ended(phase, float(result.get("ended") or 0.0), _why(failure), failure)
-    if phase != "lost":
+    if phase not in (LOST, CANCELLED):
         return None
     heard = [*(float(e["time"]) for e in found.events), *(p.time for p in points)]
+    if found.mark is not None:
+        at = max(found.mark.time, max(heard, default=0.0))
+        return Ended(phase, at, f"it was cancelled{found.mark.by_whom}", None)
     states = (found.states or {}).values()
     counts = Counter(f"{s.state} ({s.reason})" if s.reason else s.state for s in states)
     tasks = ", ".join(f"{n} {state}" for state, n in counts.items())
     why = f"its tasks are gone, and it has left no result{f': {tasks}' if tasks else ''}"
-    return Ended("lost", max(heard, default=_submitted(found.spec) or 0.0), why, None)
+    return Ended(phase, max(heard, default=_submitted(found.spec) or 0.0), why, None)
 
 
 def _why(failure: Mapping[str, Any] | None) -> str | None:
@@ -325,6 +341,12 @@ def _ranks(found: _Found) -> dict[str, tuple[int, int]]:
         ranks[str(member["task"])] = (first, first + num - 1)
         first += num
     return ranks
+
+
+def _stragglers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    listed = status.get("stragglers")
+    found = listed if isinstance(listed, list) else []
+    return [straggler for straggler in found if isinstance(straggler, Mapping)]
 
 
 def _number(value: object) -> float | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, near_miss
 
 INTERRUPTED = 130
 
@@ -98,6 +98,15 @@ class _Program(click.Group):
                 command: click.Command = module.command
                 return command
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; of one that there is not, name the one that is spelt like it."""
+        name = args[0]
+        if name[:1] != "-" and name not in self.list_commands(ctx) and not ctx.resilient_parsing:
+            ctx.fail(f"no such command: {name}{near_miss(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands."""

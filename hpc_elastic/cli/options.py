@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from hpc_elastic import known_runs
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import RunDirectoryError, near_miss
 from hpc_elastic.rundir import SUBMISSION, RunDir
 
 LAST = "last"
@@ -29,10 +30,18 @@ def find_run(name: str) -> Path:
         return _run_below(path.absolute())
     known = known_runs.newest_first()
     found = next((run for run in known if name in (LAST, run.run_id)), None)
-    if found is None:
-        what = "you have submitted none yet" if name == LAST else f"{name}: no such directory or id"
-        raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
-    return found.path
+    return _unknown(name) if found is None else found.path
+
+
+def _unknown(name: str) -> NoReturn:
+    if name == LAST:
+        what = "you have submitted none yet"
+    elif Path(name).exists():
+        what = f"{name} is no directory"
+    else:
+        near = near_miss(name, [LAST, *(run.run_id for run in known_runs.newest_first())])
+        what = f"{name}: no such directory or id{near}"
+    raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
 
 
 def _run_below(folder: Path) -> Path:
@@ -81,6 +90,18 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         ids = [LAST, *(run.run_id for run in known_runs.newest_first())]
         found = [CompletionItem(i) for i in ids if i.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="dir")]
+
+
+class SweepName(RunName):
+    """A sweep directory, or one of its runs, by whatever `find_run` finds it."""
+
+    name = "sweep"
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return that directory."""
+        return Path(value) if Path(value).is_dir() else find_run(str(value))
 
 
 run = click.argument("run", type=RunName(), metavar="RUN")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from hpc_elastic.agent.gang import GangNodes, recorded, states_of
-from hpc_elastic.errors import SlurmError
+from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.rundir import RunSpec, Submission, read_json
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import TaskState, job_of
+from hpc_elastic.submit.processes import same_process
 
 
 @dataclass(frozen=True)
@@ -24,17 +28,25 @@ class Queue:
     Attributes:
         listed: The tasks, by the scheduler's names.
         silent: Why Slurm did not answer; None if it did, or had not to be asked.
+        damaged: Why the table of a local launcher can not be read, by its submission.
     """
 
     listed: Mapping[str, TaskState] = field(default_factory=dict)
     silent: str | None = None
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, spec: RunSpec) -> dict[str, TaskState] | None:
         """Return the tasks of one of these runs that are listed; None: nobody knows."""
-        if spec.launcher == "slurm" and self.silent is not None:
+        if self.why_unknown(spec) is not None:
             return None
         submission = Submission(Path(spec.submission))
         return states_of(names_of(spec), self.listed, _gangs(submission))
+
+    def why_unknown(self, spec: RunSpec) -> str | None:
+        """Return why nobody knows of the tasks of one of these runs; None: they are known."""
+        if spec.launcher == "local":
+            return self.damaged.get(spec.submission)
+        return None if self.silent is None else f"Slurm does not answer: {self.silent}"
 
 
 def names_of(spec: RunSpec) -> list[str]:
@@ -43,18 +55,41 @@ def names_of(spec: RunSpec) -> list[str]:
 
 
 def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
-    """Ask for all tasks of these runs: Slurm once, and for local runs their own table."""
+    """Ask for all tasks of these runs: Slurm once, and for local runs their own table.
+
+    Of several jobs Slurm tells the caller's own only: those of others are asked for one by one.
+    """
     listed: dict[str, TaskState] = {}
+    damaged: dict[str, str] = {}
     for spec in specs:
         if spec.launcher == "local":
-            listed |= local_tasks(Submission(Path(spec.submission)), _is_here(spec))
-    jobs = [job for spec in specs if spec.launcher == "slurm" for job in _jobs(spec)]
-    if not jobs:
-        return Queue(listed)
+            try:
+                listed |= local_tasks(Submission(Path(spec.submission)), _is_here(spec))
+            except RunDirectoryError as e:
+                damaged[spec.submission] = str(e)
+    client = client or SlurmClient()
     try:
-        return Queue(listed | (client or SlurmClient()).tasks(jobs, once=True))
+        for jobs in _calls([spec for spec in specs if spec.launcher == "slurm"]):
+            listed |= client.tasks(jobs, once=True)
     except SlurmError as e:
-        return Queue(listed, silent=str(e))
+        return Queue(listed, str(e), damaged)
+    return Queue(listed, None, damaged)
+
+
+def _calls(specs: Sequence[RunSpec]) -> list[list[str]]:
+    """Return the jobs to ask for in each call."""
+    me = _user()
+    mine, others = dict[str, None](), dict[str, None]()
+    for spec in specs:
+        owner = spec.provenance.get("user", me)
+        (mine if owner == me else others).update(dict.fromkeys(_jobs(spec)))
+    return [jobs for jobs in (list(mine), *([job] for job in others)) if jobs]
+
+
+def _user() -> str | None:
+    with contextlib.suppress(OSError, KeyError):  # who has no name here asks for each job alone
+        return getpass.getuser()
+    return None
 
 
 def _jobs(spec: RunSpec) -> Iterable[str]:
@@ -76,20 +111,35 @@ def local_tasks(submission: Submission, is_here: bool) -> dict[str, TaskState]:
     Args:
         submission: Where.
         is_here: They are processes of this machine: one that is not there has ended, for a
-            launcher that was killed can not write that down.
+            launcher that was killed can not write that down; nor does one start then that waits.
+
+    Raises:
+        RunDirectoryError: what it has written can not be read.
     """
-    states = {}
-    for name, task in (read_json(submission.local_tasks) or {}).items():
-        state = _local_state(name, task)
-        gone = state.state == "RUNNING" and is_here and not psutil.pid_exists(int(task["pid"]))
-        states[name] = replace(state, state="FAILED", reason="killed") if gone else state
-    return states
+    try:
+        table = (read_json(submission.local_tasks) or {}).items()
+        return {name: _local_state(name, entry, is_here) for name, entry in table}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise RunDirectoryError(f"{submission.local_tasks} can not be read: {e}") from e
 
 
-def _local_state(name: str, task: Mapping[str, object]) -> TaskState:
-    state, code = str(task.get("state")), task.get("exit_code")
+def _local_state(name: str, task: Mapping[str, Any], is_here: bool) -> TaskState:
+    state, code = str(task["state"]), task.get("exit_code")
+    if state == "RUNNING":
+        there = not is_here or _lives(task, "pid", "started")
+        return TaskState(name, state) if there else TaskState(name, "FAILED", "killed")
     if state != "ENDED":
-        return TaskState(name, state, "" if state == "RUNNING" else "Resources")
+        known = is_here and task.get("launcher") is not None
+        if known and not _lives(task, "launcher", "launcher_started"):
+            return TaskState(name, "CANCELLED", "its launcher has ended")
+        return TaskState(name, state, "Resources")
     if code is None:
         return TaskState(name, "CANCELLED")
     return TaskState(name, "COMPLETED" if code == 0 else "FAILED", f"exit code {code}")
+
+
+def _lives(task: Mapping[str, Any], pid: str, started: str) -> bool:
+    """Tell whether a process that a table names is there; by its pid alone in an older table."""
+    if task.get(started) is None:
+        return psutil.pid_exists(int(task[pid]))
+    return same_process(int(task[pid]), float(task[started])) is not None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SLURM_EVERY_S = 10.0
 """A watch asks Slurm no more often: many users have one open all day."""
+_GONE_S = 12.0
+"""A run without a result has ended once its tasks were gone for so long, as Slurm said twice."""
 _LINE_EVERY_S = 10.0
 _AROUND_TASKS = 20
 """Lines of the page that are no tasks."""
@@ -31,6 +33,7 @@ What it shows:
   step        how far the training is, as the script reports it, or by its optimizer's steps
   pace        over the last five minutes of the present group, and when it will be done
   nodes       in the group now, and since the beginning as a line of blocks
+  slow        ranks that take over 1.3 times the median's time of a step themselves
   so far      restarts that workers' failures have cost, and how nodes have left
   goodput     the share of all node-time that was new training steps
   node time   where it went:
@@ -45,14 +48,15 @@ What it shows:
 
 \b
 With --json, one object (with --watch, one a line): run_id, directory, launcher, overrides, phase
-(not submitted, queued, starting, waiting, training, given back, succeeded, failed, lost,
-unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group (time,
-nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
+(not submitted, queued, starting, waiting, training, given back, succeeded, failed, cancelled,
+lost, unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group
+(time, nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
 time_left_s, starts_in_s), step, total_steps, loss, samples, steps_per_s, samples_per_s,
 remaining_s, checkpoint (step, time, kept, age_s), restarts, max_restarts, departures (number of
 attempts that ended: preempted, time limit, cancelled, asked, gone, silence, given back, gave up,
-end, ...), goodput, node_seconds (by kind), queue_seconds, ended (status, time, why, failure) and
-notes (what could not be found out). Times are Unix seconds; what is not known is null.
+end, ...), stragglers (rank, host, ratio), goodput, node_seconds (by kind), queue_seconds, ended
+(status, time, why, failure) and notes (what could not be found out). Times are Unix seconds; what
+is not known is null.
 
 \b
 Examples:
@@ -75,7 +79,7 @@ def command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
 
     Everything is read from the run's directory, and Slurm is asked once; nothing has to be
     running, and it works from any node that sees the directory. The exit code is 0 whatever has
-    become of the run, and 1 if RUN is none.
+    become of the run, and 1 if RUN is none; with --watch it is 1 if the run has not succeeded.
     """
     from hpc_elastic.cli.looking import look
 
@@ -112,7 +116,7 @@ def _watch(look: Callable[[], Facts], facts: Facts, every_s: float, *, as_json: 
     """Show the run until it has ended."""
     from hpc_elastic.cli.status_text import calm, console, line
 
-    out = console()
+    out, over = console(), _Over()
     if out.is_terminal and not as_json:
         return _watch_page(out, look, facts, every_s)
     shown: tuple[object, float] = (None, 0.0)
@@ -123,10 +127,33 @@ def _watch(look: Callable[[], Facts], facts: Facts, every_s: float, *, as_json: 
             text = json.dumps(facts.to_json()) if as_json else line(facts)
             stamp = "" if as_json else time.strftime("%H:%M:%S ")
             print(f"{stamp}{text}", flush=True)
-        if facts.ended is not None:
-            return 0
+        if over.is_reached(facts):
+            return _exit_code(facts)
         time.sleep(every_s)
         facts = look()
+
+
+class _Over:
+    """Tells when a watch is over: the result may be on its way when the tasks are gone."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_reached(self, facts: Facts) -> bool:
+        """Tell whether a run has ended for good, as it is now."""
+        from hpc_elastic.cli.looking import CANCELLED, LOST
+
+        if facts.ended is None:
+            self._since = None
+            return False
+        if facts.ended.status not in (CANCELLED, LOST):
+            return True
+        self._since = facts.now if self._since is None else self._since
+        return facts.now - min(self._since, facts.ended.time + _GONE_S) >= _GONE_S
+
+
+def _exit_code(facts: Facts) -> int:
+    return 0 if facts.ended is not None and facts.ended.status == "succeeded" else 1
 
 
 def _watch_page(console: Console, look: Callable[[], Facts], facts: Facts, every_s: float) -> int:
@@ -134,11 +161,12 @@ def _watch_page(console: Console, look: Callable[[], Facts], facts: Facts, every
 
     from hpc_elastic.cli.status_text import page
 
+    over = _Over()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             most = max(3, console.height - _AROUND_TASKS)
             live.update(page(facts, console.width, most_tasks=most), refresh=True)
-            if facts.ended is not None:
-                return 0
+            if over.is_reached(facts):
+                return _exit_code(facts)
             time.sleep(every_s)
             facts = look()

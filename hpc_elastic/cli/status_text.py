@@ -18,6 +18,7 @@ from hpc_elastic.story.account import KINDS
 
 PHASES = {
     "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
+    "cancelled": "bold red",
     "waiting": "bold yellow", "starting": "bold yellow", "given back": "bold yellow",
     "queued": "bold cyan",
 }  # fmt: skip
@@ -38,6 +39,7 @@ _NOT_LISTED = "not in the queue"
 _LAST = {"end": "until the end", "gone": "lost", "silence": "lost without a word"}
 """How the last attempt of a task ended that the scheduler lists no more."""
 _MOST_TASKS = 40
+_MOST_SLOW = 4
 _FILE_WIDTH = 160
 _WORTH_TELLING_S = 1.0
 _WORTH_NAMING = 0.0005
@@ -91,7 +93,8 @@ def _rows(facts: Facts, width: int) -> Iterator[tuple[str, RenderableType]]:
     """Yield a label and a text for each line; what is not known has none."""
     makers = (
         ("ended", _ended), ("step", _step), ("pace", _pace), ("checkpoint", _checkpoint),
-        ("nodes", _nodes), ("so far", _history), ("goodput", _goodput), ("node time", _time),
+        ("nodes", _nodes), ("slow", _slow), ("so far", _history), ("goodput", _goodput),
+        ("node time", _time),
     )  # fmt: skip
     for label, maker in makers:
         text = maker(facts, width)
@@ -175,6 +178,16 @@ def _spark(facts: Facts, width: int) -> str:
     changes = [(size.time, float(size.nodes)) for size in sizes]
     end = facts.now if facts.ended is None else facts.ended.time
     return sparkline(changes, changes[0][0], end, width, facts.nodes[2])
+
+
+def _slow(facts: Facts, width: int) -> RenderableType | None:
+    """Return the ranks that hold the others up."""
+    named = [f"rank {s.get('rank')} on {s.get('host')}" for s in facts.stragglers]
+    ratios = [f" ({s.get('ratio')} times the median)" for s in facts.stragglers]
+    shown = [name + ratio for name, ratio in zip(named, ratios, strict=True)][:_MOST_SLOW]
+    more = len(named) - len(shown)
+    shown += [f"and {more} more"] if more else []
+    return Text(", ".join(shown), style="yellow") if shown else None
 
 
 def _history(facts: Facts, width: int) -> RenderableType | None:

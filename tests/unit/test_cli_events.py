@@ -39,7 +39,7 @@ def write(run: RunDir, *events: dict) -> None:
 def end(run: RunDir) -> None:
     """End the run."""
     write(run, END)
-    run.result.write_text("{}")
+    run.result.write_text(json.dumps({"status": "succeeded"}))
 
 
 def test_it_tells_the_story(run, capsys):

@@ -23,6 +23,8 @@ VERSION = 1
 """It changes when a kind or a field changes its meaning or goes, not when one is added."""
 
 _LOGGED_CHARS = 500
+_LATEST = 1e11
+"""Unix seconds; what claims to be later than that is no time."""
 
 Event = dict[str, Any]
 
@@ -95,6 +97,10 @@ def read_events(folder: Path) -> list[Event]:
     return EventReader(folder).new()
 
 
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _parsed(line: bytes) -> Event | None:
     """Return the event of a line; None: it is none.
 
@@ -103,9 +109,11 @@ def _parsed(line: bytes) -> Event | None:
     """
     for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
         try:
-            event = json.loads(text)
-            float(event["time"]), str(event["kind"]), str(event["task"])
-        except (ValueError, KeyError, TypeError):
+            event = json.loads(text, parse_constant=_refuse)
+            at = float(event["time"])
+            str(event["kind"]), str(event["task"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        return dict(event)
+        if 0.0 <= at <= _LATEST:
+            return dict(event)
     return None

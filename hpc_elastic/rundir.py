@@ -250,6 +250,12 @@ class RunDir:
         """
         try:
             return RunSpec.from_json(self.spec.read_text())
+        except (FileNotFoundError, NotADirectoryError) as e:
+            remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
+            raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
+        except PermissionError as e:
+            why = f"{self.spec}: {e.strerror}: only its owner, and root, may look into the run"
+            raise RunDirectoryError(why) from e
         except (OSError, ValueError) as e:
             raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
 

@@ -57,9 +57,10 @@ def command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 def _tell(run: Path, *, as_json: bool) -> int:
     from hpc_elastic.story.episodes import episodes
+    from hpc_elastic.story.kinds import sound
     from hpc_elastic.story.sentences import lines
 
-    found = episodes(EventReader(run / "events").new())
+    found = episodes(sound(EventReader(run / "events").new()))
     if as_json:
         print(json.dumps([_as_json(episode) for episode in found], indent=2))
     elif not found:
@@ -94,7 +95,9 @@ def _follow(run: Path, *, as_json: bool) -> int:
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
-        events.extend(new)
+        from hpc_elastic.story.kinds import sound
+
+        events.extend(sound(new))
         if new or told.waits:
             told.tell(events, time.time())
 

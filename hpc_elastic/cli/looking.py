@@ -22,6 +22,7 @@ from hpc_elastic.events import read_events
 from hpc_elastic.rundir import RunDir, RunSpec, read_json
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.story.account import account
+from hpc_elastic.story.kinds import sound
 from hpc_elastic.story.points import Point, Rates, rates, read_points
 from hpc_elastic.submit.outcome import Cancellation, cancellation
 
@@ -150,7 +151,7 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any] | None:
 
 def _events(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        return read_events(run / "events")
+        return sound(read_events(run / "events"))
     except (OSError, ValueError, KeyError, TypeError) as e:
         notes.append(f"the events can not be read: {e}")
         return []

@@ -5,11 +5,13 @@ slow, too: what the list of commands says stands here, and nothing else does.
 
 Exit codes, of all commands: 0 it was done, and what was asked for holds; 1 it failed, or does not
 hold (standard error says why); 2 the arguments are wrong; 130 it was interrupted. ``render`` and
-``submit`` hand on the exit code of the user's script.
+``submit`` hand on the exit code of the user's script. What fails under ``--json`` prints an object
+with the key ``error`` besides, so that whoever reads standard output always finds JSON there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import click
 
+from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, near_miss
 
 INTERRUPTED = 130
@@ -67,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpcElasticError as e:
         click.echo(f"hpc-elastic: {e}", err=True)
         return 1
+    except OSError as e:  # a file system that fails where nothing can be done about it
+        click.echo(f"hpc-elastic: {_in_words(e)}", err=True)
+        return 1
     except click.ClickException as e:
         e.show()
         return e.exit_code
@@ -75,16 +81,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _in_words(error: OSError) -> str:
+    what = error.strerror or str(error) or type(error).__name__
+    return what if error.filename is None else f"{error.filename}: {what}"
+
+
+def _print_no_more() -> None:
+    """Let the interpreter's last flush not fail once more."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+
+
 class _Program(click.Group):
     """The commands by section, without importing them."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; that nobody reads on (``| head``) is no failure."""
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except BrokenPipeError:  # click itself would exit with 1
-            sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the interpreter's flush
+            _print_no_more()
             return 0
+
+    def _invoke(self, ctx: click.Context) -> object:
+        """Run the command; what it failed by is said as JSON too where that was asked for."""
+        try:
+            code = super().invoke(ctx)
+        except (HpcElasticError, OSError) as e:
+            if ctx.meta.get(options.JSON) and not isinstance(e, BrokenPipeError):
+                text = str(e) if isinstance(e, HpcElasticError) else _in_words(e)
+                click.echo(json.dumps({"error": text}))
+            raise
+        try:
+            sys.stdout.flush()  # not at the interpreter's end, where a full disk is no exit code
+        except OSError:
+            _print_no_more()
+            raise
+        return code
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return their names."""
@@ -121,7 +153,7 @@ class _Program(click.Group):
     cls=_Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="RUN is a run directory, a run's id as `hpc-elastic list` shows it, or `last`. "
-    "Each command's --help has examples.",
+    "Each command's --help has examples. With --json, what fails is an object with the key error.",
 )
 @click.version_option(package_name="hpc_elastic", prog_name="hpc-elastic")
 def program() -> None:

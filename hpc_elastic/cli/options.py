@@ -12,6 +12,8 @@ from hpc_elastic import known_runs
 from hpc_elastic.errors import RunDirectoryError, near_miss
 from hpc_elastic.rundir import SUBMISSION, RunDir
 
+JSON = "hpc_elastic.json"
+"""In the context of a command: whether its output is JSON."""
 LAST = "last"
 """The run that was submitted last."""
 
@@ -104,6 +106,15 @@ class SweepName(RunName):
         return Path(value) if Path(value).is_dir() else find_run(str(value))
 
 
+def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+    """Remember that JSON is asked for, before another argument can be refused."""
+    ctx.meta[JSON] = value
+    return value
+
+
 run = click.argument("run", type=RunName(), metavar="RUN")
 checkpoints = click.argument("run", type=RunName(or_folder=True), metavar="RUN")
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+as_json = click.option(
+    "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,
+    help="Print JSON, for scripts.",
+)  # fmt: skip

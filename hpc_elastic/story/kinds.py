@@ -6,9 +6,10 @@ writes the page. Tests hold that runs write nothing else, and that the page is f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hpc_elastic.events import Event
 from hpc_elastic.story import schema
 from hpc_elastic.story.schema import Field, Kind
 
@@ -175,6 +176,11 @@ KINDS: Mapping[str, Kind] = {
 def problems(event: Mapping[str, Any]) -> list[str]:
     """Tell what is wrong with an event; see `schema.problems`."""
     return schema.problems(event, KINDS)
+
+
+def sound(events: Iterable[Event]) -> list[Event]:
+    """Return the events that can be relied on: what a disk or a person has damaged is left out."""
+    return [event for event in events if schema.fits(event, KINDS)]
 
 
 if __name__ == "__main__":

@@ -78,6 +78,16 @@ def problems(event: Mapping[str, Any], kinds: Mapping[str, Kind]) -> list[str]:
     return [f"{name}: {problem}" for problem in found]
 
 
+def fits(event: Mapping[str, Any], kinds: Mapping[str, Kind]) -> bool:
+    """Tell whether a reader can rely on an event: what belongs to its kind is there, and as it is.
+
+    What a newer version has added does not matter, and kinds that are not known are passed over
+    by their readers.
+    """
+    kind = kinds.get(str(event.get("kind")))
+    return kind is None or not any(_wrong(event, kind.fields))
+
+
 def _wrong(event: Mapping[str, Any], fields: Iterable[Field]) -> Iterator[str]:
     for field in fields:
         value = event.get(field.name)
@@ -105,12 +115,20 @@ def _is_texts(value: object) -> bool:
 
 
 def _is_members(value: object) -> bool:
-    keys = {"task", "attempt", "slot", "host", "nproc"}
-    return isinstance(value, list) and all(isinstance(m, dict) and set(m) == keys for m in value)
+    return isinstance(value, list) and all(map(_is_member, value))
+
+
+def _is_member(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(key), str) for key in ("task", "host"))
+        and all(_is_integer(value.get(key)) for key in ("attempt", "slot", "nproc"))
+    )
 
 
 def _is_ranks(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(m, dict) and "rank" in m for m in value)
+    objects = isinstance(value, list) and all(isinstance(m, dict) for m in value)
+    return objects and all(_is_integer(m.get("rank")) for m in value)
 
 
 _IS: dict[Type, Callable[[object], bool]] = {

@@ -127,3 +127,33 @@ def test_what_is_followed_is_told_in_order_and_when_it_is_settled(capsys):
     told.tell([*EVENTS, *away, *back], 104.5)
     (again,) = capsys.readouterr().out.splitlines()
     assert "came back" in again and not told.waits
+
+
+DAMAGE = (
+    b"\x00\xff garbage\n[]\n3\nnull\n" + b"[" * 10_000 + b"\n"
+    b'{"v": 1, "time": NaN, "kind": "leader", "task": "7_0", "epoch": 1}\n'
+    b'{"v": 1, "time": 1e300, "kind": "leader", "task": "7_0", "epoch": 1}\n'
+    b'{"v": 1, "time": "x", "kind": "leader", "task": "7_0", "epoch": 1}\n'
+    b'{"v": 1, "time": 1.7, "kind": "task", "task": "7_0"}\n'
+    b'{"v": 1, "time": 1.8, "kind": "round", "task": "7_0"}\n'
+    b'{"v": 1, "time": 1.8, "kind": "round", "task": "7_0", "members": 4, "number": "x"}\n'
+    b'{"v": 1, "time": 1.9, "kind": "hang", "task": "7_0", "ranks": 3}\n'
+)
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"v": 1, "time": 3.0, "kind": "sto'])
+def test_damaged_events_cost_themselves_only(run, capsys, torn):
+    """Whatever lies between the lines, and whether the last one was cut off."""
+    assert main(["events", str(run.path)]) == 0
+    before = capsys.readouterr().out
+    file = run.events("7_0")
+    file.write_bytes(DAMAGE + file.read_bytes() + DAMAGE + torn)
+    assert main(["events", str(run.path)]) == 0
+    assert capsys.readouterr().out == before
+    assert main(["events", str(run.path), "--raw"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > len(before.splitlines()) and all(json.loads(line) for line in lines)
+    end(run)
+    for option in ([], ["--follow"], ["--json"], ["--follow", "--json"], ["--follow", "--raw"]):
+        assert main(["events", str(run.path), *option]) == 0
+    assert main(["status", str(run.path), "--json"]) == 0

@@ -51,10 +51,11 @@ def training(run: RunDir, now: float, step: int = 400) -> None:
     """One node that trains since two minutes, a step a second, with a checkpoint at 390."""
     log = EventLog(run.events("17_0"), "17_0")
     at = now - 130
-    log.write("task", attempt=1, host="node1", started=at, time=at + 1)
-    log.write("joined", time=at + 2)
-    member = {"task": "17_0", "attempt": 1, "host": "node1", "nproc": 4}
-    log.write("round", number=3, members=[member], nodes=1, time=at + 2)
+    log.write("task", attempt=1, host="node1", pid=1, started=at, time=at + 1)
+    log.write("joined", host="node1", time=at + 2)
+    member = {"task": "17_0", "attempt": 1, "slot": 0, "host": "node1", "nproc": 4}
+    formed = {"number": 3, "record": 3, "epoch": 1, "nodes": 1, "world_size": 4, "restarts": 1}
+    log.write("round", members=[member], **formed, time=at + 2)
     log.write(
         "trains", attempt=1, round=3, step=step - 120, restored=None, restore_s=0, time=at + 10
     )

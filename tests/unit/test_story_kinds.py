@@ -11,7 +11,7 @@ from story_events import event, group
 from hpc_elastic.story import schema
 from hpc_elastic.story.causes import Cause
 from hpc_elastic.story.episode import Cost, Episode
-from hpc_elastic.story.kinds import KINDS, problems
+from hpc_elastic.story.kinds import KINDS, problems, sound
 from hpc_elastic.story.page import attributes, page
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +89,11 @@ def test_every_key_of_the_story_is_on_the_page(made_of):
     """It is taken from the docstring, and no field is forgotten there."""
     assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)]
     assert all(meaning.endswith(".") for _, meaning in attributes(made_of))
+
+
+def test_readers_pass_over_what_is_damaged_and_take_what_is_newer():
+    """A field that is missing or of another type; but not one that was added, or another kind."""
+    fits = [event(1.0, "leader", epoch=1, of="7"), event(2.0, "news"), group(3.0, 1, 0)]
+    newer = {**group(3.0, 1, 0), "members": [{**fits[2]["members"][0], "gpus": 8}]}
+    damaged = [event(1.0, "leader"), event(1.0, "leader", epoch="1"), {**newer, "members": [{}]}]
+    assert sound([*damaged, *fits, newer]) == [*fits, newer]

@@ -1,0 +1,132 @@
+"""The stacks of a worker that is stuck, by py-spy where it may look, else by faulthandler."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent import stacks
+from hpc_elastic.agent.hangwatch import main_thread, place
+
+WORKER = textwrap.dedent(
+    """
+    import ctypes, sys, threading, time
+    from pathlib import Path
+    from hpc_elastic.agent import stacks
+
+    def get_stuck(how):
+        print("stuck", flush=True)
+        libc = ctypes.PyDLL(None) if how == "gil" else ctypes.CDLL(None)  # which keeps the lock
+        while True:  # a signal interrupts it
+            time.sleep(3600) if how == "sleep" else libc.sleep(3600)
+
+    def beside():
+        while True:
+            time.sleep(0.01)
+
+    how, control, offers = sys.argv[1:]
+    if offers == "yes":
+        stacks.offer(Path(control), 0)
+    threading.Thread(target=beside, daemon=True).start()
+    get_stuck(how)
+    """
+)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Where the worker's script is, and its control page would be."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder) -> Iterator:
+    """Return what starts a worker and waits until it is stuck."""
+    workers = []
+
+    def begin(how: str, *, offers: bool = True) -> subprocess.Popen[str]:
+        argv = [sys.executable, str(folder / "worker.py"), how, str(folder)]
+        argv += ["yes" if offers else "no"]
+        worker = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        workers.append(worker)
+        assert worker.stdout is not None and worker.stdout.readline() == "stuck\n"
+        return worker
+
+    yield begin
+    for worker in workers:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.fixture
+def no_py_spy(monkeypatch, tmp_path) -> None:
+    """It is neither on PATH nor beside Python."""
+    monkeypatch.setattr(stacks.shutil, "which", lambda command: None)
+
+
+def py_spy(pid: int) -> None:
+    """Skip where py-spy is missing, or may not look into a child of this process."""
+    command = shutil.which("py-spy") or shutil.which(Path(sys.executable).with_name("py-spy"))
+    if command is None:
+        pytest.skip("py-spy is not installed: pip install hpc_elastic[stacks]")
+    tried = subprocess.run([command, "dump", "--pid", str(pid)], capture_output=True, text=True)
+    if "ermission" in tried.stderr:
+        pytest.skip(f"py-spy may not look here: {tried.stderr.strip().splitlines()[-1]}")
+
+
+@pytest.mark.parametrize("how", ["sleep", "c", "gil"])
+def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, how):
+    """Without the worker's help: this one has not even offered its stacks."""
+    worker = start(how, offers=False)
+    py_spy(worker.pid)
+    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None and "py-spy" not in text and "beside" in text
+    frames = main_thread(text)
+    assert frames[0].function in ("get_stuck", "sleep")
+    assert place(frames).startswith("worker.py:") and place(frames).endswith(" in get_stuck")
+
+
+@pytest.mark.parametrize("how", ["sleep", "c", "gil"])
+def test_faulthandler_does_where_there_is_no_py_spy(folder, start, no_py_spy, how):
+    """Its handler is C, and runs while the interpreter's lock is held for good."""
+    worker = start(how)
+    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None
+    assert place(main_thread(text)).endswith(" in get_stuck")
+    assert worker.poll() is None, "asking does no harm"
+
+
+def test_faulthandler_does_where_py_spy_may_not_look(folder, start, monkeypatch, tmp_path):
+    """As in a container without the right to trace."""
+    refuses = tmp_path / "bin" / "py-spy"
+    refuses.parent.mkdir()
+    refuses.write_text("#!/bin/sh\necho 'Error: Permission Denied' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    monkeypatch.setenv("PATH", str(refuses.parent), prepend=":")
+    worker = start("sleep")
+    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None and place(main_thread(text)).endswith(" in get_stuck")
+
+
+def test_who_has_not_offered_his_stacks_is_not_ended_by_the_question(folder, start, no_py_spy):
+    """The signal would end a process that has no handler for it."""
+    worker = start("sleep", offers=False)
+    assert stacks.take(worker.pid, stacks.stacks_file(folder, 0)) is None
+    assert worker.poll() is None
+
+
+def test_a_worker_that_is_stopped_has_no_stack_but_a_state(folder, start, no_py_spy):
+    """Nothing runs in it, no handler either."""
+    worker = start("sleep")
+    worker.send_signal(signal.SIGSTOP)
+    try:
+        text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+        assert text is None and stacks.process_state(worker.pid) == "T"
+    finally:
+        worker.send_signal(signal.SIGCONT)

@@ -1,0 +1,146 @@
+"""A rank that is slower than the others, in a real run of three nodes: it is named while it is so.
+
+What a rank takes of a step itself is measured by the CPU time of its main thread, so the work here
+is a loop that ends after so much of that; how long it takes by the clock does not matter.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.events import read_events
+
+PATIENCE_S = 180.0
+SLOW = 1
+"""The rank that has more to do."""
+SCRIPT = textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+
+    import hydra
+    import torch
+    import torch.distributed as dist
+    from hpc_elastic import report
+
+    FOLDER = Path({folder!r})
+
+    def work(seconds):
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+
+    def share(rank):
+        words = (FOLDER / "who").read_text()
+        return 0.25 if words == "all" or words == str(rank) else 0.05
+
+    @hydra.main(version_base=None)
+    def main(cfg):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        step, over = 0, torch.tensor(0)
+        while not over:
+            step += 1
+            work(share(dist.get_rank()))
+            over.fill_(int((FOLDER / "stop").exists()))
+            dist.all_reduce(over)
+            report(step=step)
+        return step
+
+    if __name__ == "__main__":
+        main()
+    """
+)
+
+
+class Run:
+    """A run of three nodes whose ranks do as much as they are told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.dir = folder / "sweep" / "0"
+        (folder / "script.py").write_text(SCRIPT.format(folder=str(folder)))
+        self.slow(str(SLOW))
+        argv = [
+            sys.executable, str(folder / "script.py"), "+launcher=local", "nodes=3",
+            f"hydra.sweep.dir={folder / 'sweep'}",
+        ]  # fmt: skip
+        self.launcher = subprocess.Popen(
+            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def slow(self, who: str) -> None:
+        """Let this rank, or all, do five times as much."""
+        (self.folder / "next").write_text(who)
+        (self.folder / "next").rename(self.folder / "who")
+
+    def told(self) -> list[dict]:
+        """The events of stragglers."""
+        folder = self.dir / "events"
+        return [e for e in read_events(folder) if e["kind"] == "straggler"]
+
+    def until_told(self, num: int) -> dict:
+        """Wait for so many events of stragglers; return the last one."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(told := self.told()) < num:
+            assert time.monotonic() < deadline, told
+            assert self.launcher.poll() is None, "the run has ended"
+            time.sleep(0.2)
+        return told[-1]
+
+    def status(self, capsys, num: int) -> tuple[str, list[dict]]:
+        """Return what `status` says, once the leader has written of so many stragglers."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            assert main(["status", str(self.dir), "--json"]) == 0
+            named = json.loads(capsys.readouterr().out)["stragglers"]
+            if len(named) == num:
+                break
+            assert time.monotonic() < deadline, named
+            time.sleep(0.2)
+        assert main(["status", str(self.dir)]) == 0
+        return capsys.readouterr().out, named
+
+    def end(self) -> int:
+        """Let the training end; return the launcher's exit code."""
+        (self.folder / "stop").touch()
+        return self.launcher.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def run(tmp_path) -> Iterator[Run]:
+    """A run under way."""
+    made = Run(tmp_path)
+    yield made
+    if made.launcher.poll() is None:
+        made.launcher.send_signal(signal.SIGINT)
+        made.launcher.wait(PATIENCE_S)
+
+
+def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
+    """In events and status. Once all are as slow as it is, nobody is named any more."""
+    begun = run.until_told(1)
+    assert (begun["rank"], begun["slow"]) == (SLOW, True) and begun["ratio"] > 1.3
+    page, (named,) = run.status(capsys, 1)
+    assert (named["rank"], named["host"]) == (SLOW, begun["host"]) and named["ratio"] > 1.3
+    assert f"slow        rank {SLOW} on {begun['host']}" in page and "times the median" in page
+
+    run.slow("all")
+    over = run.until_told(2)
+    assert (over["rank"], over["slow"]) == (SLOW, False)
+    page, named = run.status(capsys, 0)
+    assert "rank" not in page.partition("so far")[0] and named == []
+
+    assert run.end() == 0
+    assert main(["events", str(run.dir)]) == 0
+    story = capsys.readouterr().out
+    assert f"rank {SLOW}" in story and len(run.told()) == 2, story

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +79,15 @@ class EventReader:
         Raises:
             OSError: the file system does not answer.
         """
-        events = [e for path in sorted(self.folder.glob("*.jsonl")) for e in self._new_in(path)]
+        events = [e for path in self._files() for e in self._new_in(path)]
         return sorted(events, key=lambda e: float(e["time"]))
+
+    def _files(self) -> list[Path]:
+        try:
+            names = os.listdir(self.folder)  # noqa: PTH208 - glob is silent where it may not look
+        except FileNotFoundError:
+            return []
+        return [self.folder / name for name in sorted(names) if name.endswith(".jsonl")]
 
     def _new_in(self, path: Path) -> Iterator[Event]:
         with path.open("rb") as f:

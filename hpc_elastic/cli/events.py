@@ -110,7 +110,7 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
     """Show what there is, and what comes until the run has ended; return how it has."""
     from hpc_elastic.cli.run_state import Ending
 
-    reader, ending = EventReader(run / "events"), Ending(RunDir(run))
+    reader, ending = EventReader(run / "events"), Ending(RunDir(run), warn=_say)
     while True:
         end = ending.come()  # before: what comes after it is shown too
         show(reader.new())
@@ -121,8 +121,12 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
 
 def _tell_end(end: End) -> int:
     """Say how a run ended, beside its events, and return the exit code."""
-    click.echo(f"hpc-elastic: {end.sentence}", err=True)
+    _say(end.sentence)
     return end.exit_code
+
+
+def _say(text: str) -> None:
+    click.echo(f"hpc-elastic: {text}", err=True)
 
 
 def _over_at(episode: Episode) -> float:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -203,8 +202,6 @@ class _Output:
     """Where lines go to."""
 
     def __init__(self, *, as_json: bool) -> None:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that has no such character
         self._as_json = as_json
         self._on_terminal = sys.stdout.isatty() and not as_json
         self._writer = Writer(on_terminal=self._on_terminal, now=time.time())
@@ -274,7 +271,7 @@ def _so_far(chosen: Sequence[Source], query: Query, until: dict[Path, int]) -> I
 
 def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> End:
     """Print what there is and what is added, until the run has ended and all is told."""
-    ending, ended_at = Ending(run), 0.0
+    ending, ended_at = Ending(run, warn=_say), 0.0
     end: End | None = None
     follower = Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _print_what_can_be_printed()
     try:
         code = program.main(argv, prog_name="hpc-elastic", standalone_mode=False)
     except HpcElasticError as e:
@@ -79,6 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _print_what_can_be_printed() -> None:
+    """Let a character that the terminal has not (``LC_ALL=C``) be a question mark, no failure."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _in_words(error: OSError) -> str:

@@ -136,18 +136,25 @@ class Ending:
         run: The run.
         asks: Asks the scheduler.
         clock: Seconds, monotonic.
+        warn: Is told once that the scheduler does not answer, and once that it does again.
 
     Raises:
         RunDirectoryError: it is no run directory.
     """
 
     def __init__(
-        self, run: RunDir, asks: Asks = ask, clock: Callable[[], float] = time.monotonic
+        self,
+        run: RunDir,
+        asks: Asks = ask,
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._run = run
         self._spec = run.load()
         self._asks = asks
         self._clock = clock
+        self._warn = warn
+        self._is_silent = False
         self._ask_at = 0.0
         self._gone_since: float | None = None
         self._states: list[TaskState] = []
@@ -165,7 +172,9 @@ class Ending:
         return gone(self._run, self._states) if is_gone else None
 
     def _ask(self, now: float) -> None:
-        states = self._asks([self._spec]).of(self._spec)
+        queue = self._asks([self._spec])
+        states = queue.of(self._spec)
+        self._note_silence(queue.why_unknown(self._spec))
         if states is None:
             if given_up(self._spec, cancellation(self._run), time.time()):
                 self._gone_since = -math.inf
@@ -175,6 +184,13 @@ class Ending:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
+
+    def _note_silence(self, why: str | None) -> None:
+        if why is not None and not self._is_silent:
+            self._warn(f"it is not known whether the run goes on, but its files are read: {why}")
+        if why is None and self._is_silent:
+            self._warn("its tasks can be seen again")
+        self._is_silent = why is not None
 
 
 def given_up(spec: RunSpec, mark: Cancellation | None, now: float) -> bool:

@@ -131,6 +131,17 @@ def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(
     assert followed(run, slurm, 0.1).status == "cancelled"
 
 
+def test_that_slurm_is_silent_is_said_once(tmp_path):
+    """And that it answers again."""
+    run, slurm, said = made(tmp_path), Scheduler(silent="no answer"), []
+    ending = Ending(run, slurm, slurm.clock, said.append)
+    assert come(ending, slurm, 60.0) is None
+    assert len(said) == 1 and "Slurm does not answer: no answer" in said[0]
+    slurm.states, slurm.silent = (RUNS,), None
+    assert come(ending, slurm, 60.0) is None
+    assert said[1:] == ["its tasks can be seen again"]
+
+
 def test_how_long_the_tasks_of_a_cancelled_run_may_take(tmp_path):
     """Slurm's KillWait, and a margin."""
     spec = made(tmp_path, kill_wait_s=40.0).load()

@@ -4,6 +4,7 @@
     |- ConfigError (ValueError)          a setting is wrong; names the key and the remedy
     |- SubmissionError                   the run could not be handed to the scheduler
     |- RunDirectoryError                 a run directory is missing, unwritable or not ours
+    |  `- DamagedFileError (ValueError)  a file in it does not hold what it should
     |- SlurmError
     |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
     |  `- SlurmCommandError              a Slurm command failed, timed out or is not installed
@@ -59,6 +60,10 @@ class SubmissionError(HpcElasticError):
 
 class RunDirectoryError(HpcElasticError, OSError):
     """A run directory is missing, unwritable, or was not made by hpc_elastic."""
+
+
+class DamagedFileError(RunDirectoryError, ValueError):
+    """A file of a run does not hold what it should."""
 
 
 class SlurmError(HpcElasticError):

@@ -54,7 +54,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import DamagedFileError, RunDirectoryError
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -256,7 +256,7 @@ class RunDir:
         except PermissionError as e:
             why = f"{self.spec}: {e.strerror}: only its owner, and root, may look into the run"
             raise RunDirectoryError(why) from e
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
 
     def create(self, spec: RunSpec) -> None:
@@ -311,7 +311,7 @@ class ArrayFiles:
     def job_id(self) -> str | None:
         """Return the job id; None as long as the array was not submitted."""
         try:
-            return self.job_id_file.read_text().strip()
+            return self.job_id_file.read_text(errors="replace").strip()
         except FileNotFoundError:
             return None
 
@@ -382,9 +382,16 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file that is written atomically; None where there is none yet."""
+    """Return the object in a JSON file that is written atomically; None where there is none yet.
+
+    Raises:
+        DamagedFileError: it is no JSON.
+        OSError: it may not be read.
+    """
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
     return value if isinstance(value, dict) else None

@@ -72,7 +72,7 @@ def _by_py_spy(pid: int) -> str | None:
         return None
     try:
         done = subprocess.run(
-            [command, "dump", "--pid", str(pid)],
+            [command, "dump", "--full-filenames", "--pid", str(pid)],
             capture_output=True, text=True, timeout=_PY_SPY_WITHIN_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):

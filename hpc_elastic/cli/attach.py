@@ -138,7 +138,10 @@ def _run_dirs(submission: Path, job_ids: Mapping[int, str]) -> Iterator[Path]:
         array = read_json(file)
         if array is None:
             raise RunDirectoryError(f"{submission} has no {file.name}")
-        yield from (Path(run["dir"]) for run in array["runs"])
+        try:
+            yield from [Path(run["dir"]) for run in array["runs"]]
+        except (KeyError, TypeError) as e:
+            raise RunDirectoryError(f"{file} is damaged: it names no runs") from e
 
 
 def _label(run: Path) -> str:
@@ -149,7 +152,7 @@ def _label(run: Path) -> str:
 
     try:
         overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return ""
     lines = overrides if isinstance(overrides, list) else []
     return overrides_label([str(line) for line in lines])

@@ -129,7 +129,7 @@ class _Files:
 
     def listed(self, queue: Queue) -> Listed:
         """Return its line."""
-        from hpc_elastic.cli.looking import label_of, phase_of
+        from hpc_elastic.cli.looking import label_of, number, phase_of
         from hpc_elastic.rundir import RunDir
 
         run, status = self.run, self.status
@@ -137,13 +137,20 @@ class _Files:
         if self.spec is None:
             return Listed(*head, "unknown", problem=self.problem)
         states = None if self.result is not None else queue.of(self.spec)
-        age_s = time.time() - float(status.get("updated") or run.submitted)
+        age_s = time.time() - (number(status.get("updated")) or run.submitted)
         cancelled = RunDir(run.path).cancelled.exists()
         state = phase_of(states, status, self.result, age_s=age_s, cancelled=cancelled)
         return Listed(
-            *head, state, status.get("nodes") if state == "training" else None,
-            status.get("step"), status.get("total_steps"), label_of(run.path),
+            *head, state, _whole(status.get("nodes")) if state == "training" else None,
+            _whole(status.get("step")), _whole(status.get("total_steps")), label_of(run.path),
         )  # fmt: skip
+
+
+def _whole(value: object) -> int | None:
+    from hpc_elastic.cli.looking import number
+
+    found = number(value)
+    return None if found is None else int(found)
 
 
 # ---- for people ----------------------------------------------------------------------------

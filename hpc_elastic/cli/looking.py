@@ -31,6 +31,8 @@ STALE_S = 30.0
 
 LOST, CANCELLED = "lost", "cancelled"
 """Of a run that has ended without a result."""
+_TOO_MUCH = 1e11
+"""No time, step or count of a run is that large: the file is damaged."""
 NOT_SUBMITTED = "not submitted"
 """What a run is doing whose script was only rendered."""
 
@@ -81,7 +83,7 @@ class _Found:
 def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
     spec, status = found.spec, found.status or {}
     points = read_points(RunDir(found.run).progress)
-    updated = _number(status.get("updated"))
+    updated = number(status.get("updated"))
     if updated is not None:
         points.append(Point.of(status, updated))
     named = names_of(spec) if spec is not None else []
@@ -117,7 +119,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
         if spec
         else None,
         status=last,
-        round=int(status.get("round") or 0),
+        round=int(number(status.get("round")) or 0),
         restarts=_restarts(spec, status, found.result),
         tasks=_tasks(found, named, {node.task: node.ended_by for node in spent.nodes}),
         pace=rates(points) if lives else Rates(),
@@ -225,7 +227,7 @@ def phase_of(
 
 def _has_node(status: Mapping[str, Any], states: Mapping[str, TaskState]) -> bool:
     """Tell whether the group that status.json shows, if it shows one, is still there."""
-    members = [str(member.get("task")) for member in status.get("members") or ()]
+    members = [task for task, _ in _members(status)]
     there = [states[m].phase in (Phase.RUNNING, Phase.LEAVING) for m in members if m in states]
     return any(there) or not there
 
@@ -262,7 +264,8 @@ def _ended(found: _Found, phase: str, points: Sequence[Point]) -> Ended | None:
     result = found.result
     if result is not None:
         failure = result.get("failure")
-        return Ended(phase, float(result.get("ended") or 0.0), _why(failure), failure)
+        failure = failure if isinstance(failure, Mapping) else None
+        return Ended(phase, number(result.get("ended")) or 0.0, _why(failure), failure)
     if phase not in (LOST, CANCELLED):
         return None
     heard = [*(float(e["time"]) for e in found.events), *(p.time for p in points)]
@@ -295,7 +298,7 @@ def _restarts(
 ) -> tuple[int, int]:
     spent = (result or {}).get("restarts") or status.get("restarts") or 0
     allowed = spec.max_restarts if spec else status.get("max_restarts") or 0
-    return int(spent), int(allowed)
+    return int(number(spent) or 0), int(number(allowed) or 0)
 
 
 def _tasks(found: _Found, named: Sequence[str], ended_by: Mapping[str, str | None]) -> list[Task]:
@@ -337,9 +340,8 @@ def _ranks(found: _Found) -> dict[str, tuple[int, int]]:
     if found.result is not None or (found.status or {}).get("phase") != "training":
         return {}
     ranks, first = {}, 0
-    for member in (found.status or {}).get("members") or ():
-        num = int(member["nproc"])
-        ranks[str(member["task"])] = (first, first + num - 1)
+    for task, num in _members(found.status or {}):
+        ranks[task] = (first, first + num - 1)
         first += num
     return ranks
 
@@ -350,5 +352,15 @@ def _stragglers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [straggler for straggler in found if isinstance(straggler, Mapping)]
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _members(status: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the tasks of the present group, and how many workers each has."""
+    listed = status.get("members")
+    try:
+        return [(str(m["task"]), int(m["nproc"])) for m in listed or ()]
+    except (TypeError, ValueError, KeyError):
+        return []
+
+
+def number(value: object) -> float | None:
+    """Return what is a number; None: it is none, or not known."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _TOO_MUCH else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,8 +54,16 @@ class Point:
     @classmethod
     def of(cls, line: Mapping[str, Any], time: float) -> Point:
         """Return what a line, or status.json, says; fields that a later version adds are left."""
-        known = {name: line[name] for name in cls.__match_args__ if line.get(name) is not None}
-        return cls(**{**known, "time": time})
+        known = {name: line.get(name) for name in cls.__match_args__ if name != "time"}
+        fits = {name: value for name, value in known.items() if _is_of(name, value)}
+        return cls(time, **fits)
+
+
+def _is_of(name: str, value: object) -> bool:
+    """Tell whether a line can have said so; what is damaged is like what is not known."""
+    if name == "phase":
+        return isinstance(value, str)
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_points(file: Path) -> list[Point]:
@@ -74,7 +83,7 @@ def _parsed(lines: Iterable[str]) -> Iterator[Point]:
         try:
             raw = json.loads(line)
             yield Point.of(raw, float(raw["time"]))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.hangwatch import main_thread, place
+from hpc_elastic.agent.hangwatch import main_thread, place, waits_in
 
 WORKER = textwrap.dedent(
     """
@@ -89,7 +89,23 @@ def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, how):
     assert text is not None and "py-spy" not in text and "beside" in text
     frames = main_thread(text)
     assert frames[0].function in ("get_stuck", "sleep")
+    assert str(folder / "worker.py") in {frame.file for frame in frames}, "paths are whole"
     assert place(frames).startswith("worker.py:") and place(frames).endswith(" in get_stuck")
+
+
+def test_py_spy_shows_who_waits_in_a_collective(folder, start):
+    """By the path of torch's module, which tells it from a file of the user with such a name."""
+    module = folder / "site-packages" / "torch" / "distributed" / "c10d.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import time\ndef all_reduce():\n    print('stuck', flush=True)\n    time.sleep(3600)\n"
+    )
+    calls = f"import runpy\nrunpy.run_path({str(module)!r})['all_reduce']()\n"
+    (folder / "worker.py").write_text(calls)
+    worker = start("sleep", offers=False)
+    py_spy(worker.pid)
+    text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
+    assert text is not None and waits_in(main_thread(text)) == "all_reduce"
 
 
 @pytest.mark.parametrize("how", ["sleep", "c", "gil"])

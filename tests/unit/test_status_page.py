@@ -220,7 +220,7 @@ OTHER = {"17_0": WAITS, "17_1": RUNS}
 )
 def test_what_a_run_is_doing(states, status, result, age_s, phase):
     """The result's word, then the scheduler's, then the leader's."""
-    told = {"phase": status, "members": [{"task": "17_0"}]} if status else {}
+    told = {"phase": status, "members": [{"task": "17_0", "nproc": 1}]} if status else {}
     ended = {"status": result} if result else None
     assert phase_of(states, told, ended, age_s=age_s) == phase
 

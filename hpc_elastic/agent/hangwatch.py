@@ -145,7 +145,8 @@ def main_thread(text: str) -> tuple[Frame, ...]:
         elif threads and (found := _FAULTHANDLER.match(line) or _PY_SPY.match(line)):
             number = found["line"] or "0"
             at = int(number) if number.isdigit() else 0
-            threads[-1][1].append(Frame(found["file"], at, found["name"]))
+            function = found["name"].rpartition(".")[2]  # py-spy: decorate.<locals>.wrapper
+            threads[-1][1].append(Frame(found["file"], at, function))
     named = [frames for head, frames in threads if '"MainThread"' in head or "MainThread" in head]
     cut = any(line.startswith("...") for line in text.splitlines())
     current = [frames for head, frames in threads if head.startswith("Current")]

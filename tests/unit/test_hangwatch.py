@@ -147,6 +147,19 @@ def test_the_main_thread_is_found_in_either_form(text):
     assert Frame("/home/u/train.py", 40, "step") in frames
 
 
+def test_py_spy_names_functions_by_where_they_are_defined():
+    """Their own name tells a collective from what is wrapped around it."""
+    torch = f"{SITE}/torch/distributed"
+    text = (
+        'Thread 7 (idle): "MainThread"\n'
+        f"    Store.all_reduce ({torch}/distributed_c10d.py:3252)\n"
+        f"    _exception_logger.<locals>.wrapper ({torch}/c10d_logger.py:83)\n"
+        "    Trainer.step (/home/u/train.py:25)\n"
+    )
+    found = main_thread(text)
+    assert waits_in(found) == "all_reduce" and place(found) == "train.py:25 in step"
+
+
 def test_of_a_dump_that_was_cut_the_current_thread_is_taken():
     """More than a hundred threads: the main one is not there."""
     cut = (

@@ -23,6 +23,11 @@ PAUSE = "time.sleep(cfg.pause_s)"
 NOBODY = 65534
 
 
+FOLLOWING = (
+    ("logs", "last", "--follow"), ("events", "last", "--follow"),
+    ("status", "last", "--watch"), ("attach", "last"),
+)  # fmt: skip
+"""What goes on until the run has ended; no result is written when it is cancelled."""
 AS_NOBODY = f"""
 import os, sys
 import hpc_elastic.cli.cancel, hpc_elastic.cli.clean, hpc_elastic.cli.resume
@@ -64,6 +69,13 @@ class Runs:
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done
+
+    def start(self, *args: str) -> subprocess.Popen[str]:
+        """Call the command, and let it run."""
+        return subprocess.Popen(
+            [COMMAND, *args], cwd=self.folder, env=self.env, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def submit(self, *overrides: str) -> dict:
         """Submit a sweep; return what is told of it."""
@@ -111,8 +123,12 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     eventually(lambda: len(runs.steps()) > 1, within_s=120)
     assert "goes on" in runs.call("clean", run_id, "--keep-last", "0", "--yes", code=1).stderr
     assert "still has tasks" in runs.call("resume", run_id, code=1).stderr
+    watchers = [runs.start(*argv) for argv in FOLLOWING]
     text = runs.call("cancel", run_id).stdout
     assert "2 running" in text and "hpc-elastic resume" in text
+    for watcher in watchers:
+        said = watcher.communicate(timeout=120)[0]
+        assert watcher.returncode == 1 and "cancelled by" in said, said
     eventually(lambda: not psutil.pid_exists(told["pid"]), within_s=60)
     assert not processes_of(runs.folder)
     assert "was cancelled already by" in runs.call("cancel", "last").stdout

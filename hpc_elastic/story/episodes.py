@@ -23,7 +23,7 @@ def episodes(events: Iterable[Event]) -> list[Episode]:
     run = Chronicle(events)
     tell = replica_episodes if run.has_replicas else group_episodes
     found = [*_started(run), *tell(run), *_asides(run), *_never_members(run), *_ended(run)]
-    return sorted(found, key=lambda e: (e.kind == "ended", e.time))
+    return sorted(found, key=lambda e: (run.generation_at(e.time), e.kind == "ended", e.time))
 
 
 def _started(run: Chronicle) -> Iterator[Episode]:
@@ -35,13 +35,12 @@ def _started(run: Chronicle) -> Iterator[Episode]:
 
 
 def _ended(run: Chronicle) -> Iterator[Episode]:
-    if run.end is None:
-        return
-    end, first = run.end, run.events[0]
-    lasted_s = round(float(end["time"]) - float(first["time"]), 1)
-    facts = {key: end.get(key) for key in ("status", "rounds", "restarts")}
-    text = str(end.get("failure") or "")
-    yield Episode("ended", float(end["time"]), text=text, facts={**facts, "lasted_s": lasted_s})
+    begins = [run.events[0], *run.of("resume")] if run.events else []
+    for generation, end in run.ends.items():
+        lasted_s = round(float(end["time"]) - float(begins[generation]["time"]), 1)
+        facts = {key: end.get(key) for key in ("status", "rounds", "restarts")}
+        text = str(end.get("failure") or "")
+        yield Episode("ended", float(end["time"]), text=text, facts={**facts, "lasted_s": lasted_s})
 
 
 # ---- what touches no group ----------------------------------------------------------------
@@ -127,7 +126,8 @@ def _never_members(run: Chronicle) -> Iterator[Episode]:
 
 
 def _came_for_nothing(run: Chronicle, life: Life) -> Iterator[Episode]:
-    if run.end is not None and (life.started or 0.0) > float(run.end["time"]):
+    end = run.ends.get(run.generation_at(life.started or 0.0))
+    if end is not None and (life.started or 0.0) > float(end["time"]):
         return
     told = {kind: event for kind, event in life.ends.items() if kind in ("left", "gave up")}
     for kind, event in told.items():

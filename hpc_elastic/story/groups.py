@@ -65,10 +65,16 @@ class _Change:
         gone = [self._timed(cause) for cause in gone]
         came = [self._came(life) for life in self._arrived]
         if len(self._departed) == len(self._was):
-            yield self._stopped(together(gone))
+            if not self._has_ended():
+                yield self._stopped(together(gone))
             yield self._resumed(together(came))
         else:
             yield self._changed(together([*gone, *self._failures(), *came]))
+
+    def _has_ended(self) -> bool:
+        """Tell whether the run had ended in between, which is told by itself."""
+        times = float(self._before["time"]), float(self._after["time"])
+        return any(times[0] <= float(end["time"]) <= times[1] for end in self._run.ends.values())
 
     # ---- causes -------------------------------------------------------------------------
 

@@ -131,9 +131,19 @@ class Chronicle:
         return sorted(self.of("leader"), key=lambda e: int(e["epoch"]))
 
     @cached_property
+    def ends(self) -> dict[int, Event]:
+        """How the run ended, by generation: it may have been let go on after a failure."""
+        by_generation = {self.generation_at(float(e["time"])): e for e in reversed(self.of("end"))}
+        return dict(sorted(by_generation.items()))
+
+    @property
     def end(self) -> Event | None:
         """The end of the run; None: it goes on."""
-        return next(iter(self.of("end")), None)
+        return self.ends.get(len(self.of("resume")))
+
+    def generation_at(self, time: float) -> int:
+        """Return how often the run had been let go on by then."""
+        return sum(float(e["time"]) <= time for e in self.of("resume"))
 
     @property
     def has_replicas(self) -> bool:

@@ -54,9 +54,9 @@ class Point:
     @classmethod
     def of(cls, line: Mapping[str, Any], time: float) -> Point:
         """Return what a line, or status.json, says; fields that a later version adds are left."""
-        known = {name: line.get(name) for name in cls.__match_args__ if name != "time"}
+        known: dict[str, Any] = {str(name): line.get(name) for name in cls.__match_args__}
         fits = {name: value for name, value in known.items() if _is_of(name, value)}
-        return cls(time, **fits)
+        return cls(**{**fits, "time": time})
 
 
 def _is_of(name: str, value: object) -> bool:

@@ -127,8 +127,9 @@ def _is_member(value: object) -> bool:
 
 
 def _is_ranks(value: object) -> bool:
-    objects = isinstance(value, list) and all(isinstance(m, dict) for m in value)
-    return objects and all(_is_integer(m.get("rank")) for m in value)
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and _is_integer(m.get("rank")) for m in value
+    )
 
 
 _IS: dict[Type, Callable[[object], bool]] = {

@@ -369,3 +369,21 @@ def test_the_date_stands_where_the_day_changes():
                       event(2 * day + 90, "brought back", tasks=["7_2"])])  # fmt: skip
     told = [line[:11] for line in lines(found)]
     assert told == ["1970-01-02:", "02:00:00 th", "1970-01-03:", "00:01:00 ta", "00:01:30 ta"]
+
+
+def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
+    """In order of time; that its nodes ended with it is no loss of theirs."""
+
+    def failed(time: float) -> dict:
+        return event(time, "end", status="failed", rounds=1, restarts=0, failure="it broke")
+
+    let_go_on = {**event(20.0, "resume", user="ada", host="n", generation=1, nodes="1"),
+                 "task": "command"}  # fmt: skip
+    first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0), event(9.5, "gone", 1, host="node1",
+             why="its connection closed")]  # fmt: skip
+    again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
+    told = [sentence(e) for e in episodes([*first, let_go_on, *again, failed(30.0)])]
+    assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
+    assert "it took 8.0 s" in told[2] and "ada let the run go on" in told[3]
+    assert "it took 10.0 s" in told[-1] and not any("nobody trains" in text for text in told)
+    assert "the run failed" not in sentence(episodes([*first, let_go_on, *again])[-1])

@@ -13,7 +13,7 @@ from hpc_elastic.testing.fake_slurm import FakeSlurm
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 
-from sweeps import ONLY_LONG, Sweep, busy, eventually, hosts, leader_host, unhurried  # noqa: E402
+from sweeps import Sweep, busy, eventually, hosts, leader_host, unhurried  # noqa: E402
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def busy_nodes(cluster) -> str:
     return busy(cluster, 2)
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_run_starts_alone_and_grows(cluster, busy_nodes, sweep):
     """With one node free it trains on that; it has three once they are free."""
     eventually(lambda: sweep.group_sizes() == [1], "one node trains")
@@ -72,6 +72,7 @@ def test_a_preempted_node_leaves_and_comes_back(cluster, sweep):
     assert not cluster.tasks(), "nothing of the run stays in the queue"
 
 
+@pytest.mark.long
 def test_a_leader_whose_node_dies_is_replaced(cluster, sweep):
     """Another agent leads the next epoch."""
     eventually(lambda: sweep.group_sizes()[-1:] == [3], "three nodes train")
@@ -81,7 +82,7 @@ def test_a_leader_whose_node_dies_is_replaced(cluster, sweep):
     assert [e["epoch"] for e in sweep.events("leader")][:2] == [1, 2]
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_the_last_node_ends_the_run_alone(cluster, sweep):
     """Two of three die, one after the other."""
     eventually(lambda: sweep.group_sizes()[-1:] == [3], "three nodes train")

@@ -15,9 +15,9 @@ from hpc_elastic.testing.fake_slurm import FakeSlurm
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "slurm"))
 
-from sweeps import ONLY_LONG, eventually  # noqa: E402
+from sweeps import eventually  # noqa: E402
 
-pytestmark = ONLY_LONG
+pytestmark = pytest.mark.long
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
 
 

@@ -118,7 +118,11 @@ class Run:
 
 @pytest.mark.parametrize(
     ("how", "at"),
-    [("sleep", "in get_stuck"), ("stop", "stopped by a signal"), ("gil", "in get_stuck")],
+    [
+        ("sleep", "in get_stuck"),
+        pytest.param("stop", "stopped by a signal", marks=pytest.mark.long),
+        ("gil", "in get_stuck"),
+    ],
 )
 def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how, at):
     """Of three nodes one does not come to the collective: it is to blame, and the run succeeds."""
@@ -150,7 +154,7 @@ def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
     assert len(run.events("hang")) == 2
 
 
-@pytest.mark.parametrize("how", ["busy", "report", "move"])
+@pytest.mark.parametrize("how", ["busy", pytest.param("report", marks=pytest.mark.long), "move"])
 def test_what_takes_long_is_no_hang(tmp_path, how):
     """A checkpoint, a validation that reports, and one that is seen to compute."""
     run = Run(tmp_path, NEVER_WRONG)

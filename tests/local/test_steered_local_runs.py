@@ -168,6 +168,7 @@ def test_a_run_whose_processes_were_all_killed_is_resumed(runs):
     assert all(p["holds"] for p in json.loads(runs.call("audit", "last", "--json").stdout).values())
 
 
+@pytest.mark.long
 def test_checkpoints_are_kept_by_what_is_in_them(runs):
     """A damaged one is never kept in place of a good one; leftovers go with the old ones."""
     runs.submit("nodes=1", "epochs=2")

@@ -19,9 +19,6 @@ from hpc_elastic.story.episodes import episodes
 from hpc_elastic.story.kinds import problems
 
 ROOT = Path(__file__).parents[2]
-ONLY_LONG = pytest.mark.skipif(
-    not os.environ.get("HPC_ELASTIC_LONG"), reason="takes long: HPC_ELASTIC_LONG=1 runs it"
-)
 PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "120"))
 SLOWLY = ("epochs=8", "pause_s=0.25")  # a minute, unless the test lets it hurry
 _PAUSE = "time.sleep(cfg.pause_s)"

@@ -8,13 +8,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 
 from backends import Backend, Teller, environment
-from sweeps import ONLY_LONG
 from test_array_life import *  # noqa: F403
 from test_lost_nodes import *  # noqa: F403
 from test_signals_and_ends import *  # noqa: F403
 from test_steps import *  # noqa: F403
 
-pytestmark = ONLY_LONG
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweeps import ONLY_LONG, busy, eventually
+from sweeps import busy, eventually
 
 PATIENCE_S = 240
 
@@ -105,7 +105,7 @@ def test_the_probe_goes_through_what_a_run_goes_through(slurm, place):
     assert left(slurm, place) == ([], [])
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_requeue_and_a_time_limit_that_the_site_forbids(slurm, place):
     """JobRequeue=0 does not keep a task from coming back; a limit that is too long is refused."""
     conf = Path(slurm.env["SLURM_CONF"])
@@ -132,7 +132,7 @@ def test_a_requeue_and_a_time_limit_that_the_site_forbids(slurm, place):
     assert left(slurm, place) == ([], [])
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_probe_that_does_not_start_says_why(slurm, place):
     """Slurm's reason and what to do; the probe is cancelled."""
     other = busy(slurm, len(slurm.nodes))
@@ -143,7 +143,7 @@ def test_a_probe_that_does_not_start_says_why(slurm, place):
     assert left(slurm, place) == ([other], [])
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_an_interrupted_probe_is_cancelled(slurm, place):
     """Ctrl-C at any moment leaves no job and no file."""
     process = doctor(slurm, place, "partition=low", "--probe")
@@ -166,7 +166,7 @@ def waiting_python(folder, name):
     return script
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_node_whose_network_is_cut_is_named(slurm, place, tmp_path):
     """The others can not reach it, whatever Slurm and the file system say."""
     python = waiting_python(tmp_path, "start")
@@ -189,7 +189,7 @@ def test_a_node_whose_network_is_cut_is_named(slurm, place, tmp_path):
     assert list(place.iterdir()) == []
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_slurm_that_is_not_in_the_container_is_told_apart(slurm, place, tmp_path):
     """Inside squeue is missing, outside it answers: mounts are to be set, not the admin asked."""
     tools = tmp_path / "tools"

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from sweeps import ONLY_LONG, SLOWLY, Sweep, busy, eventually, hosts, leader_host
+import pytest
+from sweeps import SLOWLY, Sweep, busy, eventually, hosts, leader_host
 
 GANG = "launcher.gang=true"
 QUICK = ("epochs=2", "pause_s=0")
@@ -67,7 +68,7 @@ def test_below_min_nodes_nothing_is_held(slurm, sweep):
     assert s.group_sizes()[0] >= 3 and s.value() > 0
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_two_runs_that_do_not_fit_together_finish_one_after_the_other(slurm, sweep):
     """Two times nodes=3:4 on four nodes: the second holds no node as long as the first trains."""
     s = sweep("nodes=3:4", "lr=0.1,0.05", GANG, *QUICK)
@@ -87,7 +88,7 @@ def test_a_node_of_the_gang_that_dies_is_dropped(slurm, sweep):
     assert {e["attempt"] for e in starts(s)} == {0}
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_the_first_node_of_the_gang_that_dies_is_dropped(slurm, sweep):
     """The batch script dies with it; the other agents end the job when the run has ended."""
     s = sweep("nodes=2:3", GANG, *LIGHT)

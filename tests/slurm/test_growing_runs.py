@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from counting import LONG
-from sweeps import ONLY_LONG, Sweep, busy, eventually
+from sweeps import Sweep, busy, eventually
 
 STEPS = textwrap.dedent(
     """
@@ -115,7 +115,7 @@ def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
     assert len(s.events("joined")) == 2
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp_path):
     """nodes=3:4 twice on four nodes, two for each: one run gives way, and comes back."""
     blockers = busy(slurm, 2)

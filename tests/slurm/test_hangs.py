@@ -1,6 +1,7 @@
 """A group that hangs on a real Slurm: the rank that holds it up is named, across nodes."""
 
-from sweeps import ONLY_LONG, eventually, hosts
+import pytest
+from sweeps import eventually, hosts
 
 STUCK = """
 import os, time
@@ -26,7 +27,7 @@ if __name__ == "__main__":
 """
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_rank_that_waits_for_ever_on_another_node_is_named(sweep, tmp_path):
     """The run directory has the stacks of both nodes, and the run goes on to its end."""
     script = tmp_path / "stuck.py"

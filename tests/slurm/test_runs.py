@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from sweeps import ONLY_LONG, PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
+import pytest
+from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
@@ -58,7 +59,7 @@ def test_a_leader_that_dies_is_replaced(slurm, sweep):
     assert s.result()["restarts"] == 0 and s.value() > 0.95
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
     """Its successor goes on with those that are left, one node having died before."""
     s = sweep("nodes=1:4", *SLOWLY)
@@ -70,7 +71,7 @@ def test_a_leader_that_is_preempted_is_replaced(slurm, sweep):
     assert [e["epoch"] for e in s.events("leader")] == [1, 2]
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     """Preemption costs no restart; the requeued task joins again in its next attempt."""
     s = sweep("nodes=1:2", *SLOWLY)

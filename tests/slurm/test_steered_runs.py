@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from counting import NUM_STEPS, SCRIPT, Counting, counting
-from sweeps import ONLY_LONG, PATIENCE_S, eventually, hosts
+from sweeps import PATIENCE_S, eventually, hosts
 
 from hpc_elastic.rundir import RunDir
 
@@ -72,7 +72,7 @@ def ends_right(run: Counting) -> None:
     assert run.is_complete()
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, steer):
     """The other run, whose tasks are in the same array, goes on, and succeeds."""
     s = sweep("nodes=1:4", "lr=0.1,0.05", "epochs=2", "pause_s=0.25", "launcher.grow=never")
@@ -91,7 +91,7 @@ def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, st
     assert "was cancelled already by root" in steer("cancel", str(s.run(0))).stdout
 
 
-@ONLY_LONG
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["notice", "left"])
 def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, steer, moment):
     """Its nodes are being preempted, and its agents requeue themselves, when it is cancelled."""
@@ -125,7 +125,7 @@ def test_a_cancelled_run_is_resumed_on_other_nodes(slurm, start, steer):
     eventually(lambda: not in_queue(slurm), "nothing is left in the queue")
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_failed_run_is_resumed_from_its_checkpoint(start, steer, tmp_path, monkeypatch):
     """Its result is put away, and no sample is lost."""
     line = next(line for line in SCRIPT.splitlines() if 'say(f"step' in line)
@@ -144,7 +144,7 @@ def test_a_failed_run_is_resumed_from_its_checkpoint(start, steer, tmp_path, mon
     assert run.rounds()[-1].resumed == 20, "it went on from its checkpoint"
 
 
-@ONLY_LONG
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_resume_that_was_killed_can_be_made_again(slurm, start, steer, tmp_path, when):
     """It is killed while it calls sbatch, before Slurm has the job and after: one group trains."""
@@ -190,7 +190,7 @@ def hanging_sbatch(folder: Path, when: str) -> Path:
     return folder
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_node_that_was_frozen_has_no_part_in_the_resumed_run(slurm, start, steer):
     """Slurm has given it up, and the run went on elsewhere: it wakes up, and changes nothing."""
     run = start("+nodes=2")
@@ -212,7 +212,7 @@ def test_a_node_that_was_frozen_has_no_part_in_the_resumed_run(slurm, start, ste
     ends_right(run)
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_detached_submission_tells_what_to_do_next(slurm, steer, tmp_path):
     """The ids that it prints are known to the other commands; a script's error is passed on."""
     script = tmp_path / "script.py"

@@ -3,7 +3,8 @@
 import json
 import stat
 
-from sweeps import ONLY_LONG, eventually, hosts
+import pytest
+from sweeps import eventually, hosts
 
 SCRIPT = """
 import os
@@ -24,7 +25,7 @@ echo "0, GPU-aa, 81559, 4"
 """
 
 
-@ONLY_LONG
+@pytest.mark.long
 def test_a_node_that_has_lost_its_gpu_is_excluded_and_another_takes_its_place(
     slurm, sweep, tmp_path
 ):

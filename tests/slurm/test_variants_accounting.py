@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sweeps import ONLY_LONG, SLOWLY, eventually, hosts, leader_host
+from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig
@@ -23,7 +23,7 @@ SETUP = (
     "add qos brief set MaxWall=00:01:00 Flags=DenyOnLimit",
     "modify user hxsuser set qos=normal,brief",
 )
-pytestmark = ONLY_LONG
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

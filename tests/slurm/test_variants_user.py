@@ -10,7 +10,7 @@ import os
 import time
 
 import pytest
-from sweeps import ONLY_LONG, SLOWLY, eventually, hosts, leader_host
+from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig
@@ -23,7 +23,7 @@ CONFIG = SandboxConfig(
     job_requeue=False,
     preempt_mode="SUSPEND",
 )
-pytestmark = ONLY_LONG
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ templates_path = ["_templates"]
 # Markdown as GitHub has it: anchors of headings by its rule, and nothing that it would not show.
 myst_heading_anchors = 4
 myst_enable_extensions = ["strikethrough"]
-suppress_warnings = ["myst.header"]  # a section that begins with ### because the page is a table
 
 html_theme = "furo"
 html_title = f"hpc_elastic {release}"

@@ -115,7 +115,9 @@ def test_settings_exist(name):
         config = OmegaConf.load(ROOT / script.replace(".py", ".yaml"))
         for word in words[words.index(script) + 1 :]:
             key, given, _ = word.lstrip("+").partition("=")
-            allowed = key in config or key in OF_THE_RUN or key in KEYS or key.startswith("hydra.")
+            allowed = (
+                key in config or key in OF_THE_RUN or key in KEYS or re.match(r"hydra[./]", key)
+            )
             assert allowed or not given, word
 
 

@@ -44,7 +44,7 @@ class AgentSettings:
     monitor_interval_s: float = 0.1
     """Interval at which the agent looks at its workers."""
     stop_timeout_s: int = 30
-    """Between SIGTERM and SIGKILL when workers are stopped."""
+    """Between SIGHUP, by which workers are stopped, and SIGKILL."""
     omp_num_threads: int | None = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
     spares: bool = True
@@ -68,9 +68,13 @@ class ContainerSettings:
     """The container the tasks run in (``launcher.container``)."""
 
     runtime: Literal["apptainer", "pyxis"] | None = None
+    """null: the tasks run as they are."""
     image: str | None = None
+    """What the runtime calls its image: a path, or a URL that it knows."""
     mounts: list[str] = field(default_factory=list)
+    """``/outside:/inside``, or ``/outside:/inside:ro`` if it is not to be written."""
     args: list[str] = field(default_factory=list)
+    """Further arguments of the runtime."""
 
 
 @dataclass
@@ -131,18 +135,25 @@ class SlurmSettings(LauncherSettings):
     only the nodes beyond it: below min nodes nothing is held. The nodes of that job come and go
     together: a preemption of one takes them all."""
     job_name: str | None = None
+    """null: the name of the script, or of the function."""
     partition: str | None = None
+    """As for sbatch."""
     account: str | None = None
+    """As for sbatch."""
     qos: str | None = None
+    """As for sbatch."""
     time: str | None = None
     """Wall time of one task: minutes, ``'MM:SS'``, ``'HH:MM:SS'`` or ``'D-HH:MM:SS'``."""
     gpus_per_node: int | str | None = None
     """``2`` or ``'a100:2'``."""
     cpus_per_node: int | None = None
+    """CPUs of a node for its task, all workers together."""
     mem: str | None = None
     """Memory of a node, such as ``64G``."""
     constraint: str | None = None
+    """Features that a node must have, as for sbatch."""
     exclude: str | None = None
+    """Nodes that are not to be used, as for sbatch: ``n[1-3]``."""
     exclusive: bool | None = None
     """null: the whole node with all its memory, unless ``gpus_per_node``, ``cpus_per_node`` or
     ``mem`` (or a flag in ``sbatch`` like them, such as ``mem-per-cpu``) say which share of a node
@@ -155,6 +166,7 @@ class SlurmSettings(LauncherSettings):
     sbatch: dict[str, str | int | bool | None] = field(default_factory=dict)
     """Further sbatch flags: ``{reservation: night, contiguous: true}``."""
     srun_args: list[str] = field(default_factory=list)
+    """Further arguments of the srun that starts the agent."""
     python: str | None = None
     """Python on the nodes; null is the one that submits."""
     template: str | None = None
@@ -169,6 +181,7 @@ class LocalSettings(LauncherSettings):
     """
 
     cpus_per_node: int = 1
+    """CPUs that a node is said to have."""
     max_agents: int | None = None
     """At most this many nodes at a time over all runs; null: twice the CPUs, one run at least."""
 

@@ -19,6 +19,7 @@ _T = TypeVar("_T")
 SETTINGS = (
     *("SLURM_VERSION", "ClusterName", "MaxArraySize", "MaxJobCount", "MinJobAge", "JobRequeue"),
     *("PreemptType", "PreemptMode", "PreemptParameters", "PreemptExemptTime", "KillWait"),
+    "SlurmctldParameters",
     *("ProctrackType", "AccountingStorageType", "AccountingStorageEnforce", "BatchStartTimeout"),
     *("EnforcePartLimits", "KillOnBadExit", "Epilog", "TaskPlugin", "SelectType", "SlurmdTimeout"),
     *("MessageTimeout", "RequeueExit", "RequeueExitHold", "SchedulerType", "UnkillableStepTimeout"),

@@ -239,12 +239,16 @@ def _grace(
 
 
 def _user_signal(cluster: Cluster) -> Finding:
-    """Judge PreemptParameters: hpc_elastic acts on the steps' SIGTERM, others need the signal."""
+    """Judge send_user_signal: hpc_elastic acts on the steps' SIGTERM, others need the signal.
+
+    It is called preempt_send_user_signal where it stands in SlurmctldParameters (22.05's manual).
+    """
     check = "slurm.user_signal"
-    found = cluster.setting("PreemptParameters")
+    places = ("PreemptParameters", "SlurmctldParameters")
+    found = ", ".join(f"{p}={cluster.setting(p)}" for p in places if cluster.setting(p))
     why = "the agents act on the SIGTERM that a preempted step gets at once, and need no more"
     if "send_user_signal" in found:
-        return ok(check, f"PreemptParameters={found}: --signal counts at a preemption as well", why)
+        return ok(check, f"{found}: --signal counts at a preemption as well", why)
     return ok(check, "send_user_signal is not set: --signal does not count at a preemption", why)
 
 

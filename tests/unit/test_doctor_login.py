@@ -150,6 +150,15 @@ def test_a_signal_at_preemption_is_told_where_jobs_are_preempted():
     assert "slurm.user_signal" not in findings(CLUSTER, "partition=cpu")
 
 
+def test_the_signal_at_preemption_has_two_names():
+    """As later releases call it, and as 22.05's manual does."""
+    later = with_config(PreemptParameters="youngest_first,send_user_signal")
+    earlier = with_config(SlurmctldParameters="preempt_send_user_signal,idle_on_node_suspend")
+    assert "is not set" in findings()["slurm.user_signal"].found
+    assert "--signal counts" in findings(later)["slurm.user_signal"].found
+    assert "--signal counts" in findings(earlier)["slurm.user_signal"].found
+
+
 BAD_HOSTS = [
     ({"missing_commands": ("sbatch",)}, "host.commands", "fail"),
     ({"python_fs": "ext4"}, "host.python", "warn"),

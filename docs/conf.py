@@ -1,0 +1,61 @@
+"""How Sphinx builds the documentation; `scripts/docs` calls it.
+
+The source folder is the clone itself, so that a link from one page to another is the same on GitHub
+and in the site. Pages are the Markdown files named in `include_patterns`, nothing else.
+"""
+
+from importlib.metadata import version as version_of
+
+project = "hpc_elastic"
+author = copyright = "The hpc_elastic authors"
+version = release = version_of("hpc_elastic")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md"]
+exclude_patterns = ["docs/_build/**"]
+templates_path = ["_templates"]
+
+# Markdown as GitHub has it: anchors of headings by its rule, and nothing that it would not show.
+myst_heading_anchors = 4
+myst_enable_extensions = ["strikethrough"]
+
+html_theme = "furo"
+html_title = f"hpc_elastic {release}"
+html_additional_pages = {"index": "index.html"}  # leads to root_doc, which has a folder's name
+html_show_sourcelink = False
+html_theme_options = {"footer_icons": []}
+pygments_dark_style = "github-dark"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autoclass_content = "both"
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+default_role = "code"
+python_maximum_signature_line_length = 88
+
+# The addresses that only exist while somebody runs something.
+linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1).*"]
+linkcheck_timeout = 20
+linkcheck_workers = 4
+linkcheck_anchors = False
+
+
+def setup(app):
+    """Have indented examples in docstrings shown as what they are: code."""
+    app.connect("autodoc-process-docstring", _mark_examples)
+
+
+def _mark_examples(app, what, name, obj, options, lines):
+    """Put `::` before each block that is indented and follows an ordinary paragraph."""
+    marked = []
+    for line, before in zip(lines, ["", *lines], strict=False):
+        begins = line.startswith("    ") and not before.strip() and marked
+        told = next((text for text in reversed(marked) if text.strip()), "")
+        if begins and not told.startswith(("    ", ".. ", ":")):
+            marked += ["::", ""]
+        marked.append(line)
+    lines[:] = marked

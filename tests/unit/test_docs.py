@@ -1,0 +1,174 @@
+"""What the documentation says exists: commands, flags, settings, names, files."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import click
+import pytest
+from omegaconf import OmegaConf
+
+from hpc_elastic.cli.main import program
+from hpc_elastic.config import LocalSettings, SlurmSettings
+from hpc_elastic.settings.page import page
+from hpc_elastic.testing.slurm_sandbox import cli as sandbox_cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = [path for path in PAGES if "_build" not in path.parts]
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_FOLDERS = ("scripts", "tests", "benchmarks", "docs")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [body for found, body in _FENCED.findall(text) if found == language]
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every command line: behind a prompt, or between backticks in a sentence."""
+    typed = [
+        line.removeprefix("$ ")
+        for body in blocks(text, "console")
+        for line in body.replace("\\\n", " ").splitlines()
+        if line.startswith("$ ")
+    ]
+    found = []
+    for line in [*typed, *_INLINE.findall(_FENCED.sub("", text))]:
+        for part in re.split(r"\$\(|&&|\||;", re.sub(r"\s#.*", "", line)):
+            try:
+                words = shlex.split(part.rstrip(')" &'))
+            except ValueError:  # the half of a quotation
+                continue
+            if words:
+                found.append(words)
+    return found
+
+
+def keys(cls: type, path: str = "launcher") -> Iterator[str]:
+    """Every key of a group of settings, and of the groups in it."""
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        yield f"{path}.{field.name}"
+        if is_dataclass(inner := hints[field.name]):
+            yield from keys(inner, f"{path}.{field.name}")
+
+
+KEYS = {*keys(SlurmSettings), *keys(LocalSettings)}
+OF_THE_RUN = {"nodes", "nproc_per_node", "ft", "launcher"}
+
+
+def test_commands_are_found():
+    """What is looked for is there: behind prompts, in sentences, over two lines, in a `$(...)`."""
+    text = """In `hpc-elastic events RUN --raw`:
+
+```console
+$ python train.py -m launcher=slurm nodes=1:4 \\
+    launcher.time=60
+$ eval "$(hpc-elastic completion bash)"   # once
+output, which is no command
+```
+"""
+    sentence, training, *completion = commands(text)[-1:] + commands(text)[:-1]
+    assert sentence == ["hpc-elastic", "events", "RUN", "--raw"]
+    assert training[-1] == "launcher.time=60"
+    assert ["hpc-elastic", "completion", "bash"] in completion
+    of_readme = {words[1] for words in commands((ROOT / "README.md").read_text()) if words[1:]}
+    assert {"doctor", "status", "events", "cancel", "resume"} <= of_readme
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_exist_with_their_flags(name):
+    """`hpc-elastic ...` in every page."""
+    for words in commands((ROOT / name).read_text()):
+        if words[0] != "hpc-elastic" or len(words) == 1 or words[1].startswith("-"):
+            continue
+        command = program.get_command(click.Context(program), words[1])
+        assert command is not None, words
+        flags = [(*parameter.opts, *parameter.secondary_opts) for parameter in command.params]
+        known = {"--help", "-h"}.union(*flags)
+        given = {word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)}
+        assert given <= known, words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_exist(name):
+    """`launcher.key` in every page, and what the example scripts are started with."""
+    text = (ROOT / name).read_text()
+    if name == "CHANGELOG.md":  # tells of keys that were
+        return
+    for key in re.findall(r"(?<![\w./])launcher\.[a-z_]+(?:\.[a-z_]+)*", text):
+        group = ".".join(key.split(".")[:2])
+        assert key in KEYS or group in ("launcher.sbatch", "launcher.env"), key
+    for words in commands(text):
+        script = next((w for w in words if w in ("train.py", "train_ft.py")), None)
+        if script is None or words[0] == "srun":
+            continue
+        config = OmegaConf.load(ROOT / script.replace(".py", ".yaml"))
+        for word in words[words.index(script) + 1 :]:
+            key, given, _ = word.lstrip("+").partition("=")
+            allowed = (
+                key in config or key in OF_THE_RUN or key in KEYS or re.match(r"hydra[./]", key)
+            )
+            assert allowed or not given, word
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_compiles_and_imports(name):
+    """Every block of Python is valid, and what it imports from here is there."""
+    for body in blocks((ROOT / name).read_text(), "python"):
+        for node in ast.walk(ast.parse(body)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hpc_elastic"):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_exist(name):
+    """Paths of this clone in commands and between backticks."""
+    for words in commands((ROOT / name).read_text()):
+        for word in words:
+            path = word.removeprefix("./").rstrip(":,")
+            if path.split("/")[0] in _FOLDERS and re.fullmatch(r"[\w./-]+/[\w./-]+", path):
+                assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), word
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sandbox_commands_exist(name):
+    """`scripts/slurm_sandbox.py ...` in every page is parsed by its own parser."""
+    for words in commands((ROOT / name).read_text()):
+        if words[0].endswith("slurm_sandbox.py") and len(words) > 1:
+            help_only = words[1] == "--help"
+            assert help_only or sandbox_cli.parser().parse_args(words[1:]), words
+
+
+def test_the_settings_page_is_fresh():
+    """`python -m hpc_elastic.settings.page > docs/settings.md` writes it."""
+    assert (ROOT / "docs/settings.md").read_text() == page()
+
+
+def test_the_settings_page_has_every_key_with_a_meaning():
+    """No key is left out, and none stands there without a word."""
+    rows = re.findall(r"^\| `(launcher\.[\w.]+)` \|.*\| (.*) \|$", page(), re.MULTILINE)
+    groups = {key for key in KEYS if any(other.startswith(f"{key}.") for other in KEYS)}
+    assert {key for key, _ in rows} == KEYS - groups
+    assert [key for key, meaning in rows if not meaning] == []
+
+
+def test_the_api_reference_has_all_that_is_public():
+    """The names that the packages export."""
+    text = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    for package in ("", ".data", ".checkpoint", ".testing.fake_slurm"):
+        module = importlib.import_module(f"hpc_elastic{package}")
+        for name in module.__all__:
+            assert re.search(rf"auto\w+:: (\w+\.)*{name}\b", text), f"{package}.{name}"
+    assert re.search(r"automodule:: hpc_elastic\.ft\n +:members:", text)

@@ -55,8 +55,8 @@ def _print(proof: Proof) -> None:
     console = Console(highlight=False)
     console.print(_table(proof))
     console.print(
-        f"{proof.last_step} steps, trained in {proof.stretches} stretches; thrown away: "
-        f"{proof.replayed_steps} steps ({proof.replayed_samples} samples)"
+        f"{proof.last_step} steps, trained in {proof.stretches} stretches; written down "
+        f"and thrown away: {proof.replayed_steps} steps ({proof.replayed_samples} samples)"
     )
     if proof.open_samples:
         console.print(f"not yet written down by all ranks: {proof.open_samples} samples")

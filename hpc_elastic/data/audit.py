@@ -79,7 +79,8 @@ class Proof:
         epochs: Each epoch that was begun, in order.
         last_step: The last step of the surviving history.
         stretches: Times that a group began to train, from a state or from the beginning.
-        replayed_steps: Steps that were trained and thrown away.
+        replayed_steps: Steps that were written down and thrown away. A worker that is killed has
+            not written down its last ones (`ledger.FLUSH_S`): ``hpc-elastic events`` counts those.
         replayed_samples: Samples of these, as far as they were written down.
         open_samples: Samples of steps that not all ranks have written down yet.
         problems: Why there is no proof, each a sentence; empty if there is one.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic import control, fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler
@@ -38,6 +38,9 @@ except ImportError as e:
         "pip install 'transformers[torch]'"
     ) from e
 
+_Base: Any = Trainer if TYPE_CHECKING else object
+"""A Trainer comes after it in the classes that are made with it."""
+
 MARK = "hpc_elastic.json"
 """In a checkpoint's folder: it is complete. Holds the position in the data."""
 _WEIGHT = "hpc_elastic_weight"
@@ -55,7 +58,7 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     return str(found[-1]) if found else None
 
 
-class ElasticTraining:
+class ElasticTraining(_Base):
     """What makes a Trainer elastic; to be named before it among the bases of a class.
 
     Args:
@@ -85,21 +88,21 @@ class ElasticTraining:
         self._loader: ElasticLoader | None = None
         self._position: dict[str, Any] | None = None
         super().__init__(args=args, **theirs)
-        self.add_callback(_Saving(self, period or {}))  # type: ignore[attr-defined]
+        self.add_callback(_Saving(self, period or {}))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from the newest complete checkpoint unless another one is given."""
         if resume_from_checkpoint in (None, True):
-            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
             mark = Path(resume_from_checkpoint, MARK)
             self._position = json.loads(mark.read_text()) if mark.exists() else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return a loader of this worker's shares; it takes the place of the Trainer's."""
-        theirs: Any = super().get_train_dataloader()  # type: ignore[misc]
-        args: TrainingArguments = self.args  # type: ignore[attr-defined]
+        theirs: Any = super().get_train_dataloader()
+        args: TrainingArguments = self.args
         sampler = ElasticSampler(
             len(theirs.dataset),
             args.seed if args.data_seed is None else args.data_seed,
@@ -115,7 +118,7 @@ class ElasticTraining:
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
         )
-        self._loader = _Weighted(loader, by_labels=self.model_accepts_loss_kwargs)  # type: ignore[attr-defined]
+        self._loader = _Weighted(loader, by_labels=self.model_accepts_loss_kwargs)
         return self._loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +127,10 @@ class ElasticTraining:
         Losses that are divided by the number of labels in the whole batch are right by themselves.
         """
         weight = inputs.pop(_WEIGHT, 1.0)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         if weight == 1.0 or kwargs.get("num_items_in_batch") is not None:
             return loss
-        parts: int = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        parts: int = self.current_gradient_accumulation_steps
         return loss * weight * parts  # the Trainer divides by them
 
     def position(self) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class ElasticTraining(_Base):
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
         )
-        self._loader = _Weighted(loader, by_labels=self.model_accepts_loss_kwargs)
+        self._loader = WeightedLoader(loader, by_labels=self.model_accepts_loss_kwargs)
         return self._loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class ElasticTrainer(ElasticTraining, Trainer):
     """transformers.Trainer, elastic; see `ElasticTraining`."""
 
 
-class _Weighted(ElasticLoader):
+class WeightedLoader(ElasticLoader):
     """Puts the weight of a micro-batch into it: the Trainer draws several before it trains.
 
     Args:

@@ -1,7 +1,9 @@
 """The Lightning example: a worker is killed, a node is told to go."""
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,9 +46,11 @@ class Line(pl.LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(3, 1)
         self.validated: list[int] = []
+        self.handlers: set[object] = set()
 
     def training_step(self, batch, _):
-        """Return the loss."""
+        """Return the loss; note who handles SIGTERM."""
+        self.handlers.add(signal.getsignal(signal.SIGTERM))
         x, y = batch
         return (self.layer(x) - y).square().mean()
 
@@ -117,3 +121,21 @@ def test_the_trainer_is_told_of_the_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert world() == {"devices": 1, "num_nodes": 1}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("in_a_run", [True, False])
+def test_lightning_does_not_answer_sigterm_in_a_run(tmp_path, monkeypatch, in_a_run):
+    """The handler that the agent gave its worker stays; outside of a run Lightning has its own."""
+
+    def agents_own(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, agents_own)
+    try:
+        monkeypatch.setattr("hpc_elastic.control.own_page", lambda: Mock() if in_a_run else None)
+        module = fit(tmp_path)
+        assert (module.handlers == {agents_own}) == in_a_run
+        assert signal.getsignal(signal.SIGTERM) is agents_own
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,248 @@
+"""Hugging Face's Trainer under our agent: what it trains on, when it saves, which save counts.
+
+    trainer = ElasticTrainer(model=model, args=args, train_dataset=data, global_batch=48)
+    trainer.train()                       # from the newest complete checkpoint, if there is one
+
+The checkpoints are the Trainer's own folders, so `from_pretrained` reads them. The Trainer writes
+them in place, rank by rank; a folder counts once our mark is in it, which rank 0 writes when all
+ranks are through and all files are on the disk. The position in the data stands in the mark.
+
+The Trainer's own data would not do: on a restart it skips as many batches as this rank has had,
+and with another number of workers their size, their number, or both are others. `ElasticSampler`
+takes its place, and ``per_device_train_batch_size`` says only how much a device takes at once: the
+number of steps to accumulate follows from it, and the batch is the same for any number of workers.
+
+For another Trainer (of TRL, say): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic import control, fence
+from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.integrations.commit import by_step, flush
+from hpc_elastic.integrations.loader import ElasticLoader
+from hpc_elastic.preemption import Period, should_checkpoint
+
+try:
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ImportError as e:
+    raise ImportError(
+        "hpc_elastic.integrations.huggingface needs transformers and accelerate: "
+        "pip install 'transformers[torch]'"
+    ) from e
+
+_Base: Any = Trainer if TYPE_CHECKING else object
+"""A Trainer comes after it in the classes that are made with it."""
+
+MARK = "hpc_elastic.json"
+"""In a checkpoint's folder: it is complete. Holds the position in the data."""
+_WEIGHT = "hpc_elastic_weight"
+_IGNORED = -100
+"""The label that losses of transformers leave out."""
+
+
+def newest_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the newest complete checkpoint of a folder; None if there is none.
+
+    `transformers.trainer_utils.get_last_checkpoint` returns one that was being written, too.
+    """
+    marks = Path(output_dir).glob(f"checkpoint-*/{MARK}")
+    found = by_step(mark.parent for mark in marks)
+    return str(found[-1]) if found else None
+
+
+class ElasticTraining(_Base):
+    """What makes a Trainer elastic; to be named before it among the bases of a class.
+
+    Args:
+        global_batch: Samples of one optimizer step, all workers together.
+        period: ``every_steps``, ``every_s`` or ``share``, as of `should_checkpoint`; what
+            ``save_strategy`` of the arguments asks for is saved besides.
+
+    Raises:
+        ConfigError: an argument stands against another; says which, and what to give.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: TrainingArguments,
+        global_batch: int,
+        period: dict[str, Any] | None = None,
+        **theirs: Any,
+    ) -> None:
+        Period(**(period or {}))
+        batch = ElasticBatch(
+            global_batch, args.per_device_train_batch_size, args.process_index, args.world_size
+        )
+        args.gradient_accumulation_steps = batch.num_parts(global_batch)
+        _require_what_works(args)
+        self._batch = batch
+        self._loader: ElasticLoader | None = None
+        self._position: dict[str, Any] | None = None
+        super().__init__(args=args, **theirs)
+        self.add_callback(_Saving(self, period or {}))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from the newest complete checkpoint unless another one is given."""
+        if resume_from_checkpoint in (None, True):
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            mark = Path(resume_from_checkpoint, MARK)
+            self._position = json.loads(mark.read_text()) if mark.exists() else None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Return a loader of this worker's shares; it takes the place of the Trainer's."""
+        theirs: Any = super().get_train_dataloader()
+        args: TrainingArguments = self.args
+        sampler = ElasticSampler(
+            len(theirs.dataset),
+            args.seed if args.data_seed is None else args.data_seed,
+            batch=self._batch,
+            end="drop" if args.dataloader_drop_last else "keep",
+        )
+        if self._position is not None:
+            sampler.load_state_dict(self._position)
+        loader = DataLoader(
+            theirs.dataset,
+            batch_sampler=sampler,
+            collate_fn=theirs.collate_fn,
+            num_workers=theirs.num_workers,
+            pin_memory=theirs.pin_memory,
+        )
+        self._loader = WeightedLoader(loader, by_labels=self.model_accepts_loss_kwargs)
+        return self._loader
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, weighed where the ranks have shares of different size.
+
+        Losses that are divided by the number of labels in the whole batch are right by themselves.
+        """
+        weight = inputs.pop(_WEIGHT, 1.0)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if weight == 1.0 or kwargs.get("num_items_in_batch") is not None:
+            return loss
+        parts: int = self.current_gradient_accumulation_steps
+        return loss * weight * parts  # the Trainer divides by them
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data (every rank)."""
+        assert self._loader is not None
+        return self._loader.state_dict()
+
+    def stepped(self) -> None:
+        """Count a batch as trained."""
+        assert self._loader is not None
+        self._loader.trained()
+
+
+class ElasticTrainer(ElasticTraining, Trainer):
+    """transformers.Trainer, elastic; see `ElasticTraining`."""
+
+
+class WeightedLoader(ElasticLoader):
+    """Puts the weight of a micro-batch into it: the Trainer draws several before it trains.
+
+    Args:
+        loader: The DataLoader; it makes dictionaries.
+        by_labels: The loss is divided by the number of labels. So a sample that is only lent, to
+            have all ranks take part, loses its labels.
+    """
+
+    def __init__(self, loader: Any, *, by_labels: bool) -> None:
+        super().__init__(loader)
+        self._by_labels = by_labels
+
+    def __iter__(self) -> Any:
+        for data in super().__iter__():
+            if self.weight == 0 and self._by_labels and "labels" in data:
+                data["labels"] = data["labels"].clone().fill_(_IGNORED)
+            data[_WEIGHT] = self.weight
+            yield data
+
+
+class _Saving(TrainerCallback):
+    """Asks after each step whether to save, and says which checkpoint is complete."""
+
+    def __init__(self, trainer: ElasticTraining, period: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._period = period
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._trainer.stepped()
+
+    def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
+        step, total = state.global_step, state.max_steps
+        control.report(step=step, total_steps=total)
+        if should_checkpoint(step, **self._period) or step >= total:
+            flow.should_save = True
+        if flow.should_save:
+            fence.check()
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        control.report()  # a sign of life
+
+    def on_log(self, args: Any, state: Any, flow: Any, logs: Any = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            control.report(loss=logs["loss"])
+
+    def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
+        """Commit, and stay here if the group is to change (every rank; collective)."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        position = self._trainer.position()
+        with control.busy():
+            _barrier()  # all ranks have written their part
+            if args.process_index == 0:
+                flush(folder)
+                fence.check()
+                _write_mark(folder, position)
+            _barrier()
+        control.checkpoint_boundary(step=state.global_step)
+
+
+def _write_mark(folder: Path, position: dict[str, Any]) -> None:
+    staged = folder / f".{MARK}"
+    staged.write_text(json.dumps(position))
+    flush(staged)
+    staged.rename(folder / MARK)
+    flush(folder)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _require_what_works(args: TrainingArguments) -> None:
+    """Refuse arguments that would be wrong only later.
+
+    Raises:
+        ConfigError: one of them is.
+    """
+    if args.gradient_accumulation_steps > 1 and not args.dataloader_drop_last:
+        raise ConfigError(
+            "dataloader_drop_last", False,
+            "a worker's share of a batch is more than per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}, so it accumulates; the Trainer loses count of "
+            "that in a resumed epoch's last, smaller batch: give True, or a larger "
+            "per_device_train_batch_size",
+        )  # fmt: skip
+    if args.save_total_limit == 1:
+        raise ConfigError(
+            "save_total_limit", 1, "give 2: the only complete checkpoint would be removed first"
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigError(
+            "enable_jit_checkpoint", True,
+            "give False: it would end the training at a SIGTERM, in each worker at another step; "
+            "the agent takes care of notices",
+        )  # fmt: skip
+    args.ignore_data_skip = True  # the sampler knows where the training is

@@ -1,0 +1,165 @@
+"""Lightning under our agent: where the ranks come from, what they train on, when they save.
+
+    sampler = ElasticSampler(len(data), seed, batch=48)
+    loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
+    elastic = ElasticCheckpoint("checkpoints", every_s=600)
+    trainer = Trainer(strategy="ddp", callbacks=[elastic], **world())
+    trainer.fit(module, loader, ckpt_path=elastic.newest())
+
+The checkpoints are Lightning's own, so `LightningModule.load_from_checkpoint` reads them. The
+position in the data is in them, as the state of a loader that can be resumed, which is Lightning's
+own idea. One micro-batch a rank makes a step: Lightning counts micro-batches, and their number
+would be another one after a restart with another number of workers.
+
+What Lightning does on a cluster is in the way here (docs/guides/lightning.md): at a SIGTERM its
+handler broadcasts from inside of the handler, in the rank that was told alone, and its training
+ends. The agent takes care of notices, so the handler that it gave its worker is put back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic import control, fence
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.integrations.commit import by_step, flush
+from hpc_elastic.integrations.loader import ElasticLoader as ElasticLoader
+from hpc_elastic.preemption import Period, should_checkpoint
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
+except ImportError as e:
+    raise ImportError(
+        "hpc_elastic.integrations.lightning needs Lightning: pip install lightning"
+    ) from e
+
+
+def world() -> dict[str, int]:
+    """Return ``devices`` and ``num_nodes`` for the Trainer, as the group is now.
+
+    Lightning refuses to start if their product is not the number of workers, which changes.
+    """
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return {"devices": on_node, "num_nodes": int(os.environ.get("WORLD_SIZE", on_node)) // on_node}
+
+
+class ElasticCheckpoint(Checkpoint):
+    """Saves at a notice, for nodes that come, and now and then; reports each step to the agent.
+
+    It takes the place of the ModelCheckpoint that a Trainer makes by itself; others may stand
+    beside it.
+
+    Args:
+        directory: On a file system that all nodes share.
+        keep_last: How many of the newest checkpoints are kept, at least 1.
+        period: ``every_steps``, ``every_s`` or ``share``, as of `should_checkpoint`.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, keep_last: int = 2, **period: Any
+    ) -> None:
+        Period(**period)
+        if keep_last < 1:
+            raise ConfigError("keep_last", keep_last, "keep at least the newest")
+        self.directory = Path(directory).absolute()
+        self._keep_last = keep_last
+        self._period = period
+        self._handler: Any = None
+        self._step = 0
+        self._saved: int | None = None
+
+    def newest(self) -> str | None:
+        """Return the newest complete checkpoint, for ``ckpt_path``; None if there is none."""
+        found = by_step(self.directory.glob("step-*.ckpt"))
+        return str(found[-1]) if found else None
+
+    # ---- what Lightning calls, in this order ------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remember how SIGTERM is handled: Lightning is about to change that."""
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals back, and require what would be wrong only later."""
+        if control.own_page() is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+        self._step = trainer.global_step
+        self._saved = trainer.global_step if trainer.ckpt_path else None
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                "accumulate_grad_batches", trainer.accumulate_grad_batches,
+                "leave it at 1: Lightning counts micro-batches, which a restart with another "
+                "number of workers divides otherwise",
+            )  # fmt: skip
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Weigh the gradients of this rank, whose share may be smaller than another's."""
+        loader = trainer.train_dataloader
+        if isinstance(loader, ElasticLoader) and (weight := loader.weight) != 1.0:
+            loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        """Count the batch as trained."""
+        if isinstance(loader := trainer.train_dataloader, ElasticLoader):
+            loader.trained()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        """Report a step, and save if it is time."""
+        step = trainer.global_step
+        if step == self._step:  # a step that was skipped
+            return
+        self._step = step
+        total = trainer.estimated_stepping_batches
+        control.report(
+            step=step,
+            loss=_loss(outputs) if step % trainer.log_every_n_steps == 0 else None,
+            total_steps=int(total) if 0 < total < float("inf") else None,
+        )
+        if should_checkpoint(step, **self._period):
+            self._save(trainer)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        """Give a sign of life."""
+        control.report()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save what was trained since the last checkpoint."""
+        if self._saved != trainer.global_step:
+            self._save(trainer)
+
+    # ---- a checkpoint -----------------------------------------------------------------------
+
+    def _save(self, trainer: Trainer) -> None:
+        """Save, commit, and stay here if the group is to change (every rank; collective)."""
+        step = trainer.global_step
+        staged = self.directory / f".step-{step}.{fence.token() or 'alone'}"
+        with control.busy():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            trainer.save_checkpoint(staged)  # ends with a barrier: all parts are there
+            if trainer.is_global_zero:
+                self._commit(staged, step)
+            trainer.strategy.barrier("hpc_elastic: committed")
+        self._saved = step
+        control.checkpoint_boundary(step=step)
+
+    def _commit(self, staged: Path, step: int) -> None:
+        flush(staged)
+        fence.check()
+        staged.rename(self.directory / f"step-{step}.ckpt")
+        flush(self.directory)
+        for old in by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _loss(outputs: Any) -> Any:
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs

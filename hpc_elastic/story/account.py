@@ -39,7 +39,13 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of time, in Unix seconds, and what a node was at (`KINDS`)."""
+    """A stretch of time.
+
+    Attributes:
+        begin: Unix seconds.
+        end: Unix seconds.
+        kind: What a node was at (`KINDS`).
+    """
 
     begin: float
     end: float
@@ -107,7 +113,7 @@ class Account:
     @property
     def queue_s(self) -> float:
         """Seconds for which tasks waited for a node, added up."""
-        return sum(i.length_s for waited in self.queued.values() for i in waited)
+        return sum((i.length_s for waited in self.queued.values() for i in waited), 0.0)
 
     @property
     def goodput(self) -> float | None:

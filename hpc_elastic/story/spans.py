@@ -61,7 +61,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class Size:
-    """From when on the group had so many nodes, and workers; 0 while it is formed anew."""
+    """The size of the group from some time on.
+
+    Attributes:
+        time: From when on, in Unix seconds.
+        nodes: Its nodes; 0 while it is formed anew, or is over.
+        world_size: Its workers.
+    """
 
     time: float
     nodes: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from hpc_elastic.reporting import thin
@@ -146,23 +147,28 @@ def _lanes(report: Values) -> Chart | None:
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
     labels = _labels(lanes)
-    y = {"field": "task", "type": "nominal", "title": None, "scale": {"domain": list(labels.values())},
+    y = {"field": "task", "type": "nominal", "title": None,
+         "scale": {"domain": list(labels.values())},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
     from_ms = clock_ms(begin)
-    moments = [{"calculate": f"{from_ms} + 1000 * datum.{name}", "as": f"{name}_ms"}
-               for name in ("begin", "end")]  # fmt: skip
+    moments = [
+        {"calculate": f"{from_ms} + 1000 * datum.{name}", "as": f"{name}_ms"}
+        for name in ("begin", "end")
+    ]
+    # half a pixel more, under the next one: no background shows in between
+    moments.append({"calculate": f"datum.end_ms + {500 * shortest_s}", "as": "drawn_ms"})
     told = {"calculate": "utcFormat(datum.begin_ms, '%b %d %H:%M:%S') + ' to '"
             " + utcFormat(datum.end_ms, '%H:%M:%S')", "as": "when"}  # fmt: skip
     time = {"data": _table(_rows(report, begin, shortest_s, labels)),
             "transform": [*moments, told],
             "mark": {"type": "bar", "height": {"band": 0.86}},
-            "encoding": {"y": y, "x": _axis(report, begin, "begin_ms"), "x2": {"field": "end_ms"},
+            "encoding": {"y": y, "x": _time("begin_ms"), "x2": {"field": "drawn_ms"},
                          "color": _kinds(),
                          "tooltip": [{"field": name} for name in ("task", "node", "kind", "when")],
                          }}  # fmt: skip
     ends = {"data": {"values": list(_ends(report, labels))},
-            "mark": {"type": "point", "size": 5 * height},
-            "encoding": {"y": y, "x": _time("time"),
+            "mark": {"type": "point", "size": 3 * height},
+            "encoding": {"y": y, "x": _axis(report, begin, "time"),
                          "shape": {"field": "lost", "type": "nominal", "legend": None,
                                    "scale": {"domain": ["announced", "lost"],
                                              "range": ["triangle-down", _CROSS]}},
@@ -212,14 +218,18 @@ def _group(report: Values) -> Chart | None:
         return None
     until = max(report["about"]["until"], sizes[-1][0])
     sizes = [(begin, 0), *sizes, (until, sizes[-1][1])]
-    most = max(nodes for _, nodes in sizes)
+    stretches = [{"begin": b, "end": e, "kind": n} for (b, n), (e, _) in pairwise(sizes)]
+    seen = thin.stretches(stretches, (until - begin) / _COLUMNS)
+    drawn = [*((s["begin"], s["kind"]) for s in seen), (until, sizes[-1][1])]
+    most = max(1, *(nodes for _, nodes in sizes))
+    marks = list(range(0, most + 1, -(-most // 4)))
     spec = {
-        "data": {"values": [{"time": clock_ms(t), "nodes": n} for t, n in sizes]},
+        "data": {"values": [{"time": clock_ms(t), "nodes": n} for t, n in drawn]},
         "mark": {"type": "area", "interpolate": "step-after"},
         "encoding": {
             "x": _axis(report, begin, "time"),
             "y": {"field": "nodes", "type": "quantitative", "title": "nodes in the group",
-                  "scale": {"domain": [0, most]}, "axis": {"values": list(range(0, most + 1, -(-most // 4) or 1)), "format": "d"}},
+                  "scale": {"domain": [0, most]}, "axis": {"values": marks, "format": "d"}},
         },
     }  # fmt: skip
     return Chart("group", spec, 80)
@@ -266,7 +276,7 @@ def _line(
         "encoding": {
             "x": _axis(report, begin, "time"),
             "y": {"field": name, "type": "quantitative", "title": title, "scale": scale,
-                  "axis": {"format": "," if name == "step" else "~g", "tickCount": 5}},
+                  "axis": {"format": ",d" if name == "step" else "~r", "tickCount": 5}},
             "tooltip": [{"field": name}, {"field": "when"}],
         },
     }  # fmt: skip
@@ -310,9 +320,11 @@ def _axis(report: Values, begin: float, name: str) -> Spec:
     """Return the axis of time, in the cluster's local time; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
     is_long = until - begin > 36 * 3600
+    # as plain numbers Vega-Lite would make dates of them, which its interpreter does not find
+    domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
     return {
         "field": name, "type": "temporal", "title": None,
-        "scale": {"type": "utc", "domain": [clock_ms(begin), clock_ms(until)], "nice": False},
+        "scale": {"type": "utc", "domain": domain, "nice": False},
         "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
                  "labelFlush": True, **({"format": "%b %d %H:%M"} if is_long else {})},
     }  # fmt: skip

@@ -45,11 +45,17 @@ def length(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {s} s"
 
 
-def node_time(node_s: float) -> str:
-    """Return node-seconds in a unit that suits them."""
-    if node_s < 600:
+def node_time(node_s: float, like: float | None = None) -> str:
+    """Return node-seconds in a unit that suits them.
+
+    Args:
+        node_s: Them.
+        like: The largest number that stands beside; all of them get its unit.
+    """
+    size = node_s if like is None else like
+    if size < 600:
         return f"{node_s:.1f} node-s"
-    return f"{node_s / 60:.1f} node-min" if node_s < 36_000 else f"{node_s / 3600:,.1f} node-h"
+    return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
 
 
 def share(part: float | None) -> str:

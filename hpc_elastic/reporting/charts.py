@@ -94,10 +94,10 @@ def _bar(report: Values) -> Chart | None:
         for place, (kind, s, row, whole) in enumerate(_parts(spent)) if s > 0
     ]  # fmt: skip
     encoding = {
-        "y": {"field": "row", "type": "nominal", "title": None, "sort": ["on nodes", "in queue"],
+        "y": {"field": "row", "type": "nominal", "title": " ", "sort": ["on nodes", "in queue"],
               "axis": {"domain": False, "ticks": False}},
         "x": {"field": "time", "type": "quantitative", "title": f"node-{unit}",
-              "scale": {"nice": False}, "axis": {"tickCount": 8, "labelOverlap": True}},
+              "scale": {"nice": False}, "axis": {"tickCount": {"expr": "max(3, width / 90)"}}},
         "order": {"field": "at", "type": "quantitative"},
         "color": _kinds(),
         "tooltip": [{"field": "kind"}, {"field": "said", "title": "time"}],
@@ -147,7 +147,7 @@ def _lanes(report: Values) -> Chart | None:
     shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
     height = next(high for most, high in _LANE if len(lanes) <= most)
     labels = _labels(lanes)
-    y = {"field": "task", "type": "nominal", "title": None,
+    y = {"field": "task", "type": "nominal", "title": " ",
          "scale": {"domain": list(labels.values())},
          "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
     from_ms = clock_ms(begin)
@@ -289,7 +289,7 @@ def _faults(report: Values) -> Spec:
     ]  # fmt: skip
     return {
         "data": {"values": values},
-        "mark": {"type": "rule"},
+        "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
         "encoding": {
             "x": _time("time"),
             "tooltip": [{"field": "what"}, {"field": "cost"}],
@@ -304,7 +304,7 @@ def _checkpoints(report: Values) -> Spec:
                "checkpoint": f"of step {number(c['step'])}"} for c in drawn]  # fmt: skip
     return {
         "data": {"values": values},
-        "mark": {"type": "circle", "size": 10},
+        "mark": {"type": "circle", "size": 8 if len(values) > 50 else 16},
         "encoding": {
             "x": _time("time"),
             "y": {"field": "step", "type": "quantitative"},

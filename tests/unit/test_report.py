@@ -91,6 +91,23 @@ def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():
     assert found[1].node_s == 0.0 and found[1].fault
 
 
+def test_replicas_that_live_on_lose_no_time():
+    """A replica that dies costs its own time; the others train on."""
+    tasks = ["7_0", "7_1"]
+    lost = [
+        *begun(0, 1), event(1.8, "joined", 0, host="node0"),
+        event(1.9, "joined", 1, host="node1"),
+        group(2.0, 1, 0, 1, placed=tasks), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
+        gone(14.0, 1, ""), event(14.0, "departed", 1, host="node1", nodes=1),
+        group(14.1, 2, 0, placed=[]),
+    ]  # fmt: skip
+    spent = account(lost, [], now=24.0, ft=True)
+    found = report(About("r", "/r", ft=True), spent, [], episodes(lost), made=24.0)
+    (fault,) = found.changes
+    assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == ("shrank", "lost", 0.0, None)
+    assert found.spent.by_kind["useful"] == pytest.approx(20.0 + 10.0)
+
+
 # ---- what is known ------------------------------------------------------------------------
 
 

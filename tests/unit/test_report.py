@@ -99,7 +99,6 @@ def test_replicas_that_live_on_lose_no_time():
         event(1.9, "joined", 1, host="node1"),
         group(2.0, 1, 0, 1, placed=tasks), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
         gone(14.0, 1, ""), event(14.0, "departed", 1, host="node1", nodes=1),
-        group(14.1, 2, 0, placed=[]),
     ]  # fmt: skip
     spent = account(lost, [], now=24.0, ft=True)
     found = report(About("r", "/r", ft=True), spent, [], episodes(lost), made=24.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from types import ModuleType
 from typing import Any
 
@@ -34,7 +36,29 @@ def png(spec: dict[str, Any], scale: float = 2.0) -> bytes:
     Raises:
         ReportLibraryError: the library is not installed.
     """
-    return bytes(_library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[]))
+    drawn = _library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[])
+    return packed(bytes(drawn))
+
+
+def packed(png: bytes) -> bytes:
+    """Return a PNG file with its pixels compressed as zlib can, which is several times smaller.
+
+    The library trades size for speed. Only the chunks IDAT change (RFC 2083, 4.1.3).
+    """
+    pixels, before, after, at = b"", png[:8], b"", 8
+    while at < len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        chunk = png[at : at + 12 + length]
+        at += len(chunk)
+        if chunk[4:8] == b"IDAT":
+            pixels += chunk[8:-4]
+        elif pixels:
+            after += chunk
+        else:
+            before += chunk
+    data = b"IDAT" + zlib.compress(zlib.decompress(pixels), 6)
+    length_of = struct.pack(">I", len(data) - 4)
+    return before + length_of + data + struct.pack(">I", zlib.crc32(data)) + after
 
 
 def _library() -> ModuleType:

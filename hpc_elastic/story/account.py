@@ -45,7 +45,7 @@ class Interval:
     Attributes:
         begin: Unix seconds.
         end: Unix seconds.
-        kind: What a node was at (`KINDS`).
+        kind: What a node was at: one of `KINDS`, as above.
     """
 
     begin: float

@@ -183,7 +183,7 @@ class Report:
         story: ``time`` and ``sentence`` of everything that happened, as `hpc-elastic events`.
         checkpoints: The checkpoints.
         configuration: What was submitted.
-        notes: What could not be found out, or was left out.
+        notes: What could not be found out, was left out, or should not be overlooked.
     """
 
     version: int
@@ -241,7 +241,7 @@ def report(
         [{"time": e.time, "sentence": sentence(e)} for e in told],
         Saved(list(_announced(points)), kept, by_kind["checkpoint"]),
         configuration or Configuration(),
-        [*notes, *_doubts(points)],
+        [*notes, *_slow(told), *_doubts(points)],
     )  # fmt: skip
 
 
@@ -302,6 +302,12 @@ def _announced(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
         if point.checkpoint is not None and point.checkpoint != last:
             last = point.checkpoint
             yield {"time": point.time, "step": last}
+
+
+def _slow(told: Iterable[Episode]) -> list[str]:
+    """Return which ranks hold the others up, as was last said of each."""
+    last = {(e.facts.get("rank"), e.facts.get("host")): e for e in told if e.kind == "straggler"}
+    return [sentence(episode) for episode in last.values() if episode.facts.get("slow")]
 
 
 def _doubts(points: Sequence[Point]) -> Iterator[str]:

@@ -21,8 +21,9 @@ _PROBE = """(() => {
     const root = document.documentElement;
     if (!root.dataset.drawn) return;
     clearInterval(told);
+    document.querySelectorAll("details").forEach((folded) => { folded.open = true; });
     const wide = [...document.querySelectorAll("body *")].filter(
-      (e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".chart, details"));
+      (e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".chart"));
     const blank = [...document.querySelectorAll(".chart")].filter((e) => {
       const canvas = e.querySelector("canvas");
       if (!canvas) return true;

@@ -1,5 +1,6 @@
 """`hpc-elastic status` and `list` beside a real run with `launcher=local`."""
 
+import html
 import json
 import os
 import signal
@@ -173,7 +174,7 @@ def reported_as(told: dict, folder: Path, capsys) -> None:
     assert lost["cause"] == "lost" and lost["lost_steps"] >= LOST and lost["node_s"] > 0
     assert {node["ended_by"] for node in report["nodes"]} == {"gone", "end"}
     assert main(["report", str(folder), "-o", str(folder / "report.html")]) == 0
-    page = (folder / "report.html").read_text()
+    page = html.unescape((folder / "report.html").read_text())
     assert "Goodput" in page and lost["sentence"] in page
     capsys.readouterr()
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import struct
 import sys
+import zlib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from hpc_elastic.reporting.charts import charts
 from hpc_elastic.reporting.page import MEANINGS
 from hpc_elastic.reporting.picture import spec
 from hpc_elastic.reporting.texts import by_cause
+from hpc_elastic.reporting.vega import packed
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
-from hpc_elastic.story.account import account
+from hpc_elastic.story.account import KINDS, account
 from hpc_elastic.story.episodes import episodes
 from hpc_elastic.story.page import attributes
 from hpc_elastic.story.points import Point
@@ -134,6 +137,14 @@ def test_what_the_script_does_not_report_is_said(points, said):
     assert [chart.name for chart in charts(found.to_json())] == ["bar", "lanes", "group"]
 
 
+def test_a_rank_that_is_slow_is_noted_until_it_keeps_up():
+    """It stands at the top of the page."""
+    slow = event(16.0, "straggler", 0, rank=1, host="node1", ratio=1.6, slow=True)
+    again = {**slow, "time": 18.0, "slow": False}
+    assert "rank 1 on node1 is slow" in reported([*LOST, slow]).notes[0]
+    assert not any("rank 1" in note for note in reported([*LOST, slow, again]).notes)
+
+
 def test_nothing_is_known_of_a_run_that_never_started():
     """There is nothing to draw, and no goodput."""
     found = reported([], [])
@@ -148,6 +159,7 @@ def test_keys_are_those_that_are_described():
         assert is_dataclass(made_of)
         assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)], title
     assert (ROOT / "docs/report.md").read_text().endswith(keys())
+    assert all(f"`{kind}`" in keys() for kind in KINDS)
     assert set(reported().to_json()) == {f.name for f in fields(Report)}
 
 
@@ -269,6 +281,21 @@ def test_the_format_follows_the_name(run, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().lstrip().startswith(begin)
     assert main(["report", str(run.path), "-o", str(tmp_path / "no" / "r.json")]) == 1
     assert "name another file" in capsys.readouterr().err
+
+
+def test_a_packed_picture_is_the_same_picture():
+    """All its chunks, and the pixels."""
+    pixels = bytes(1000) + bytes(range(256))
+    stored = zlib.compress(pixels, 0)
+
+    def file(*data: bytes) -> bytes:
+        parts = [(b"IHDR", b"h"), *((b"IDAT", d) for d in data), (b"IEND", b"")]
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d))
+            for kind, d in parts
+        )
+
+    assert packed(file(stored[:700], stored[700:])) == file(zlib.compress(pixels, 6))
 
 
 @pytest.mark.parametrize("form", ["html", "png"])

@@ -37,7 +37,9 @@ def spec(report: Mapping[str, Any]) -> dict[str, Any]:
          "width": _WIDTH, "height": c.height}
         for c in drawn
     ]  # fmt: skip
-    figures = [f"{name}: {value} {more}".strip() for name, value, more in tiles(report)]
+    figures = [
+        f"{name} {value}" + (f" ({more})" if more else "") for name, value, more in tiles(report)
+    ]
     half = len(figures) // 2
     lines = [about["overrides"] or about["directory"],
              " · ".join(figures[:half]), " · ".join(figures[half:]),

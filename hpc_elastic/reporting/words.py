@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 UNKNOWN = "–"
-_NODE = "node\N{NON-BREAKING HYPHEN}"
 
 
 def clock_ms(seconds: float) -> int:
@@ -55,8 +54,8 @@ def node_time(node_s: float, like: float | None = None) -> str:
     """
     size = node_s if like is None else like
     if size < 600:
-        return f"{node_s:.1f} {_NODE}s"
-    return f"{node_s / 60:.1f} {_NODE}min" if size < 18_000 else f"{node_s / 3600:,.1f} {_NODE}h"
+        return f"{node_s:.1f} node-s"
+    return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
 
 
 def share(part: float | None) -> str:

@@ -22,7 +22,7 @@ from hpc_elastic.reporting.charts import (
     lanes_of,
     schema,
 )
-from hpc_elastic.reporting.texts import as_yaml, by_cause, dearest, departures
+from hpc_elastic.reporting.texts import as_yaml, by_cause, costliest, departures
 
 SHOWN_AT_ONCE = 12
 """Longer lists are folded."""
@@ -61,7 +61,7 @@ def html(report: Mapping[str, Any]) -> str:
         configs={theme: colours.config(theme) for theme in colours.PAGE},
         undrawn=max(0, len({n["task"] for n in report["nodes"]}) - MOST_LANES),
         lanes=lanes_of(report), causes=by_cause(report["changes"]),
-        dearest=dearest(report["changes"], SHOWN_AT_ONCE), at_once=SHOWN_AT_ONCE,
+        costliest=costliest(report["changes"], SHOWN_AT_ONCE), at_once=SHOWN_AT_ONCE,
         departures=departures(report["nodes"]), lost=LOST, as_yaml=as_yaml,
         script=vega.script() if drawn else "", nonce=secrets.token_urlsafe(16),
     )  # fmt: skip

@@ -12,7 +12,7 @@ Values = Mapping[str, Any]
 
 
 def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
-    """Return what the faults have cost, added up by their cause, the dearest first.
+    """Return what the faults have cost, added up by their cause, the costliest first.
 
     What is unknown of some of them counts as nothing in the sum.
     """
@@ -30,7 +30,7 @@ def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda row: -row["node_s"])
 
 
-def dearest(changes: Iterable[Values], most: int) -> list[Values]:
+def costliest(changes: Iterable[Values], most: int) -> list[Values]:
     """Return the faults that have cost most node time, in order of time."""
     faults = [change for change in changes if change["fault"]]
     chosen = sorted(faults, key=lambda change: -change["node_s"])[:most]

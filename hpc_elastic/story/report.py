@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.story.account import Account, Interval, NodeTime
@@ -107,7 +107,7 @@ class Change:
 
     Attributes:
         time: When, in Unix seconds.
-        kind: As in ``events --json``.
+        kind: As in ``events --json``; ``stopped`` includes that the group came back.
         fault: Whether anything but the arrival of nodes brought it about.
         cause: What did, as in ``events --json``; the first, if there were several.
         hosts: Of those whom the causes name.
@@ -259,7 +259,10 @@ def changes(
     found: list[Change] = []
     for episode in at:
         node_s = next(of_changes) if episode.kind in _CHANGES else 0.0
-        found.append(_change(episode, round(node_s, 3)))
+        change = _change(episode, round(node_s, 3))
+        if change.kind == "resumed" and found and found[-1].kind == "stopped":
+            change = _with_return(found.pop(), change)
+        found.append(change)
     return round(costs[0], 3), found
 
 
@@ -290,6 +293,15 @@ def _change(episode: Episode, node_s: float) -> Change:
         sorted({host for cause in named for host in cause.hosts}), sentence(episode),
         episode.nodes_before, episode.nodes_after, cost.lost_steps, cost.pause_s, node_s,
         episode.is_open,
+    )  # fmt: skip
+
+
+def _with_return(stopped: Change, resumed: Change) -> Change:
+    """Return the loss of a whole group with its coming back: that is what it has cost."""
+    return replace(
+        stopped, sentence=f"{stopped.sentence}. {resumed.sentence}", open=resumed.open,
+        nodes_after=resumed.nodes_after, lost_steps=resumed.lost_steps, pause_s=resumed.pause_s,
+        node_s=round(stopped.node_s + resumed.node_s, 3),
     )  # fmt: skip
 
 

@@ -9,7 +9,18 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from story_events import begun, event, gone, group, node, stop, stopped, trains
+from story_events import (
+    begun,
+    event,
+    gone,
+    group,
+    left,
+    node,
+    notice,
+    stop,
+    stopped,
+    trains,
+)
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
@@ -80,6 +91,26 @@ def test_nodes_that_come_are_no_fault():
     (change,) = reported(grown, []).changes
     assert (change.kind, change.fault, change.cause) == ("grew", False, "arrived")
     assert change.node_s == pytest.approx(2 * 3.0)
+
+
+def test_the_loss_of_all_nodes_costs_until_they_train_again():
+    """Its coming back is no change of its own, and the sums hold."""
+    came_back = [
+        *begun(0), event(1.8, "joined", 0, host="node0"), group(2.0, 1, 0), trains(4.0, 0, 1, 0),
+        notice(14.0, 0), stop(15.0, 1, "regroup", 20), stopped(15.0, 0, 1, 20), left(16.0, 0),
+        node(60.0, 0, 1), event(61.0, "leader", 0, epoch=2),
+        event(62.0, "joined", 0, host="node0"), group(63.0, 2, 10, epoch=2),
+        trains(70.0, 0, 2, 20, 1),
+    ]  # fmt: skip
+    found = reported(came_back, [], until=80.0)
+    (change,) = found.changes
+    assert (change.kind, change.fault, change.cause) == ("stopped", True, "preempted")
+    assert (change.lost_steps, change.pause_s) == (0, 55.0)
+    kinds = found.spent.by_kind
+    assert found.first_node_s + change.node_s == pytest.approx(
+        found.spent.node_s - kinds["useful"] - kinds["checkpoint"]
+    )
+    assert change.node_s >= 10.0 and "was preempted" in change.sentence
 
 
 def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -48,10 +48,3 @@ def as_yaml(value: Any) -> str:
         return "unknown"
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
     return text.removesuffix("...\n")
-
-
-def without(value: Any, keys: Sequence[str]) -> Any:
-    """Return an object without some of its keys; anything else as it is."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if key not in keys}

@@ -285,7 +285,7 @@ def run(tmp_path) -> RunDir:
 def test_damaged_events_are_left_out_and_that_is_said(run):
     """The rest is reported."""
     found = report_of(run.path)
-    assert "1 damaged lines of the events are left out" in found.notes
+    assert "damaged events are left out: 1" in found.notes
     assert [change.cause for change in found.changes] == ["lost"]
     assert (found.about.phase, found.about.launcher) == ("not submitted", "local")
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.rundir import RunSpec
 from hpc_elastic.story.account import Account
 from hpc_elastic.story.points import Point, Rates
 
@@ -90,6 +91,12 @@ class Facts:
     account: Account
     ended: Ended | None
     notes: Sequence[str]
+    spec: RunSpec | None
+    """As it was submitted; None: that can not be read."""
+    events: Sequence[dict[str, Any]]
+    """Those of all tasks that are whole, in order of time."""
+    points: Sequence[Point]
+    """Its progress, in order of time, up to now."""
     stragglers: Sequence[Mapping[str, Any]] = ()
     """The ranks that are persistently slower than the others: rank, host, ratio (their own part of
     a step to the median's)."""

@@ -75,7 +75,7 @@ class _Found:
     spec: RunSpec | None
     status: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
-    events: Sequence[Event]
+    events: Sequence[dict[str, Any]]
     states: Mapping[str, TaskState] | None
     mark: Cancellation | None
 
@@ -128,6 +128,9 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
         account=spent,
         ended=ended,
         notes=notes,
+        spec=spec,
+        events=found.events,
+        points=points,
         stragglers=_stragglers(status) if lives else (),
     )
 
@@ -153,7 +156,11 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any] | None:
 
 def _events(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        return sound(read_events(run / "events"))
+        read = read_events(run / "events")
+        whole = sound(read)
+        if len(whole) < len(read):
+            notes.append(f"damaged events are left out: {len(read) - len(whole)}")
+        return whole
     except (OSError, ValueError, KeyError, TypeError) as e:
         notes.append(f"the events can not be read: {e}")
         return []

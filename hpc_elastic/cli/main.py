@@ -37,6 +37,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "attach": ("attach", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show the output of all workers, in order of time; follow it."),
         "events": ("events", "Tell what happened to a run, and why, in plain sentences."),
+        "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
     },
     "Steer": {
         "cancel": ("cancel", "End a run, its waiting tasks too."),

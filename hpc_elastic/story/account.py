@@ -23,9 +23,10 @@ found in between. Clocks of nodes differ: whatever would end before it begins co
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from hpc_elastic.story.points import Point
@@ -39,7 +40,13 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of time, in Unix seconds, and what a node was at (`KINDS`)."""
+    """A stretch of time.
+
+    Attributes:
+        begin: Unix seconds.
+        end: Unix seconds.
+        kind: What a node was at: one of `KINDS`, as above.
+    """
 
     begin: float
     end: float
@@ -107,7 +114,7 @@ class Account:
     @property
     def queue_s(self) -> float:
         """Seconds for which tasks waited for a node, added up."""
-        return sum(i.length_s for waited in self.queued.values() for i in waited)
+        return sum((i.length_s for waited in self.queued.values() for i in waited), 0.0)
 
     @property
     def goodput(self) -> float | None:
@@ -141,7 +148,7 @@ def account(
     attempts = attempts_of(events, points, now=now, running=running)
     rounds = rounds_of(events, now=now, ft=ft)
     courses = _courses(rounds, points)
-    trained = [(r.trains_from, r.end) for r in rounds if r.trains_from is not None]
+    trained = [Interval(r.trains_from, r.end, "idle") for r in rounds if r.trains_from is not None]
     nodes = tuple(_node_time(attempt, rounds, courses, trained) for attempt in attempts)
     queued = _queued(attempts, waiting, now=now, submitted=submitted)
     sizes = tuple(sizes_of(rounds, attempts))
@@ -229,7 +236,7 @@ def _node_time(
     attempt: Attempt,
     rounds: Sequence[Round],
     courses: Mapping[int, list[Interval]],
-    trained: Sequence[tuple[float, float]],
+    trained: Sequence[Interval],
 ) -> NodeTime:
     at = attempt.end if attempt.joined is None else max(attempt.begin, attempt.joined)
     found = [Interval(attempt.begin, at, "start")]
@@ -266,16 +273,18 @@ def _in_round(
     yield from _cut(course, trains, end)
 
 
-def _cut(intervals: Iterable[Interval], begin: float, end: float) -> Iterator[Interval]:
-    for i in intervals:
-        if i.end > begin and i.begin < end:
-            yield Interval(max(begin, i.begin), min(end, i.end), i.kind)
+def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[Interval]:
+    """Yield the parts of intervals, in order, that lie in a stretch of time."""
+    first = bisect_right(intervals, begin, key=lambda interval: interval.end)
+    for i in islice(intervals, first, None):
+        if i.begin >= end:
+            return
+        yield Interval(max(begin, i.begin), min(end, i.end), i.kind)
 
 
-def _waited(begin: float, end: float, trained: Sequence[tuple[float, float]]) -> Iterator[Interval]:
+def _waited(begin: float, end: float, trained: Sequence[Interval]) -> Iterator[Interval]:
     """Yield what a node was at outside a round: idle while others train, else it is formed."""
-    others = (Interval(b, e, "idle") for b, e in trained)
-    idle = list(_cut(others, begin, end)) if begin < end else []
+    idle = list(_cut(trained, begin, end)) if begin < end else []
     yield from _under(idle, [Interval(begin, end, "rendezvous")] if begin < end else [])
 
 

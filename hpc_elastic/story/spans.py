@@ -61,7 +61,13 @@ class Begun:
 
 @dataclass(frozen=True)
 class Size:
-    """From when on the group had so many nodes, and workers; 0 while it is formed anew."""
+    """The size of the group from some time on.
+
+    Attributes:
+        time: From when on, in Unix seconds.
+        nodes: Its nodes; 0 while it is formed anew, or is over.
+        world_size: Its workers.
+    """
 
     time: float
     nodes: int
@@ -187,13 +193,18 @@ def _why(goes: Event) -> str:
 def rounds_of(events: Sequence[Event], *, now: float, ft: bool) -> list[Round]:
     """Return the rounds in their order; see `account`."""
     found: list[Round] = []
+    trains = [event for event in events if event["kind"] == "trains"]
+    of_round: dict[int, list[Event]] = {}
+    for event in trains:
+        of_round.setdefault(int(event["round"]), []).append(event)
     for i, event in enumerate(events):
         if event["kind"] != "round":
             continue
         number, begin = int(event["number"]), float(event["time"])
         members = frozenset((str(m["task"]), int(m["attempt"])) for m in event["members"])
         end = next((float(e["time"]) for e in events[i + 1 :] if _ends(e, ft=ft)), now)
-        begun = _begun(events, number, members, begin, max(begin, end), ft=ft)
+        of_ours = trains if ft else of_round.get(number, ())
+        begun = _begun(of_ours, members, begin, max(begin, end), ft=ft)
         before = found[-1] if ft and found and found[-1].end >= begin else None
         going_on = _going_on(before, members, begun)
         trained = bool(going_on) and before is not None and before.trains_from is not None
@@ -231,17 +242,13 @@ def _ends(event: Event, *, ft: bool) -> bool:
 
 
 def _begun(
-    events: Sequence[Event], number: int, members: Collection[Key], begin: float, end: float, *,
-    ft: bool,
+    trains: Sequence[Event], members: Collection[Key], begin: float, end: float, *, ft: bool
 ) -> dict[Key, Begun]:  # fmt: skip
     """Return the first steps in a round; of a replica, those that it made while that lasted."""
     found = {}
-    for event in events:
-        if event["kind"] != "trains":
-            continue
+    for event in trains:
         key, time = (str(event["task"]), int(event["attempt"])), float(event["time"])
-        ours = begin <= time <= end if ft else int(event["round"]) == number
-        if key in members and ours:
+        if key in members and (not ft or begin <= time <= end):
             found[key] = Begun(
                 time, int(event["step"]), event.get("restored"),
                 float(event.get("restore_s") or 0.0), bool(event.get("counted")),

@@ -1,5 +1,6 @@
 """`hpc-elastic status` and `list` beside a real run with `launcher=local`."""
 
+import html
 import json
 import os
 import signal
@@ -151,9 +152,31 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     assert told["step"] >= told["checkpoint"]["step"] > 0
     assert 1 <= told["checkpoint"]["kept"] <= 2, "a save that a newer one overtakes is left out"
 
+    reported_as(told, run.dir, capsys)
+
     assert main(["list", "--json"]) == 0
     (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.dir))
     assert (listed["state"], listed["run_id"]) == ("succeeded", told["run_id"])
+
+
+def reported_as(told: dict, folder: Path, capsys) -> None:
+    """The report says the same as the status; its sums are those of all stretches of all nodes."""
+    assert main(["report", str(folder), "--format", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["about"]["phase"] == "succeeded" and report["notes"] == []
+    spent, kinds = report["spent"], report["spent"]["by_kind"]
+    assert kinds == pytest.approx(told["node_seconds"], abs=0.06) and kinds["restore"] > 0
+    assert sum(kinds.values()) == pytest.approx(spent["node_s"])
+    for kind, total in kinds.items():
+        stretches = [i for node in report["nodes"] for i in node["intervals"] if i["kind"] == kind]
+        assert sum(i["end"] - i["begin"] for i in stretches) == pytest.approx(total, abs=1e-3)
+    (lost,) = (change for change in report["changes"] if change["fault"])
+    assert lost["cause"] == "lost" and lost["lost_steps"] >= LOST and lost["node_s"] > 0
+    assert {node["ended_by"] for node in report["nodes"]} == {"gone", "end"}
+    assert main(["report", str(folder), "-o", str(folder / "report.html")]) == 0
+    page = html.unescape((folder / "report.html").read_text())
+    assert "Goodput" in page and lost["sentence"] in page
+    capsys.readouterr()
 
 
 def test_a_watch_shows_lines_where_no_terminal_is_and_ends_with_the_run(run):

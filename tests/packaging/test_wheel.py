@@ -81,6 +81,15 @@ def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pat
     assert list(folder.glob(pattern))
 
 
+def test_the_page_of_a_report_is_found(run: Run) -> None:
+    """Its template, its style and its script lie beside the code that fills them in."""
+    code = (
+        "from importlib.resources import files as f; print(*f('hpc_elastic.reporting').iterdir())"
+    )
+    shipped = {Path(name).name for name in run("python", "-c", code).split()}
+    assert {"page.html.j2", "page.css", "page.js"} <= shipped
+
+
 def test_the_wheel_holds_every_module_of_the_clone(environment: Path) -> None:
     """No sub-package was left out of the list in pyproject.toml."""
     (installed,) = environment.glob("lib/python*/site-packages")

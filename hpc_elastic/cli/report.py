@@ -1,0 +1,206 @@
+"""``hpc-elastic report``: a run from its beginning to its end, as one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_elastic.cli import options
+from hpc_elastic.errors import RunDirectoryError
+
+if TYPE_CHECKING:
+    from hpc_elastic.cli.facts import Facts
+    from hpc_elastic.story.report import About, Configuration, Report
+
+_FORMATS = ("html", "png", "json")
+_STANDARD_OUTPUT = "-"
+
+_HELP = """
+\b
+What is in it:
+  where every node-second went, and the goodput
+  when each node joined and left, and why
+  step and loss over time, with the faults and the checkpoints
+  each fault with its cost: lost steps, time without a step, node time
+  what happened, in sentences
+  checkpoints, and the configuration without its secrets (***)
+
+\b
+Formats:
+  html  one file that needs nothing else: no network, no server; light or dark as the reader's
+        system is, on a laptop or on a phone
+  png   its figures and charts as a picture, drawn without a browser
+  json  all of it as values; docs/report.md describes the keys
+
+html and png need `pip install 'hpc_elastic[report]'`; json needs nothing. The file can be read by
+you alone, as the run's configuration can: `chmod a+r` it to hand it around.
+
+\b
+Examples:
+  hpc-elastic report last -o report.html
+  hpc-elastic report runs/7 -o report.png
+  hpc-elastic report last --format json | jq '.changes[] | select(.fault)'
+"""
+
+
+@click.command(epilog=_HELP)
+@options.run
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    metavar="FILE", help="Where to; - is standard output, and the default for json.",
+)  # fmt: skip
+@click.option(
+    "--format", "form", type=click.Choice(_FORMATS),
+    help="Default: as FILE ends, else html.",
+)  # fmt: skip
+def command(run: Path, output: Path | None, form: str | None) -> int:
+    """Write a report of a run: where its time went, its nodes, training, faults and checkpoints.
+
+    Everything is read from the run's directory, and Slurm is asked once. The run may go on, may
+    have ended, or never have started: the report says what is known. The exit code is 0 whatever
+    has become of the run.
+    """
+    form = form or _by_name(output)
+    if output is None and form != "json":
+        raise click.UsageError(f"say where to write it, such as -o report.{form}")
+    text = render(report_of(run), form)
+    if output is None or str(output) == _STANDARD_OUTPUT:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        return 0
+    _write(output, text)
+    print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
+    return 0
+
+
+def _by_name(output: Path | None) -> str:
+    if output is None:
+        return "html"
+    suffix = output.suffix.lower().lstrip(".")
+    return suffix if suffix in _FORMATS else "html"
+
+
+def render(report: Report, form: str) -> bytes:
+    """Return a report in one of its formats.
+
+    Raises:
+        ReportLibraryError: html and png need a library that is not installed.
+    """
+    values = report.to_json()
+    if form == "json":
+        return (json.dumps(values) + "\n").encode()
+    if form == "png":
+        from hpc_elastic.reporting.picture import png
+
+        return png(values)
+    from hpc_elastic.reporting.page import html
+
+    return html(values).encode(errors="replace")
+
+
+def _write(output: Path, content: bytes) -> None:
+    """Replace a file in one step by one that only its owner can read; write into a device."""
+    try:
+        if output.exists() and not output.is_file():
+            output.write_bytes(content)
+            return
+        fd, staged = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+        with os.fdopen(fd, "wb") as f:
+            f.write(content)
+        Path(staged).replace(output)
+    except OSError as e:
+        raise RunDirectoryError(f"{output} can not be written ({e}): name another file") from e
+
+
+# ---- finding out --------------------------------------------------------------------------
+
+
+def report_of(run: Path) -> Report:
+    """Return the report of a run, from its files and its scheduler.
+
+    Raises:
+        RunDirectoryError: this is no run directory, nor what is left of one.
+    """
+    from hpc_elastic.cli.looking import look
+    from hpc_elastic.story.episodes import episodes
+    from hpc_elastic.story.report import report
+
+    facts = look(run)
+    notes = list(facts.notes)
+    return report(
+        _about(facts), facts.account, facts.points, episodes(facts.events), made=time.time(),
+        kept=_kept(run, notes), configuration=_configuration(facts, notes), notes=notes,
+    )  # fmt: skip
+
+
+def _about(facts: Facts) -> About:
+    from dataclasses import asdict
+
+    from hpc_elastic.story.points import Point
+    from hpc_elastic.story.report import About
+
+    status, spec = facts.status or Point(facts.now), facts.spec
+    return About(
+        run_id=facts.run_id, directory=str(facts.directory), overrides=facts.label,
+        launcher=facts.launcher, ft=spec is not None and spec.ft, phase=facts.phase,
+        submitted=facts.submitted, until=facts.now if facts.ended is None else facts.ended.time,
+        ended=None if facts.ended is None else asdict(facts.ended),
+        min_nodes=facts.nodes and facts.nodes[1], max_nodes=facts.nodes and facts.nodes[2],
+        restarts=facts.restarts[0], max_restarts=facts.restarts[1],
+        rounds=facts.round, step=status.step, total_steps=status.total_steps,
+        samples=status.samples, loss=status.loss,
+        steps_per_s=facts.pace.steps_per_s, remaining_s=facts.pace.remaining_s,
+    )  # fmt: skip
+
+
+def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
+    from hpc_elastic.checkpoint.store import Store
+
+    store = Store(run / "checkpoints")
+    try:
+        return [
+            {"step": step, "time": store.folder(step).stat().st_mtime} for step in store.steps()
+        ]
+    except OSError as e:
+        notes.append(f"the checkpoints can not be listed: {e}")
+        return []
+
+
+def _configuration(facts: Facts, notes: list[str]) -> Configuration:
+    from hpc_elastic.rundir import RunDir
+    from hpc_elastic.story.redact import redact, redact_argument
+    from hpc_elastic.story.report import Configuration
+
+    files, spec = RunDir(facts.directory), facts.spec
+    config = _read(files.hydra / "config.yaml", notes)
+    if config is None and spec is not None:
+        config = {"args": spec.entry.args} if spec.entry.kind == "function" else None
+    if isinstance(config, dict):
+        config.pop("launcher", None)  # stands in the settings
+    provenance = dict(spec.provenance) if spec is not None else {}
+    provenance.pop("environment", None)
+    if isinstance(provenance.get("argv"), list):
+        provenance["argv"] = [redact_argument(str(word)) for word in provenance["argv"]]
+    return Configuration(
+        redact(_read(files.settings, notes)), redact(config), redact(provenance)
+    )  # fmt: skip
+
+
+def _read(file: Path, notes: list[str]) -> Any:
+    """Return the values of a YAML or JSON file; None where there is none."""
+    import yaml
+
+    try:
+        return yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as e:
+        notes.append(f"{file.name} can not be read: {e}")
+        return None

@@ -1,0 +1,47 @@
+// Draws the charts in the theme that the reader's system prefers, and again when that changes.
+(() => {
+  "use strict";
+  const read = (id) => JSON.parse(document.getElementById(id).textContent);
+  const charts = read("chart-specs");
+  const configs = read("chart-configs");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let views = [];
+
+  // Tables are smaller than a list of objects; `charts.expanded` is the same in Python.
+  function expanded(part) {
+    if (Array.isArray(part)) return part.map(expanded);
+    if (part === null || typeof part !== "object") return part;
+    if (part.table) {
+      const { names, rows } = part.table;
+      return { values: rows.map((row) => Object.fromEntries(row.map((v, i) => [names[i], v]))) };
+    }
+    return Object.fromEntries(Object.entries(part).map(([key, v]) => [key, expanded(v)]));
+  }
+
+  async function draw() {
+    const theme = dark.matches ? "dark" : "light";
+    const old = views;
+    views = [];
+    for (const { name, spec } of charts) {
+      views.push(await vegaEmbed(`#chart-${name}`, expanded(spec), {
+        actions: false,
+        ast: true, // interprets expressions: no eval
+        config: configs[theme],
+        renderer: "canvas",
+        tooltip: { theme },
+      }));
+    }
+    old.forEach((view) => view.finalize());
+    document.documentElement.dataset.drawn = theme;
+  }
+
+  let last = Promise.resolve();
+  const redraw = () => {
+    last = last.then(draw).catch((error) => {
+      console.error(error);
+      document.documentElement.dataset.drawn = "failed";
+    });
+  };
+  dark.addEventListener("change", redraw);
+  redraw();
+})();

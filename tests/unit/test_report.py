@@ -1,0 +1,339 @@
+"""A run's report as values: costs, thinning, secrets, and what is said where little is known."""
+
+import json
+import math
+import struct
+import sys
+import zlib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+from story_events import (
+    begun,
+    event,
+    gone,
+    group,
+    left,
+    node,
+    notice,
+    stop,
+    stopped,
+    trains,
+)
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.cli.report import render, report_of
+from hpc_elastic.reporting import colours, thin, words
+from hpc_elastic.reporting.charts import charts
+from hpc_elastic.reporting.page import MEANINGS
+from hpc_elastic.reporting.picture import spec
+from hpc_elastic.reporting.texts import by_cause
+from hpc_elastic.reporting.vega import packed
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.story.account import KINDS, account
+from hpc_elastic.story.episodes import episodes
+from hpc_elastic.story.page import attributes
+from hpc_elastic.story.points import Point
+from hpc_elastic.story.redact import redact, redact_argument
+from hpc_elastic.story.report import About, Report, changes, report
+from hpc_elastic.story.report_keys import OBJECTS, keys
+
+ROOT = Path(__file__).parents[2]
+LOST = [
+    *begun(0, 1), event(1.8, "joined", 0, host="node0"), event(1.9, "joined", 1, host="node1"),
+    group(2.0, 1, 0, 1), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
+    gone(14.0, 1, "its connection closed"), stop(14.0, 1, "gone"), stopped(14.0, 0, 1, 20),
+    group(15.0, 2, 0), trains(20.0, 0, 2, 10),
+]  # fmt: skip
+"""Two train from 4 on, one is lost at 14, the other goes on from step 10 at 20."""
+POINTS = [
+    Point(5.0, round=1, nodes=2, step=2, loss=3.0),
+    Point(9.0, round=1, nodes=2, step=10, loss=2.0, checkpoint=10),
+    Point(13.9, round=1, nodes=2, step=20, loss=1.0, checkpoint=10),
+    Point(30.0, round=2, nodes=1, step=31, loss=math.nan, checkpoint=30),
+]
+
+
+def reported(events=LOST, points=POINTS, until: float = 30.0, **more) -> Report:
+    """The report of a run that goes on."""
+    spent = account(events, points, now=until)
+    about = About("run-1", "/runs/1", until=until, phase="training")
+    return report(about, spent, points, episodes(events), made=until, **more)
+
+
+# ---- costs --------------------------------------------------------------------------------
+
+
+def test_a_change_costs_what_is_not_useful_until_the_next_one():
+    """The costs of all add up to what the goodput lacks but for checkpoints."""
+    found = reported()
+    (lost,) = found.changes
+    assert (lost.fault, lost.cause, lost.hosts) == (True, "lost", ["node1"])
+    assert (lost.lost_steps, lost.pause_s) == (10, 6.0)
+    kinds = found.spent.by_kind
+    assert kinds["replayed"] == pytest.approx(4.5), "steps 11 to 20, of 20 in ten seconds"
+    assert found.first_node_s + lost.node_s == pytest.approx(
+        found.spent.node_s - kinds["useful"] - kinds["checkpoint"]
+    )
+    assert found.first_node_s == pytest.approx(6.0), "two nodes for three seconds"
+    assert [row["cause"] for row in by_cause([vars(lost)])] == ["lost"]
+
+
+def test_nodes_that_come_are_no_fault():
+    """They have a cost all the same."""
+    grown = [
+        *begun(0), event(1.8, "joined", 0, host="node0"), group(2.0, 1, 0), trains(4.0, 0, 1, 0),
+        node(6.0, 1), event(7.0, "joined", 1, host="node1"),
+        stop(10.0, 1, "regroup", 9), stopped(10.0, 0, 1, 9), group(11.0, 2, 0, 1),
+        trains(13.0, 0, 2, 9), trains(13.0, 1, 2, 9),
+    ]  # fmt: skip
+    (change,) = reported(grown, []).changes
+    assert (change.kind, change.fault, change.cause) == ("grew", False, "arrived")
+    assert change.node_s == pytest.approx(2 * 3.0)
+
+
+def test_the_loss_of_all_nodes_costs_until_they_train_again():
+    """Its coming back is no change of its own, and the sums hold."""
+    came_back = [
+        *begun(0), event(1.8, "joined", 0, host="node0"), group(2.0, 1, 0), trains(4.0, 0, 1, 0),
+        notice(14.0, 0), stop(15.0, 1, "regroup", 20), stopped(15.0, 0, 1, 20), left(16.0, 0),
+        node(60.0, 0, 1), event(61.0, "leader", 0, epoch=2),
+        event(62.0, "joined", 0, host="node0"), group(63.0, 2, 10, epoch=2),
+        trains(70.0, 0, 2, 20, 1),
+    ]  # fmt: skip
+    found = reported(came_back, [], until=80.0)
+    (change,) = found.changes
+    assert (change.kind, change.fault, change.cause) == ("stopped", True, "preempted")
+    assert (change.lost_steps, change.pause_s) == (0, 55.0)
+    kinds = found.spent.by_kind
+    assert found.first_node_s + change.node_s == pytest.approx(
+        found.spent.node_s - kinds["useful"] - kinds["checkpoint"]
+    )
+    assert change.node_s >= 10.0 and "was preempted" in change.sentence
+
+
+def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():
+    """The others did not notice."""
+    told = episodes([
+        *LOST, node(22.0, 2),
+        event(25.0, "notice", 2, reason="time limit", left_s=3.0),
+        event(26.0, "left", 2, reason="time limit", how="requeue"),
+    ])  # fmt: skip
+    _, found = changes(told, account(LOST, POINTS, now=30.0).nodes)
+    assert [(c.kind, c.cause) for c in found] == [("shrank", "lost"), ("left", "time limit")]
+    assert found[1].node_s == 0.0 and found[1].fault
+
+
+def test_replicas_that_live_on_lose_no_time():
+    """A replica that dies costs its own time; the others train on."""
+    tasks = ["7_0", "7_1"]
+    lost = [
+        *begun(0, 1), event(1.8, "joined", 0, host="node0"),
+        event(1.9, "joined", 1, host="node1"),
+        group(2.0, 1, 0, 1, placed=tasks), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
+        gone(14.0, 1, ""), event(14.0, "departed", 1, host="node1", nodes=1),
+    ]  # fmt: skip
+    spent = account(lost, [], now=24.0, ft=True)
+    found = report(About("r", "/r", ft=True), spent, [], episodes(lost), made=24.0)
+    (fault,) = found.changes
+    assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == ("shrank", "lost", 0.0, None)
+    assert found.spent.by_kind["useful"] == pytest.approx(20.0 + 10.0)
+
+
+# ---- what is known ------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_none_is_null_and_is_said():
+    """JSON knows no NaN, and neither does a browser."""
+    found = reported()
+    text = json.dumps(found.to_json(), allow_nan=False)
+    assert json.loads(text)["progress"][-1]["loss"] is None
+    assert "the loss was nan at step 31" in found.notes[0]
+    assert [c["step"] for c in found.checkpoints.announced] == [10, 30]
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ([Point(5.0, round=1, nodes=2)], "no step is known"),
+        ([Point(5.0, round=1, nodes=2, step=3)], "reports no loss"),
+        ([], None),
+    ],
+)
+def test_what_the_script_does_not_report_is_said(points, said):
+    """And the charts of it are not there."""
+    found = reported(points=points)
+    assert (said in found.notes[0]) if said else not found.notes
+    assert [chart.name for chart in charts(found.to_json())] == ["bar", "lanes", "group"]
+
+
+def test_a_rank_that_is_slow_is_noted_until_it_keeps_up():
+    """It stands at the top of the page."""
+    slow = event(16.0, "straggler", 0, rank=1, host="node1", ratio=1.6, slow=True)
+    again = {**slow, "time": 18.0, "slow": False}
+    assert "rank 1 on node1 is slow" in reported([*LOST, slow]).notes[0]
+    assert not any("rank 1" in note for note in reported([*LOST, slow, again]).notes)
+
+
+def test_nothing_is_known_of_a_run_that_never_started():
+    """There is nothing to draw, and no goodput."""
+    found = reported([], [])
+    assert (found.spent.node_s, found.spent.goodput, found.changes) == (0.0, None, [])
+    assert charts(found.to_json()) == []
+    assert "No task of this run has started" in json.dumps(spec(found.to_json()))
+
+
+def test_keys_are_those_that_are_described():
+    """Each class's docstring names its fields, and docs/report.md ends with them."""
+    for title, made_of in OBJECTS:
+        assert is_dataclass(made_of)
+        assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)], title
+    assert (ROOT / "docs/report.md").read_text().endswith(keys())
+    assert all(f"`{kind}`" in keys() for kind in KINDS)
+    assert set(reported().to_json()) == {f.name for f in fields(Report)}
+
+
+# ---- drawing ------------------------------------------------------------------------------
+
+
+def test_short_stretches_are_drawn_as_what_fills_most_of_them():
+    """And nothing is left out, nor moved."""
+    kinds = [
+        ("useful", 0, 50),
+        ("import", 50, 50.4),
+        ("replayed", 50.4, 51.2),
+        ("useful", 51.2, 90),
+    ]
+    given = [{"begin": b, "end": e, "kind": kind} for kind, b, e in kinds]
+    drawn = thin.stretches(given, 1.0)
+    assert [(s["begin"], s["end"], s["kind"]) for s in drawn] == [
+        (0, 50, "useful"), (50, 51.2, "replayed"), (51.2, 90, "useful"),
+    ]  # fmt: skip
+    assert thin.stretches(given, 0.1) == given
+    assert thin.stretches(given, 500.0) == [{"begin": 0, "end": 90, "kind": "useful"}]
+    assert thin.stretches([], 1.0) == []
+
+
+def test_a_thinned_line_keeps_its_spikes():
+    """Its first and last points, and the highest and lowest of each column."""
+    points = [(float(x), 0.0) for x in range(10_000)]
+    points[4321], points[8765] = (4321.0, 9.0), (8765.0, -9.0)
+    kept = thin.series(points, 50)
+    assert len(kept) <= 200 and {points[0], points[-1], points[4321], points[8765]} <= set(kept)
+    assert kept == sorted(kept) and thin.series(points[:10], 50) == points[:10]
+
+
+def test_every_kind_has_a_colour_and_a_meaning():
+    """In both themes, and no two have the same."""
+    assert set(MEANINGS) == set(colours.SPENT_ON)
+    for theme in colours.PAGE:
+        assert set(colours.KIND[theme]) == set(colours.SPENT_ON)
+        assert len(set(colours.KIND[theme].values())) == len(colours.SPENT_ON)
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"), [(None, "–"), (0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.99999, "99.9 %")]
+)
+def test_a_share_is_never_rounded_to_all_or_nothing(part, shown):
+    """What was lost is to be seen."""
+    assert words.share(part) == shown
+
+
+# ---- secrets ------------------------------------------------------------------------------
+
+
+def test_secrets_are_hidden():
+    """By the names of their keys, below env, and in URLs; the rest stays."""
+    given = {
+        "lr": 0.1, "tokens": 5, "max_token_length": 7, "wandb": {"api_key": "abc"},
+        "launcher": {"env": {"HOME": "/x", "EMPTY": ""}}, "hub_token": "t", "password": None,
+        "db": "postgres://me:pw@host/x", "list": [{"secret": 1}],
+    }  # fmt: skip
+    assert redact(given) == {
+        "lr": 0.1, "tokens": 5, "max_token_length": 7, "wandb": {"api_key": "***"},
+        "launcher": {"env": {"HOME": "***", "EMPTY": ""}}, "hub_token": "***", "password": None,
+        "db": "postgres://me:***@host/x", "list": [{"secret": "***"}],
+    }  # fmt: skip
+    assert redact_argument("+launcher.env.WANDB=abc") == "+launcher.env.WANDB=***"
+    assert redact_argument("lr=0.1") == "lr=0.1" and redact_argument("-m") == "-m"
+
+
+# ---- the command --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDir:
+    """A run directory with the events above, a damaged one and half a line."""
+    submission = tmp_path / ".hpc_elastic"
+    submission.mkdir()
+    files = RunDir(tmp_path / "0")
+    env = {"WANDB_API_KEY": "hidden-one"}
+    files.create(RunSpec(
+        "run-1", 1, 2, 1, 3, Entry("function", "f", args=[{"token": "hidden-two"}]),
+        str(submission), [(0, 0), (0, 1)], launcher="local", env=env,
+        provenance={"argv": ["a.py", "launcher.env.X=hidden-three"], "environment": {"P": "/p"}},
+    ))  # fmt: skip
+    files.settings.write_text(json.dumps({"nodes": "1:2", "launcher": {"env": env}}))
+    lines = [*map(json.dumps, LOST), '{"v": 1, "time": 3.0, "kind": "round", "task": "7_0"}']
+    files.events("7_0").write_text("\n".join(lines) + '\n{"v": 1, "ti')
+    progress = [vars(point) for point in POINTS]
+    files.progress.write_text("".join(f"{json.dumps(p)}\n" for p in progress) + '{"time": 3')
+    return files
+
+
+def test_damaged_events_are_left_out_and_that_is_said(run):
+    """The rest is reported."""
+    found = report_of(run.path)
+    assert "damaged events are left out: 1" in found.notes
+    assert [change.cause for change in found.changes] == ["lost"]
+    assert (found.about.phase, found.about.launcher) == ("not submitted", "local")
+
+
+@pytest.mark.parametrize("form", ["json", "html"])
+def test_no_secret_is_in_a_report(run, form):
+    """Neither of the settings, nor of the arguments, nor of the command line."""
+    text = render(report_of(run.path), form).decode()
+    assert "hidden-" not in text and "***" in text and "WANDB_API_KEY" in text
+
+
+def test_json_goes_to_standard_output(run, capsysbinary):
+    """It is the default there; a page needs a file."""
+    assert main(["report", str(run.path), "--format", "json"]) == 0
+    assert json.loads(capsysbinary.readouterr().out)["version"] == 1
+    assert main(["report", str(run.path)]) == 2
+    assert b"-o report.html" in capsysbinary.readouterr().err
+
+
+def test_the_format_follows_the_name(run, tmp_path, capsys):
+    """And a file that can not be written is an error with a remedy."""
+    for name, begin in (("r.png", b"\x89PNG"), ("r.json", b"{"), ("r", b"<!DOCTYPE html>")):
+        assert main(["report", str(run.path), "-o", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().lstrip().startswith(begin)
+    assert main(["report", str(run.path), "-o", str(tmp_path / "no" / "r.json")]) == 1
+    assert "name another file" in capsys.readouterr().err
+
+
+def test_a_packed_picture_is_the_same_picture():
+    """All its chunks, and the pixels."""
+    pixels = bytes(1000) + bytes(range(256))
+    stored = zlib.compress(pixels, 0)
+
+    def file(*data: bytes) -> bytes:
+        parts = [(b"IHDR", b"h"), *((b"IDAT", d) for d in data), (b"IEND", b"")]
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d))
+            for kind, d in parts
+        )
+
+    assert packed(file(stored[:700], stored[700:])) == file(zlib.compress(pixels, 6))
+
+
+@pytest.mark.parametrize("form", ["html", "png"])
+def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys, form):
+    """With the command that installs it; JSON does without."""
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    out = tmp_path / f"r.{form}"
+    assert main(["report", str(run.path), "-o", str(out)]) == 1
+    assert "pip install 'hpc_elastic[report]'" in capsys.readouterr().err and not out.exists()
+    assert main(["report", str(run.path), "-o", str(tmp_path / "r.json")]) == 0

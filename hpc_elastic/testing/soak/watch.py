@@ -1,0 +1,90 @@
+"""How the run is: read from its directory, again and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.events import Event, EventReader
+from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.story.episode import Episode
+from hpc_elastic.story.episodes import episodes
+from hpc_elastic.story.lives import Chronicle
+from hpc_elastic.testing.soak.plan import NUM_NODES
+
+
+class Watch:
+    """What is known of a run.
+
+    Args:
+        run: Its directory.
+        checkpoints: Where its training saves.
+    """
+
+    def __init__(self, run: RunDir, checkpoints: Path) -> None:
+        self.run = run
+        self.store = Store(checkpoints)
+        self.events: list[Event] = []
+        self._reader = EventReader(run.path / "events")
+
+    def look(self) -> Chronicle:
+        """Read what has come since the last look, and return all that has happened."""
+        self.events += self._reader.new()
+        return Chronicle(self.events)
+
+    @property
+    def story(self) -> list[Episode]:
+        """What `hpc-elastic events` tells, as of the last look."""
+        return episodes(self.events)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.run.result.exists()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint; 0: there is none."""
+        return next(iter(self.store.steps()), 0)
+
+    @property
+    def num_usable(self) -> int:
+        """How many nodes there are for the run: those that it does not avoid."""
+        return NUM_NODES - len(read_json(self.run.path / "excluded.json") or {})
+
+    @property
+    def hosts(self) -> list[str]:
+        """The nodes of the last group, in rank order, as of the last look."""
+        run = Chronicle(self.events)
+        return [life.host for life in run.members(run.rounds[-1])] if run.rounds else []
+
+    @property
+    def leader(self) -> str:
+        """The node whose agent leads, as of the last look."""
+        run = Chronicle(self.events)
+        last = run.leaders[-1]
+        return run.host_at(last["task"], float(last["time"]))
+
+    def task_on(self, host: str) -> str:
+        """Return the task of the last group that has a node."""
+        members = Chronicle(self.events).rounds[-1]["members"]
+        return next(str(m["task"]) for m in members if m["host"] == host)
+
+    def is_well(self, since: int) -> bool:
+        """Tell whether the run trains on all nodes that it may have, and has saved since.
+
+        Args:
+            since: A step that it has to have saved beyond.
+        """
+        run = self.look()
+        if not run.rounds:
+            return False
+        last = run.rounds[-1]
+        number, members = int(last["number"]), run.members(last)
+        stops = [e for e in run.of("stop", after=float(last["time"])) if e["round"] == number]
+        if stops or len(members) != self.num_usable:
+            return False
+        if not all(number in life.trains for life in members):
+            return False
+        first = max(int(life.trains[number]["step"]) for life in members)
+        return self.saved_step > max(since, first)

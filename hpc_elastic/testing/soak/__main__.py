@@ -42,7 +42,8 @@ def main() -> int:
         return 0
 
     def say(line: str) -> None:
-        progress.print(f"{time.strftime('%H:%M:%S')} {line}", highlight=False, markup=False)
+        clock = time.strftime("%H:%M:%S")
+        progress.print(f"{clock} {line}", highlight=False, markup=False, soft_wrap=True)
 
     try:
         with _folder() as folder, _sandbox(options.sandbox) as sandbox:

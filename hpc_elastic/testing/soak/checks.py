@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,25 @@ def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
     """
     ended = _ended(record)
     found = [Check("the run went to its end by itself", tuple(ended))]
+    found.append(Check("faults were thrown", () if record.thrown else ("none",)))
     found.append(Check("every fault is explained by the story", tuple(_unexplained(record))))
     found.append(Check("the events are as their schema says", tuple(_malformed(record.run))))
     if ended:
         return found
     ranks = _results(RunDir(record.run))
     found.append(Check("every sample once an epoch, by the ledger", tuple(_audited(record.run))))
-    found.append(Check("every sample once an epoch, by the state", tuple(_counted(ranks))))
-    found.append(Check("the parameters are the same on all ranks", tuple(_alike(ranks))))
-    found.append(Check("they are those of an undisturbed run", tuple(_right(ranks, work))))
+    found += rank_checks(ranks)
+    found.append(Check("the result is that of an undisturbed run", tuple(_right(ranks, work))))
     found.append(Check("no task and no process is left", tuple(_left(record.run, sandbox))))
     return found
+
+
+def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Return the checks of what the ranks have returned, see `training.train`."""
+    return [
+        Check("every sample once an epoch, by the state", tuple(_counted(ranks))),
+        Check("the parameters are the same on all ranks", tuple(_alike(ranks))),
+    ]
 
 
 def _ended(record: Record) -> Iterator[str]:
@@ -94,14 +102,14 @@ def _audited(run: Path) -> Iterator[str]:
         yield str(e)
 
 
-def _counted(ranks: list[Mapping[str, Any]]) -> Iterator[str]:
+def _counted(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for number, rank in enumerate(ranks):
         if rank["times_seen"] != [rank["epochs"]]:
             times, epochs = rank["times_seen"], rank["epochs"]
             yield f"rank {number}: samples were seen {times} times in {epochs} epochs"
 
 
-def _alike(ranks: list[Mapping[str, Any]]) -> Iterator[str]:
+def _alike(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not ranks or len(ranks) != ranks[0]["world_size"]:
         yield f"{len(ranks)} ranks have returned something"
     digests = {rank["digest"] for rank in ranks}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -88,10 +90,11 @@ def submit(sandbox: SlurmSandbox, disk: Path, num_nodes: int) -> Watch:
     """Submit the run; its files are on the disk."""
     os.environ.update(sandbox.env)
     run = disk / "run"
-    launch(
-        training.train, str(disk), nodes=f"1:{num_nodes}", nproc_per_node=1, launcher="slurm",
-        run_dir=run, wait=False, **CHANGED,
-    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):  # how to attach to it
+        launch(
+            training.train, str(disk), nodes=f"1:{num_nodes}", nproc_per_node=1, launcher="slurm",
+            run_dir=run, wait=False, **CHANGED,
+        )  # fmt: skip
     return Watch(RunDir(run), disk / training.CHECKPOINTS)
 
 

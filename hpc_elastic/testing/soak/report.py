@@ -15,7 +15,8 @@ from hpc_elastic.testing.soak.play import Record
 from hpc_elastic.testing.soak.told import Finding, Thrown, Told, tell
 
 _UNSAID = {
-    Finding.NOTHING: "(nothing: a run may pass over it)",
+    Finding.NOTHING: "(it need not be told)",
+    Finding.SHARED: "(told with what was thrown at the same time)",
     Finding.MISSING: "[bold red]NOT TOLD:[/] ",
 }
 
@@ -55,12 +56,19 @@ def _row(thrown: Thrown, told: Told, started: float) -> list[str]:
     at = time.strftime("%M:%S", time.gmtime(max(0.0, thrown.time - started)))
     what = fault.of.what.format(hosts=", ".join(thrown.hosts))
     what += " (on the heels of the one before)" if fault.on_heels else ""
-    said = _UNSAID.get(told.finding, "") + escape(told.problem)
-    said += "\n".join(escape(sentence(episode)) for episode in told.episodes)
+    said = [_UNSAID.get(told.finding, "") + escape(told.problem)]
+    said += [escape(sentence(episode)) for episode in told.episodes]
     has_cost = any(e.cost.pause_s is not None for e in told.episodes)
     lost = str(told.lost_steps) if has_cost else ""
     pause = seconds(told.pause_s) if has_cost else ""
-    return [str(fault.number), at, f"[bold]{fault.kind}[/]: {escape(what)}", said, lost, pause]
+    return [
+        str(fault.number),
+        at,
+        f"[bold]{fault.kind}[/]: {escape(what)}",
+        "\n".join(filter(None, said)),
+        lost,
+        pause,
+    ]
 
 
 def verdicts(checks: Sequence[Check]) -> Table:

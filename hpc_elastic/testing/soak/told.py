@@ -19,7 +19,7 @@ class Finding(Enum):
 
     TOLD = "told"
     SHARED = "shared"  # the run was stopped by another one, thrown together with it
-    NOTHING = "nothing"  # nor need it
+    NOTHING = "nothing"  # nor need it; if the group has changed nevertheless, that is shown
     MISSING = "MISSING"
 
 
@@ -78,9 +78,9 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
         story: The run's episodes.
     """
     during = [e for e in story if _is_during(e, thrown)]
-    changes = tuple(e for e in during if e.nodes_before is not None)
+    changes = tuple(e for e in during if _is_brought_about(e))
     if not thrown.fault.of.tells:
-        return Told(Finding.NOTHING)
+        return Told(Finding.NOTHING, changes)
     told = tuple(e for e in during if _named(e, thrown))
     problem = _what_is_missing(thrown, during, told)
     if not problem:
@@ -111,6 +111,11 @@ def _named(episode: Episode, thrown: Thrown) -> set[str]:
 def _is_hang_of(episode: Episode, hosts: Sequence[str]) -> bool:
     ranks = episode.facts.get("ranks") or ()
     return episode.kind == "hang" and any(rank.get("host") in hosts for rank in ranks)
+
+
+def _is_brought_about(episode: Episode) -> bool:
+    """Tell whether the group changed, and not because nodes came."""
+    return bool({c.what for c in episode.causes} - set(_CAME))
 
 
 def _is_during(episode: Episode, thrown: Thrown) -> bool:

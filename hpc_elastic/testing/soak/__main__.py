@@ -52,7 +52,8 @@ def main() -> int:
             _print(out, record, found)
             failed = any(check.problems for check in found)
             if failed:
-                shutil.copytree(folder / "disk", folder / "kept", symlinks=True)
+                with contextlib.suppress(shutil.Error):  # of files that vanish meanwhile
+                    shutil.copytree(folder / "disk", folder / "kept", symlinks=True)
                 again = f"scripts/soak --seed {seed} --minutes {options.minutes:g}"
                 out.print(f"FAILED. The same faults again: {again}\nfiles: {folder / 'kept'}")
     except SandboxError as e:

@@ -24,18 +24,25 @@ class Watch:
     def __init__(self, run: RunDir, checkpoints: Path) -> None:
         self.run = run
         self.store = Store(checkpoints)
-        self.events: list[Event] = []
         self._reader = EventReader(run.path / "events")
+        self._events: list[Event] = []
+        self._past = Chronicle([])
+        self._story: list[Episode] | None = None
 
     def look(self) -> Chronicle:
         """Read what has come since the last look, and return all that has happened."""
-        self.events += self._reader.new()
-        return Chronicle(self.events)
+        new = self._reader.new()
+        if new:
+            self._events += new
+            self._past, self._story = Chronicle(self._events), None
+        return self._past
 
     @property
     def story(self) -> list[Episode]:
         """What `hpc-elastic events` tells, as of the last look."""
-        return episodes(self.events)
+        if self._story is None:
+            self._story = episodes(self._events)
+        return self._story
 
     @property
     def is_over(self) -> bool:
@@ -55,19 +62,18 @@ class Watch:
     @property
     def hosts(self) -> list[str]:
         """The nodes of the last group, in rank order, as of the last look."""
-        run = Chronicle(self.events)
-        return [life.host for life in run.members(run.rounds[-1])] if run.rounds else []
+        rounds = self._past.rounds
+        return [life.host for life in self._past.members(rounds[-1])] if rounds else []
 
     @property
     def leader(self) -> str:
         """The node whose agent leads, as of the last look."""
-        run = Chronicle(self.events)
-        last = run.leaders[-1]
-        return run.host_at(last["task"], float(last["time"]))
+        last = self._past.leaders[-1]
+        return self._past.host_at(last["task"], float(last["time"]))
 
     def task_on(self, host: str) -> str:
         """Return the task of the last group that has a node."""
-        members = Chronicle(self.events).rounds[-1]["members"]
+        members = self._past.rounds[-1]["members"]
         return next(str(m["task"]) for m in members if m["host"] == host)
 
     def is_well(self, since: int) -> bool:

@@ -255,12 +255,12 @@ def _damage(t: _Throw) -> Hit:
     store = t.stage.watch.store
     wait_until("two checkpoints", lambda: len(store.steps()) > 1, _PATIENCE_S)
     step = store.steps()[0]
-    _spoil(store.folder(step), t.chance)
+    spoil(store.folder(step), t.chance)
     worker.kill()
     return Hit((host,), step)
 
 
-def _spoil(folder: Path, chance: random.Random) -> None:
+def spoil(folder: Path, chance: random.Random) -> None:
     """Change a bit of a checkpoint's data, cut the data short, or remove what lists them."""
     data = chance.choice(sorted(folder.glob("*.safetensors")))
     size, how = data.stat().st_size, chance.choice(("flip", "cut", "remove"))

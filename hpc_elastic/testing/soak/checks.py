@@ -45,8 +45,8 @@ def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
         sandbox: Where.
         work: A folder for the training that the run is compared with.
     """
-    ended = _ended(record)
-    found = [Check("the run went to its end by itself", tuple(ended))]
+    ended = tuple(_ended(record))
+    found = [Check("the run went to its end by itself", ended)]
     found.append(Check("faults were thrown", () if record.thrown else ("none",)))
     found.append(Check("every fault is explained by the story", tuple(_unexplained(record))))
     found.append(Check("the events are as their schema says", tuple(_malformed(record.run))))

@@ -49,16 +49,25 @@ class Cause:
         )  # fmt: skip
 
 
-def why_left(life: Life, excluded: Mapping[str, Event], *, led: bool = False) -> Cause:
+def why_left(
+    life: Life,
+    excluded: Mapping[str, Event],
+    *,
+    led: bool = False,
+    without_it: float = float("inf"),
+) -> Cause:
     """Tell why a node is not a member any more.
 
     Args:
         life: What happened to it.
         excluded: The exclusions of the run, by host.
         led: Whether it led the run.
+        without_it: When the others went on, if nobody had said why; a notice after that is none of
+            the reasons.
     """
-    if life.notice is not None and not _was_lost_before(life, life.notice):
-        return _noticed(life, life.notice)
+    notice = life.notice
+    if notice is not None and _time(notice) < without_it and not _was_lost_before(life, notice):
+        return _noticed(life, notice)
     if "given back" in life.ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))

@@ -61,8 +61,7 @@ class _Change:
 
     def episodes(self) -> Iterator[Episode]:
         """Yield one, or two if nobody was left in between."""
-        gone = [why_left(life, self._excluded, led=self._led(life)) for life in self._departed]
-        gone = [self._timed(cause) for cause in gone]
+        gone = [self._timed(self._left(life)) for life in self._departed]
         came = [self._came(life) for life in self._arrived]
         if len(self._departed) == len(self._was):
             if not self._has_ended():
@@ -77,6 +76,12 @@ class _Change:
         return any(times[0] <= float(end["time"]) <= times[1] for end in self._run.ends.values())
 
     # ---- causes -------------------------------------------------------------------------
+
+    def _left(self, life: Life) -> Cause:
+        led = self._led(life)
+        silently = led and self._stop is None
+        without_it = float(self._after["time"]) if silently else float("inf")
+        return why_left(life, self._excluded, led=led, without_it=without_it)
 
     def _led(self, life: Life) -> bool:
         """Tell whether a member led, and another one does now."""

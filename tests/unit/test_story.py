@@ -153,6 +153,13 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
+             group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20), notice(20.0, 0), left(21.0, 0)],
+            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
+            id="the leader was cut off, and told to end when it could be reached again",
+        ),
+        pytest.param(
+            [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
              group(11.0, 2, 1, 0, epoch=2), trains(12.5, 1, 2, 20)],
             "node0, the leader, was out of reach for a while, node1 leads now; "
             "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s",

@@ -77,7 +77,9 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
         others: All faults that were thrown.
         story: The run's episodes.
     """
-    during = [e for e in story if _is_during(e, thrown)]
+    together = [o for o in others if o.volley == thrown.volley and o is not thrown]
+    began = min(o.time for o in [thrown, *together])
+    during = [e for e in story if began - _CLOCK_S <= e.time <= thrown.until + _CLOCK_S]
     changes = tuple(e for e in during if _is_brought_about(e))
     if not thrown.fault.of.tells:
         return Told(Finding.NOTHING, changes)
@@ -85,7 +87,7 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
     problem = _what_is_missing(thrown, during, told)
     if not problem:
         return Told(Finding.TOLD, told)
-    if changes and any(o.volley == thrown.volley and o is not thrown for o in others):
+    if changes and together:
         return Told(Finding.SHARED, told or changes)
     return Told(Finding.MISSING, told, problem)
 
@@ -116,9 +118,3 @@ def _is_hang_of(episode: Episode, hosts: Sequence[str]) -> bool:
 def _is_brought_about(episode: Episode) -> bool:
     """Tell whether the group changed, and not because nodes came."""
     return bool({c.what for c in episode.causes} - set(_CAME))
-
-
-def _is_during(episode: Episode, thrown: Thrown) -> bool:
-    """Tell whether an episode began, or had one of its causes, while a fault lasted."""
-    known = [c.time for c in episode.causes if c.what not in _CAME] + [episode.time]
-    return any(thrown.time - _CLOCK_S <= t <= thrown.until + _CLOCK_S for t in known)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from hpc_elastic.events import Event
 from hpc_elastic.story.lives import Life
 
-_ANNOUNCED = "its node is to be left"
-"""So begins why a node is gone that the leader was told of before."""
 _COMES_BACK = ("requeue", "requeued", "replace")
 
 
@@ -62,27 +60,16 @@ def why_left(
         life: What happened to it.
         excluded: The exclusions of the run, by host.
         led: Whether it led the run.
-        without_it: When the others went on, if nobody had said why; a notice after that is none of
-            the reasons.
+        without_it: When it was given up, or the others went on, if nobody had said why. A notice
+            after that is no reason: Slurm ends what it has written off once it can be reached.
     """
     notice = life.notice
-    if notice is not None and _time(notice) < without_it and not _was_lost_before(life, notice):
+    if notice is not None and _time(notice) < without_it:
         return _noticed(life, notice)
     if "given back" in life.ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
     return _unannounced(life, led=led)
-
-
-def _was_lost_before(life: Life, notice: Event) -> bool:
-    """Tell whether a node was out of reach, and given up, before anybody told it to leave.
-
-    Once it can be reached again, Slurm ends what it has written off.
-    """
-    gone = life.ends.get("gone")
-    if gone is None or str(gone.get("why", "")).startswith(_ANNOUNCED):
-        return False
-    return _time(gone) < _time(notice)
 
 
 def _noticed(life: Life, notice: Event) -> Cause:

@@ -15,6 +15,9 @@ from hpc_elastic.story.causes import Cause, together, why_came, why_left
 from hpc_elastic.story.episode import Cost, Episode, cost, kind_of, ready_s
 from hpc_elastic.story.lives import Chronicle, Life
 
+_ANNOUNCED = "its node is to be left"
+"""So begins why a node is gone that the leader was told of before."""
+
 
 def group_episodes(run: Chronicle) -> Iterator[Episode]:
     """Yield what happened to the group, in order."""
@@ -79,9 +82,16 @@ class _Change:
 
     def _left(self, life: Life) -> Cause:
         led = self._led(life)
-        silently = led and self._stop is None
-        without_it = float(self._after["time"]) if silently else float("inf")
-        return why_left(life, self._excluded, led=led, without_it=without_it)
+        return why_left(life, self._excluded, led=led, without_it=self._without(life, led=led))
+
+    def _without(self, life: Life, *, led: bool) -> float:
+        """Return when a member that had not said why was given up, or, if it led, replaced."""
+        after, until = float(self._before["time"]), float(self._after["time"])
+        for event in self._run.of("gone", after=after, until=until):
+            is_told = str(event.get("why", "")).startswith(_ANNOUNCED)
+            if event["task"] == life.task and not is_told:
+                return float(event["time"])
+        return until if led and self._stop is None else float("inf")
 
     def _led(self, life: Life) -> bool:
         """Tell whether a member led, and another one does now."""

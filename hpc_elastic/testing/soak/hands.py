@@ -232,7 +232,8 @@ def _drain(t: _Throw) -> Hit:
     host = t.one()
     drained = ["scontrol", "update", f"nodename={host}", "state=drain", "reason=soak"]
     t.stage.sandbox.run(drained)
-    t.stage.sandbox.run(["scancel", "--signal=USR2", t.stage.watch.task_on(host)])
+    asked = ["scancel", "--signal=USR2", t.stage.watch.task_on(host)]
+    t.stage.sandbox.run(["timeout", "5", *asked], check=False)  # it tries again while a task leaves
     return Hit((host,))
 
 

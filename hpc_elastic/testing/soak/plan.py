@@ -59,7 +59,7 @@ def plan(seed: int, minutes: float) -> list[Fault]:
     planner, takes_s = _Planner(random.Random(seed)), 0.0
     for fault in planner.faults():
         takes_s += 0.0 if fault.on_heels else fault.of.takes_s
-        if takes_s > _ENOUGH * 60.0 * minutes:
+        if planner.planned and takes_s > _ENOUGH * 60.0 * minutes:
             break
         planner.planned.append(fault)
     return planner.planned

@@ -47,16 +47,25 @@ class Cause:
         )  # fmt: skip
 
 
-def why_left(life: Life, excluded: Mapping[str, Event], *, led: bool = False) -> Cause:
+def why_left(
+    life: Life,
+    excluded: Mapping[str, Event],
+    *,
+    led: bool = False,
+    without_it: float = float("inf"),
+) -> Cause:
     """Tell why a node is not a member any more.
 
     Args:
         life: What happened to it.
         excluded: The exclusions of the run, by host.
         led: Whether it led the run.
+        without_it: When it was given up, or the others went on, if nobody had said why. A notice
+            after that is no reason: Slurm ends what it has written off once it can be reached.
     """
-    if life.notice is not None:
-        return _noticed(life, life.notice)
+    notice = life.notice
+    if notice is not None and _time(notice) < without_it:
+        return _noticed(life, notice)
     if "given back" in life.ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))

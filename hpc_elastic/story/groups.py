@@ -15,6 +15,9 @@ from hpc_elastic.story.causes import Cause, together, why_came, why_left
 from hpc_elastic.story.episode import Cost, Episode, cost, kind_of, ready_s
 from hpc_elastic.story.lives import Chronicle, Life
 
+_ANNOUNCED = "its node is to be left"
+"""So begins why a node is gone that the leader was told of before."""
+
 
 def group_episodes(run: Chronicle) -> Iterator[Episode]:
     """Yield what happened to the group, in order."""
@@ -61,8 +64,7 @@ class _Change:
 
     def episodes(self) -> Iterator[Episode]:
         """Yield one, or two if nobody was left in between."""
-        gone = [why_left(life, self._excluded, led=self._led(life)) for life in self._departed]
-        gone = [self._timed(cause) for cause in gone]
+        gone = [self._timed(self._left(life)) for life in self._departed]
         came = [self._came(life) for life in self._arrived]
         if len(self._departed) == len(self._was):
             if not self._has_ended():
@@ -77,6 +79,19 @@ class _Change:
         return any(times[0] <= float(end["time"]) <= times[1] for end in self._run.ends.values())
 
     # ---- causes -------------------------------------------------------------------------
+
+    def _left(self, life: Life) -> Cause:
+        led = self._led(life)
+        return why_left(life, self._excluded, led=led, without_it=self._without(life, led=led))
+
+    def _without(self, life: Life, *, led: bool) -> float:
+        """Return when a member that had not said why was given up, or, if it led, replaced."""
+        after, until = float(self._before["time"]), float(self._after["time"])
+        for event in self._run.of("gone", after=after, until=until):
+            is_told = str(event.get("why", "")).startswith(_ANNOUNCED)
+            if event["task"] == life.task and not is_told:
+                return float(event["time"])
+        return until if led and self._stop is None else float("inf")
 
     def _led(self, life: Life) -> bool:
         """Tell whether a member led, and another one does now."""

@@ -138,11 +138,31 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="silent",
         ),
         pytest.param(
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0),
+             notice(20.0, 1), gone(20.1, 1, "its node is to be left: signal"), left(21.0, 1)],
+            "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
+            "formed anew after 2.0 s",
+            id="silent, and told to end when it could be reached again",
+        ),
+        pytest.param(
+            [gone(4.0, 1, "its connection closed"), group(5.0, 2, 0, 1), notice(10.0, 1),
+             left(14.0, 1), stop(14.1, 2, "gone"), group(15.0, 3, 0)],
+            "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed anew after 0.9 s",
+            id="preempted, after it was out of reach for a while",
+        ),
+        pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
              group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20)],
             "node0, the leader, was lost (its agent or its node died), node1 leads now; "
             "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
             id="the leader died",
+        ),
+        pytest.param(
+            [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
+             group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20), notice(20.0, 0), left(21.0, 0)],
+            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
+            id="the leader was cut off, and told to end when it could be reached again",
         ),
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),

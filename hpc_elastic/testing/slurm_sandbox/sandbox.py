@@ -206,6 +206,11 @@ class SlurmSandbox:
         with self._locked_state() as state:
             faults.start_controller(state)
 
+    def bring_back(self) -> None:
+        """Undo every fault and wait until Slurm has all nodes back; jobs are left alone."""
+        with self._locked_state() as state:
+            faults.bring_back(state)
+
     def heal_all(self) -> None:
         """Undo every fault, cancel all jobs, and wait until every node is idle."""
         with self._locked_state() as state:

@@ -1,0 +1,144 @@
+"""What must hold when the run has ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.data.audit import audit
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.events import read_events
+from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.story.kinds import problems
+from hpc_elastic.testing.slurm_sandbox import SandboxTimeoutError, SlurmSandbox
+from hpc_elastic.testing.slurm_sandbox.commands import wait_until
+from hpc_elastic.testing.soak import training
+from hpc_elastic.testing.soak.play import Record
+from hpc_elastic.testing.soak.processes import left_over
+from hpc_elastic.testing.soak.told import tell
+
+_TOLERANCE = 1e-6
+"""Sums in another order differ by 1e-16, and these differences do not grow beyond it."""
+_LEAVE_S = 120.0
+"""For the last processes to end; it bounds hanging."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold; no problems: it does."""
+
+    name: str
+    problems: tuple[str, ...] = ()
+
+
+def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
+    """Return all checks of a soak.
+
+    Args:
+        record: What was played.
+        sandbox: Where.
+        work: A folder for the training that the run is compared with.
+    """
+    ended = tuple(_ended(record))
+    found = [Check("the run went to its end by itself", ended)]
+    found.append(Check("faults were thrown", () if record.thrown else ("none",)))
+    found.append(Check("every fault is explained by the story", tuple(_unexplained(record))))
+    found.append(Check("the events are as their schema says", tuple(_malformed(record.run))))
+    if ended:
+        return found
+    ranks = _results(RunDir(record.run))
+    found.append(Check("every sample once an epoch, by the ledger", tuple(_audited(record.run))))
+    found += rank_checks(ranks)
+    found.append(Check("the result is that of an undisturbed run", tuple(_right(ranks, work))))
+    found.append(Check("no task and no process is left", tuple(_left(record.run, sandbox))))
+    return found
+
+
+def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Return the checks of what the ranks have returned, see `training.train`."""
+    return [
+        Check("every sample once an epoch, by the state", tuple(_counted(ranks))),
+        Check("the parameters are the same on all ranks", tuple(_alike(ranks))),
+    ]
+
+
+def _ended(record: Record) -> Iterator[str]:
+    if record.problem:
+        yield record.problem
+    result = read_json(RunDir(record.run).result)
+    if result is None:
+        yield "it has not ended"
+    elif result["status"] != "succeeded":
+        yield f"it has {result['status']}: {result.get('failure') or result}"
+
+
+def _unexplained(record: Record) -> Iterator[str]:
+    for thrown in record.thrown:
+        problem = tell(thrown, record.thrown, record.story).problem
+        if problem:
+            yield f"fault {thrown.fault.number} ({thrown.fault.kind}): {problem}"
+
+
+def _malformed(run: Path) -> Iterator[str]:
+    yield from sorted({p for event in read_events(run / "events") for p in problems(event)})
+
+
+def _results(run: RunDir) -> list[Mapping[str, Any]]:
+    """Return what the ranks returned."""
+    folder = run.path / read_json(run.result)["results"]  # type: ignore[index]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def _audited(run: Path) -> Iterator[str]:
+    try:
+        yield from (problem for proof in audit(run) for problem in proof.problems)
+    except HpcElasticError as e:
+        yield str(e)
+
+
+def _counted(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for number, rank in enumerate(ranks):
+        if rank["times_seen"] != [rank["epochs"]]:
+            times, epochs = rank["times_seen"], rank["epochs"]
+            yield f"rank {number}: samples were seen {times} times in {epochs} epochs"
+
+
+def _alike(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not ranks or len(ranks) != ranks[0]["world_size"]:
+        yield f"{len(ranks)} ranks have returned something"
+    digests = {rank["digest"] for rank in ranks}
+    if len(digests) > 1:
+        yield f"there are {len(digests)} different ones"
+
+
+def _right(ranks: list[Mapping[str, Any]], work: Path) -> Iterator[str]:
+    if not ranks:
+        return
+    epochs, loss = int(ranks[0]["epochs"]), float(ranks[0]["loss"])
+    argv = [sys.executable, "-m", training.__name__, str(work), str(epochs)]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        yield f"the undisturbed training failed: {done.stderr.strip().splitlines()[-1:]}"
+        return
+    undisturbed = float(json.loads(done.stdout.splitlines()[-1])["loss"])
+    if not math.isclose(loss, undisturbed, rel_tol=_TOLERANCE):
+        yield f"after {epochs} epochs the loss is {loss!r}, undisturbed {undisturbed!r}"
+
+
+def _left(run: Path, sandbox: SlurmSandbox) -> Iterator[str]:
+    def queue() -> list[str]:
+        return sandbox.run(["squeue", "-r", "-h", "-o", "%i %T %N"]).stdout.split("\n")[:-1]
+
+    def left() -> list[str]:
+        return queue() + left_over(sandbox, run)
+
+    try:
+        wait_until("the end of all", lambda: not left(), _LEAVE_S)
+    except SandboxTimeoutError:
+        yield from left()

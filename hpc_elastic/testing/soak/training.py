@@ -1,0 +1,146 @@
+"""What the soak trains: a tiny network, slowly, in double precision.
+
+Its state counts how often each sample was trained, so that the state itself tells at the end
+whether every sample was trained exactly once an epoch, whatever the ledger says. It ends after the
+epoch in which it is told to, by a file. The same epochs by one undisturbed worker give the same
+loss, up to the order in which numbers are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from hpc_elastic import Checkpointer, should_checkpoint
+from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import GlobalBatch
+
+FINISH = "finish"
+"""The file that tells it to finish."""
+CHECKPOINTS = "checkpoints"
+NUM_SAMPLES, BATCH = 480, 24
+EVERY_STEPS = 20
+"""Between two periodic checkpoints."""
+PAUSE_S = 0.1
+_WIDTH = 8
+_ENDLESS = 1_000_000
+
+
+def train(folder: str) -> dict[str, Any]:
+    """Train until told to finish; every worker of the run calls this.
+
+    Args:
+        folder: Of the checkpoints, and of the file that tells it to finish.
+
+    Returns:
+        What it came to, see `_Training.outcome`.
+    """
+    finish = Path(folder, FINISH)
+    return _train(Path(folder, CHECKPOINTS), lambda epoch: finish.exists())
+
+
+def train_undisturbed(folder: Path, num_epochs: int) -> dict[str, Any]:
+    """Train so many epochs in one go; one process alone calls this, outside of any run."""
+    return _train(folder / CHECKPOINTS, lambda epoch: epoch + 1 >= num_epochs, in_one_go=True)
+
+
+class _Training:
+    """The network, the data, and how often each sample was trained.
+
+    Attributes:
+        state: All that is saved.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        made = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(NUM_SAMPLES, _WIDTH, generator=made, dtype=torch.float64)
+        self.data = TensorDataset(self.inputs, torch.arange(NUM_SAMPLES))
+        self.net = nn.Sequential(nn.Linear(_WIDTH, 16), nn.Tanh(), nn.Linear(16, _WIDTH)).double()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
+        self.sampler = ElasticSampler(NUM_SAMPLES, seed=0, batch=BATCH)
+        self.seen = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
+        self.state = {
+            "net": self.net, "optimizer": self.optimizer, "sampler": self.sampler,
+            "seen": self.seen,
+        }  # fmt: skip
+
+    def step(self, model: nn.Module, batch: GlobalBatch) -> None:
+        """Make one step."""
+        self.optimizer.zero_grad()
+        trained = torch.zeros_like(self.seen)
+        for (x, index), weight in batch.parts(model):
+            loss: torch.Tensor = weight * nn.functional.mse_loss(model(x), x)
+            loss.backward()  # type: ignore[no-untyped-call]
+            trained[index] += 1
+        self.optimizer.step()
+        dist.all_reduce(trained)
+        self.seen += trained
+
+    @torch.no_grad()
+    def outcome(self) -> dict[str, Any]:
+        """Return what it came to, on this rank.
+
+        ``times_seen`` holds the numbers of times that samples were trained, each once: one number
+        if all is well. ``digest`` is that of all parameters, momenta and counts.
+        """
+        loss = nn.functional.mse_loss(self.net(self.inputs), self.inputs)
+        momenta = [s["momentum_buffer"] for s in self.optimizer.state.values()]
+        tensors = [*self.net.state_dict().values(), *momenta, self.seen]
+        content = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+        return {
+            "epochs": self.sampler.epoch,
+            "loss": loss.item(),
+            "world_size": dist.get_world_size(),
+            "digest": hashlib.sha256(content).hexdigest(),
+            "times_seen": sorted(set(self.seen.tolist())),
+        }
+
+
+def _train(
+    folder: Path, is_last: Callable[[int], bool], *, in_one_go: bool = False
+) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = _Training()
+    with Checkpointer(folder, training.state) as checkpoints:
+        checkpoints.restore()
+        model = DistributedDataParallel(training.net)
+        loader = DataLoader(training.data, batch_sampler=training.sampler)
+        for epoch in training.sampler.epochs(_ENDLESS):
+            for batch in training.sampler.batches(loader):
+                training.step(model, batch)
+                if in_one_go:
+                    continue
+                time.sleep(PAUSE_S)
+                if should_checkpoint(batch.step, every_steps=EVERY_STEPS):
+                    checkpoints.save(batch.step)
+            if _first_says(is_last(epoch)):
+                break
+    outcome = training.outcome()
+    dist.destroy_process_group()
+    return outcome
+
+
+def _first_says(answer: bool) -> bool:
+    """Return what the first rank says, on all of them."""
+    said = torch.tensor(int(answer))
+    dist.broadcast(said, 0)
+    return bool(said)
+
+
+if __name__ == "__main__":
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    print(json.dumps(train_undisturbed(Path(sys.argv[1]), int(sys.argv[2]))))

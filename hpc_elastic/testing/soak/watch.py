@@ -1,0 +1,96 @@
+"""How the run is: read from its directory, again and again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.events import Event, EventReader
+from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.story.episode import Episode
+from hpc_elastic.story.episodes import episodes
+from hpc_elastic.story.lives import Chronicle
+from hpc_elastic.testing.soak.plan import NUM_NODES
+
+
+class Watch:
+    """What is known of a run.
+
+    Args:
+        run: Its directory.
+        checkpoints: Where its training saves.
+    """
+
+    def __init__(self, run: RunDir, checkpoints: Path) -> None:
+        self.run = run
+        self.store = Store(checkpoints)
+        self._reader = EventReader(run.path / "events")
+        self._events: list[Event] = []
+        self._past = Chronicle([])
+        self._story: list[Episode] | None = None
+
+    def look(self) -> Chronicle:
+        """Read what has come since the last look, and return all that has happened."""
+        new = self._reader.new()
+        if new:
+            self._events += new
+            self._past, self._story = Chronicle(self._events), None
+        return self._past
+
+    @property
+    def story(self) -> list[Episode]:
+        """What `hpc-elastic events` tells, as of the last look."""
+        if self._story is None:
+            self._story = episodes(self._events)
+        return self._story
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended."""
+        return self.run.result.exists()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint; 0: there is none."""
+        return next(iter(self.store.steps()), 0)
+
+    @property
+    def num_usable(self) -> int:
+        """How many nodes there are for the run: those that it does not avoid."""
+        return NUM_NODES - len(read_json(self.run.path / "excluded.json") or {})
+
+    @property
+    def hosts(self) -> list[str]:
+        """The nodes of the last group, in rank order, as of the last look."""
+        rounds = self._past.rounds
+        return [life.host for life in self._past.members(rounds[-1])] if rounds else []
+
+    @property
+    def leader(self) -> str:
+        """The node whose agent leads, as of the last look."""
+        last = self._past.leaders[-1]
+        return self._past.host_at(last["task"], float(last["time"]))
+
+    def task_on(self, host: str) -> str:
+        """Return the task of the last group that has a node."""
+        members = self._past.rounds[-1]["members"]
+        return next(str(m["task"]) for m in members if m["host"] == host)
+
+    def is_well(self, since: int) -> bool:
+        """Tell whether the run trains on all nodes that it may have, and has saved since.
+
+        Args:
+            since: A step that it has to have saved beyond.
+        """
+        run = self.look()
+        if not run.rounds:
+            return False
+        last = run.rounds[-1]
+        number, members = int(last["number"]), run.members(last)
+        stops = [e for e in run.of("stop", after=float(last["time"])) if e["round"] == number]
+        if stops or len(members) != self.num_usable:
+            return False
+        if not all(number in life.trains for life in members):
+            return False
+        first = max(int(life.trains[number]["step"]) for life in members)
+        return self.saved_step > max(since, first)

@@ -1,0 +1,35 @@
+"""Five minutes of random faults, on a Slurm of its own: it does not use the other tests' one."""
+
+import os
+import subprocess
+import sys
+import time
+
+from hpc_elastic.testing.pytest_plugin import refuse
+from hpc_elastic.testing.slurm_sandbox import SandboxError
+from hpc_elastic.testing.slurm_sandbox.requirements import check
+
+MINUTES = 5
+BOUND_S = 60 * MINUTES + 1500
+"""Far above what a loaded machine needs for the start, the last fault and the end."""
+
+
+def test_a_run_gets_over_five_minutes_of_faults():
+    """Nothing is lost or made twice, all is explained, nothing is left."""
+    try:
+        check()
+    except SandboxError as error:
+        refuse(str(error), in_ci=bool(os.environ.get("CI")))
+    seed = os.environ.get("HPC_ELASTIC_SEED") or str(int(time.time()))
+    print("HPC_ELASTIC_SEED =", seed)
+    argv = [sys.executable, "-m", "hpc_elastic.testing.soak", f"--minutes={MINUTES}"]
+    soak = subprocess.Popen(
+        [*argv, f"--seed={seed}"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = soak.communicate(timeout=BOUND_S)
+    finally:
+        soak.terminate()  # then it takes its Slurm down
+        soak.wait()
+    assert soak.returncode == 0, output
+    print(output)

@@ -15,7 +15,6 @@ import contextlib
 import importlib
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -23,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+
+from hpc_elastic.readable import readable
 
 _OUTPUTS = (1, 2)
 _REST = 2.0
@@ -111,8 +112,7 @@ def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
 
 
 def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
-    readable, _, _ = select.select([channel], [], [], wait_s)
-    return bool(readable)
+    return bool(readable(channel, timeout_s=wait_s))
 
 
 def _holds_gpu() -> bool:

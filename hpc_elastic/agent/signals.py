@@ -9,8 +9,9 @@ ends the task for good.
 from __future__ import annotations
 
 import os
-import select
 import signal
+
+from hpc_elastic.readable import readable
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's own, and those that a user may choose as ``launcher.notice_signal``."""
@@ -46,7 +47,7 @@ class Caught:
         Args:
             timeout_s: How long to wait; None: for ever.
         """
-        ready, _, _ = select.select([self._read], [], [], timeout_s)
+        ready = readable(self._read, timeout_s=timeout_s)
         numbers = os.read(self._read, 1024) if ready else b""
         return [signal.Signals(n) for n in numbers if n in NOTICES]
 

@@ -14,7 +14,6 @@ import atexit
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -32,6 +31,7 @@ from hpc_elastic.ft.workers import listen
 from hpc_elastic.net.keys import user_secret
 from hpc_elastic.net.stream import NO_AGENT_OF_OURS, Stream, connect
 from hpc_elastic.net.wire import BadFrameError
+from hpc_elastic.readable import readable
 
 _RETRY_S = 0.05
 _RETRY_STRANGE_S = 0.25
@@ -181,7 +181,7 @@ def _ordered(parent: int) -> _Orders | None:
     pidfd = _pidfd_of(parent)
     if pidfd is None:
         return None
-    ready, _, _ = select.select([sys.stdin, pidfd], [], [])
+    ready = readable(sys.stdin, pidfd)
     os.close(pidfd)
     text = sys.stdin.readline() if sys.stdin in ready else ""
     return _Orders(**json.loads(text)) if text else None

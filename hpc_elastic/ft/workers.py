@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import struct
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Protocol
 
 from hpc_elastic.ft.lines import MAX_LINE_BYTES, Lines, to_line
 from hpc_elastic.ft.protocol import Message
+from hpc_elastic.readable import readable
 
 _READ_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")
@@ -133,7 +133,7 @@ class Worker:
             self._end(str(e))
             return
         if not data:
-            dead, _, _ = select.select([self._pidfd], [], [], 0)
+            dead = readable(self._pidfd, timeout_s=0)
             self._end(f"process {self.pid} ended" if dead else "it closed its connection")
             return
         self._take(data)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -39,6 +38,7 @@ from submitit.core.utils import DelayedSubmission
 from submitit.helpers import Checkpointable
 
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.readable import readable
 from hpc_elastic.rundir import ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Departure
@@ -171,7 +171,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     """
     pidfd = os.pidfd_open(process.pid)
     try:
-        select.select([pidfd], [], [])
+        readable(pidfd)
     finally:
         os.close(pidfd)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

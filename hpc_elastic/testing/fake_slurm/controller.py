@@ -12,7 +12,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.readable import readable
 from hpc_elastic.testing.fake_slurm import processes, request, srun
 from hpc_elastic.testing.fake_slurm.cluster import Cluster
 from hpc_elastic.testing.fake_slurm.commands import Answer, Call, answer
@@ -66,7 +66,7 @@ class Controller:
     def pass_time(self) -> None:
         """Let time pass until standard input ends (main thread)."""
         while True:
-            ready, _, _ = select.select([0], [], [], _TICK_S)
+            ready = readable(0, timeout_s=_TICK_S)
             if ready and not os.read(0, 1):
                 return
             with self._lock:
@@ -151,7 +151,7 @@ class _Signals:
         Raises:
             Gone: the client has.
         """
-        while select.select([self._connection], [], [], 0)[0]:
+        while readable(self._connection, timeout_s=0):
             received = self._connection.recv(4096)
             if not received:
                 raise srun.Gone

@@ -13,12 +13,11 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 import time
 from pathlib import Path
-
-from hpc_elastic.readable import readable
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -59,7 +58,7 @@ def _become(command: list[str], lifeline: int) -> None:
 def _watch(pid: int, lifeline: int, read: int) -> int | None:
     """Return the wait status of the task; None: the controller is gone."""
     while True:
-        ready = readable(lifeline, read)
+        ready, _, _ = select.select([lifeline, read], [], [])
         if read in ready:
             os.read(read, 4096)
         ended = dict(_reap())

@@ -40,3 +40,12 @@ def test_a_file_at_its_end_is_readable():
     with os.fdopen(read) as file:
         os.close(write)
         assert readable(file) == [file]
+
+
+def test_a_year_may_be_waited_for():
+    """As by a task without a time limit, whose end Slurm puts a year ahead."""
+    read, write = os.pipe()
+    os.write(write, b"x")
+    assert readable(read, timeout_s=365 * 86400.0) == [read]
+    os.close(read)
+    os.close(write)

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-import time
 
 from hpc_elastic.testing.pytest_plugin import refuse
 from hpc_elastic.testing.slurm_sandbox import SandboxError
 from hpc_elastic.testing.slurm_sandbox.requirements import check
 
 MINUTES = 5
+SEED = "7"
+"""The same faults each time; `scripts/soak` is for others."""
 BOUND_S = 60 * MINUTES + 1500
 """Far above what a loaded machine needs for the start, the last fault and the end."""
 
@@ -20,7 +21,7 @@ def test_a_run_gets_over_five_minutes_of_faults():
         check()
     except SandboxError as error:
         refuse(str(error), in_ci=bool(os.environ.get("CI")))
-    seed = os.environ.get("HPC_ELASTIC_SEED") or str(int(time.time()))
+    seed = os.environ.get("HPC_ELASTIC_SEED", SEED)
     print("HPC_ELASTIC_SEED =", seed)
     argv = [sys.executable, "-m", "hpc_elastic.testing.soak", f"--minutes={MINUTES}"]
     soak = subprocess.Popen(

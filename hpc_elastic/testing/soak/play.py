@@ -125,6 +125,8 @@ class _Player:
         thrown: list[Thrown] = []
         for fault in volley:
             time.sleep(fault.after_s)
+            if not fault.on_heels:  # what the one before has done may show late
+                self._wait_until_well(0, f"the run is well before fault {fault.number}")
             self._throw(fault, thrown)
         if not thrown:
             return

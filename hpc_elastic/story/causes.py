@@ -51,6 +51,7 @@ def why_left(
     life: Life,
     excluded: Mapping[str, Event],
     *,
+    since: float = 0.0,
     led: bool = False,
     without_it: float = float("inf"),
 ) -> Cause:
@@ -59,6 +60,7 @@ def why_left(
     Args:
         life: What happened to it.
         excluded: The exclusions of the run, by host.
+        since: When the round began that it left, if there was one.
         led: Whether it led the run.
         without_it: When it was given up, or the others went on, if nobody had said why. A notice
             after that is no reason: Slurm ends what it has written off once it can be reached.
@@ -66,14 +68,17 @@ def why_left(
     notice = life.notice
     if notice is not None and _time(notice) < without_it:
         return _noticed(life, notice)
-    if "given back" in life.ends and life.host in excluded:
+    ends = life.ends_after(since)
+    if "gone" in ends and _time(ends["gone"]) > without_it:
+        del ends["gone"]  # that was another time
+    if "given back" in ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
-    return _unannounced(life, led=led)
+    return _unannounced(life, ends, led=led)
 
 
 def _noticed(life: Life, notice: Event) -> Cause:
-    how = life.ends.get("left", {}).get("how")
+    how = life.ends_after(0.0).get("left", {}).get("how")
     back = None if how in (None, "stay") else how in _COMES_BACK
     return Cause(
         _meaning(str(notice["reason"]), how), _time(notice), (life.host,),
@@ -90,19 +95,19 @@ def _meaning(reason: str, how: str | None) -> str:
     return "cancelled" if how == "exit" else "signalled"
 
 
-def _unannounced(life: Life, *, led: bool) -> Cause:
+def _unannounced(life: Life, ends: Mapping[str, Event], *, led: bool) -> Cause:
     where = (life.host,)
     for kind, what, key in (
         ("gave up", "gave up", "why"), ("taken", "agent ended", "signal"),
     ):  # fmt: skip
-        if kind in life.ends:
-            event = life.ends[kind]
+        if kind in ends:
+            event = ends[kind]
             return Cause(what, _time(event), where, str(event.get(key, "")))
-    if "given back" in life.ends:
-        event = life.ends["given back"]
+    if "given back" in ends:
+        event = ends["given back"]
         delay_s = float(event.get("delay_s", 0.0))
         return Cause("given back", _time(event), where, given_s=delay_s, comes_back=True)
-    gone = life.ends.get("gone", {})
+    gone = ends.get("gone", {})
     time = _time(gone) if gone else 0.0
     return Cause("leader lost" if led else "lost", time, where, str(gone.get("why", "")))
 
@@ -118,7 +123,7 @@ def why_came(life: Life, earlier: Life | None, at: float) -> Cause:
     time = life.started if life.started is not None else at
     if earlier is None:
         return Cause("arrived", time, (life.host,))
-    ends = [_time(event) for event in earlier.ends.values()]
+    ends = [_time(event) for event in earlier.ends_after(earlier.joined).values()]
     away_s = round(max(0.0, time - min(ends)), 1) if ends else None
     return Cause("returned", time, (life.host,), away_s=away_s)
 

@@ -129,7 +129,9 @@ def _came_for_nothing(run: Chronicle, life: Life) -> Iterator[Episode]:
     end = run.ends.get(run.generation_at(life.started or 0.0))
     if end is not None and (life.started or 0.0) > float(end["time"]):
         return
-    told = {kind: event for kind, event in life.ends.items() if kind in ("left", "gave up")}
+    told = {
+        kind: event for kind, event in life.ends_after(0.0).items() if kind in ("left", "gave up")
+    }
     for kind, event in told.items():
         causes: tuple[Cause, ...] = together([why_left(life, {})])
         yield Episode(kind, float(event["time"]), causes)

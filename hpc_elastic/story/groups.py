@@ -82,7 +82,10 @@ class _Change:
 
     def _left(self, life: Life) -> Cause:
         led = self._led(life)
-        return why_left(life, self._excluded, led=led, without_it=self._without(life, led=led))
+        return why_left(
+            life, self._excluded, since=float(self._before["time"]), led=led,
+            without_it=self._without(life, led=led),
+        )  # fmt: skip
 
     def _without(self, life: Life, *, led: bool) -> float:
         """Return when a member that had not said why was given up, or, if it led, replaced."""
@@ -91,7 +94,7 @@ class _Change:
             is_told = str(event.get("why", "")).startswith(_ANNOUNCED)
             if event["task"] == life.task and not is_told:
                 return float(event["time"])
-        return until if led and self._stop is None else float("inf")
+        return until if led else float("inf")
 
     def _led(self, life: Life) -> bool:
         """Tell whether a member led, and another one does now."""
@@ -202,10 +205,11 @@ def _since(run: Chronicle, last: Event) -> Iterator[Episode]:
     if run.end is not None and run.end["status"] == "succeeded":
         return
     members, stop = run.members(last), stop_of(run, last)
-    leaving = [li for li in members if li.notice is not None or li.ends]
+    since = float(last["time"])
+    leaving = [li for li in members if li.notice is not None or li.ends_after(since)]
     if not leaving and (stop is None or run.end is not None):
         return
-    causes = together(why_left(life, excluded_hosts(run)) for life in leaving)
+    causes = together(why_left(life, excluded_hosts(run), since=since) for life in leaving)
     if not causes and stop is not None:
         causes = (Cause("other", float(stop["time"]), detail=str(stop["reason"])),)
     is_all = len(leaving) == len(members)

@@ -23,7 +23,9 @@ class Life:
         host: The node; empty: unknown.
         started: When its agent began; None: nobody says.
         notice: That it is to be left.
-        ends: Its last words, and what the leader noticed of its end, by kind.
+        ends: Its last words, and what leaders noticed of its end, in order. A leader that lost its
+            own connections takes for gone who is a member of later rounds.
+        joined: When the last round that it was a member of began.
         stopped: By round, that its workers were stopped.
         trains: By round, that its workers made their first step.
     """
@@ -33,7 +35,8 @@ class Life:
     host: str = ""
     started: float | None = None
     notice: Event | None = None
-    ends: dict[str, Event] = field(default_factory=dict)
+    ends: list[Event] = field(default_factory=list)
+    joined: float = 0.0
     stopped: dict[int, Event] = field(default_factory=dict)
     trains: dict[int, Event] = field(default_factory=dict)
 
@@ -45,10 +48,14 @@ class Life:
             self._add_notice(event)
         elif kind in _LAST_WORDS:
             if not (kind == "given back" and "nodes" in event):  # the leader's word on many
-                self.ends.setdefault(kind, event)
+                self.ends.append(event)
         elif kind in ("stopped", "trains"):
             by_round: dict[int, Event] = getattr(self, kind)
             by_round[int(event["round"])] = event
+
+    def ends_after(self, time: float) -> dict[str, Event]:
+        """Return the first of its ends after a time, by kind."""
+        return {e["kind"]: e for e in reversed(self.ends) if float(e["time"]) > time}
 
     def _add_notice(self, event: Event) -> None:
         """Keep the first one; but a signal says more, and the agent more than the leader."""
@@ -78,6 +85,7 @@ class Chronicle:
             for member in round_["members"]:
                 life = self.life(member["task"], int(member["attempt"]))
                 life.host = life.host or str(member["host"])
+                life.joined = max(life.joined, float(round_["time"]))
 
     def _add(self, event: Event) -> None:
         if event["kind"] == "task":

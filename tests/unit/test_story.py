@@ -145,6 +145,13 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="silent, and told to end when it could be reached again",
         ),
         pytest.param(
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0, 1),
+             gone(30.0, 1, "its connection closed"), stop(30.0, 2, "gone"), group(31.0, 3, 0)],
+            "node1 was lost (its agent or its node died); group 2 -> 1 node; "
+            "formed anew after 1.0 s",
+            id="lost, after it was silent for a while",
+        ),
+        pytest.param(
             [gone(4.0, 1, "its connection closed"), group(5.0, 2, 0, 1), notice(10.0, 1),
              left(14.0, 1), stop(14.1, 2, "gone"), group(15.0, 3, 0)],
             "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed anew after 0.9 s",
@@ -170,6 +177,14 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             "node0, the leader, was out of reach for a while, node1 leads now; "
             "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
             id="the leader was out of reach",
+        ),
+        pytest.param(
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), stopped(10.2, 1, 1, 27),
+             event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2),
+             notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
+            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "group 2 -> 1 node; formed anew after 0.8 s",
+            id="the leader was cut off, and took the others for lost",
         ),
         pytest.param(
             [stop(10.0, 1, "failed"), stopped(10.0, 0, 1, 27),

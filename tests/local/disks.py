@@ -17,8 +17,10 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
     """Make a folder that is a disk of some size, such as ``8m``; skip the test without root."""
     if not mount_memory(folder, size):
         pytest.skip("only root may mount a tmpfs")
-    yield folder
-    unmount(folder)
+    try:
+        yield folder
+    finally:
+        unmount(folder)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.testing.fake_slurm import scontrol_show as show
@@ -115,21 +116,11 @@ def _requeue(names: Sequence[str], cluster: Cluster, now: float) -> None:
     _each(_split(names), cluster, act)
 
 
-def _hold(names: Sequence[str], cluster: Cluster, _now: float) -> None:
+def _hold(names: Sequence[str], cluster: Cluster, _now: float, *, held: bool = True) -> None:
     def act(job: Job) -> str | None:
         if not job.waits:
             return _FINISHED if job.is_over else _NOT_PENDING
-        job.held = True
-        return None
-
-    _each(_split(names), cluster, act)
-
-
-def _release(names: Sequence[str], cluster: Cluster, _now: float) -> None:
-    def act(job: Job) -> str | None:
-        if not job.waits:
-            return _FINISHED if job.is_over else _NOT_PENDING
-        job.held = False
+        job.held = held
         return None
 
     _each(_split(names), cluster, act)
@@ -248,6 +239,6 @@ def _update_partition(name: str, given: Mapping[str, str], cluster: Cluster) -> 
 _COMMANDS: dict[str, Callable[[Sequence[str], Cluster, float], None]] = {
     "requeue": _requeue,
     "hold": _hold,
-    "release": _release,
+    "release": partial(_hold, held=False),
     "update": _update,
 }

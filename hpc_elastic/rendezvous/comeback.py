@@ -1,10 +1,10 @@
 """Tasks that are gone, and are to start again soon (pure).
 
 Slurm holds a task that it requeues for two minutes, however idle the cluster is; and what it ends
-because of a preemption, the time limit or a dead node, it may not requeue at all. A task that
-leaves in good order sees to that itself. One that could not, because its node died or it was killed
-first, is *brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and once for each
-of its attempts. Tasks that the run itself has given back are to stay away, and are left alone.
+because of a preemption, the time limit or a dead node, it may not requeue at all; nor one whose
+agent was killed. A task that leaves in good order sees to that itself. One that could not is
+*brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and once for each of its
+attempts. Tasks that the run itself has given back are to stay away, and are left alone.
 
 A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
 """
@@ -71,23 +71,27 @@ class Comebacks:
         for key in sure:
             del self._seen[key]
         self._brought |= dict.fromkeys(sure, now)
-        self._over = frozenset(self._ended(view, gone, now))
+        self._over = frozenset(self._ended(view, lost, gone, now))
         self.look(lost)
         return tuple(sorted(task for task, _, _ in sure))
 
-    def returning(self, view: Mapping[str, TaskState]) -> set[str]:
+    def returning(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
         """Return the tasks that have ended, as Slurm says, and may yet run again."""
         return {
             task
             for task, state in view.items()
-            if slurms_word.may_return(state) and task not in self._over
+            if slurms_word.may_return(state, lost.get(task)) and task not in self._over
         }
 
     def _ended(
-        self, view: Mapping[str, TaskState], gone: Collection[_Attempt], now: float
+        self,
+        view: Mapping[str, TaskState],
+        lost: Mapping[str, int],
+        gone: Collection[_Attempt],
+        now: float,
     ) -> Iterator[str]:
         for task, state in view.items():
-            if state.phase is Phase.ENDED and not slurms_word.may_return(state):
+            if state.phase is Phase.ENDED and not slurms_word.may_return(state, lost.get(task)):
                 yield task
         for key in gone:
             if now - self._brought.get(key, now) >= GIVE_UP_S:
@@ -101,7 +105,7 @@ def _gone(
     for task, state in view.items():
         attempt = lost.get(task)
         if state.phase is Phase.ENDED:
-            wanted = slurms_word.may_return(state) and queue_name(task) == task
+            wanted = slurms_word.may_return(state, attempt) and queue_name(task) == task
         else:
             wanted = attempt is not None and state.is_held and away.get(task, -1) < attempt
             wanted = wanted and not slurms_word.is_lost(state, attempt)

@@ -371,7 +371,7 @@ class Machine:
         return [StartRound(self.round, self.members, self.restarts)]
 
     def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
-        present = {a.task for a in self.joined} | self.comebacks.returning(view)
+        present = {a.task for a in self.joined} | self.comebacks.returning(view, self.muster.lost)
         return slurms_word.hopeless(view, present, self.rules.min_nodes, self.rules.max_nodes)
 
     # ---- rules: nodes that wait, leave, or are to come back --------------------------------

@@ -23,9 +23,16 @@ def has_no_node(state: TaskState) -> bool:
     return state.phase in (Phase.ENDED, Phase.PENDING)
 
 
-def may_return(state: TaskState) -> bool:
-    """Whether a task has ended that may be requeued or replaced: it has done nothing wrong."""
-    return state.state in _NOT_ITS_FAULT
+def may_return(state: TaskState, lost_attempt: int | None) -> bool:
+    """Whether a task has ended that may be requeued or replaced: it has done nothing wrong.
+
+    Args:
+        state: What Slurm says of it.
+        lost_attempt: Which attempt of it was lost; None: none. One that was a member, and was lost,
+            and that Slurm calls FAILED, had its agent killed.
+    """
+    killed = state.state == "FAILED" and is_lost(state, lost_attempt)
+    return killed or state.state in _NOT_ITS_FAULT
 
 
 def is_lost(state: TaskState, lost_attempt: int | None) -> bool:

@@ -151,7 +151,7 @@ def account(
     trained = [Interval(r.trains_from, r.end, "idle") for r in rounds if r.trains_from is not None]
     nodes = tuple(_node_time(attempt, rounds, courses, trained) for attempt in attempts)
     queued = _queued(attempts, waiting, now=now, submitted=submitted)
-    sizes = tuple(sizes_of(rounds, attempts))
+    sizes = tuple(sizes_of(rounds, attempts, ft=ft))
     return Account(nodes, queued, sizes, counted=any(r.begun for r in rounds))
 
 

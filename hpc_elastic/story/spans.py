@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -223,17 +223,28 @@ def rounds_of(events: Sequence[Event], *, now: float, ft: bool) -> list[Round]:
     return found
 
 
-def sizes_of(rounds: Sequence[Round], attempts: Sequence[Attempt]) -> list[Size]:
+def sizes_of(rounds: Sequence[Round], attempts: Sequence[Attempt], *, ft: bool) -> list[Size]:
     """Return how the size of the group changed; a group is over with the last of its members."""
     ends = {attempt.key: attempt.end for attempt in attempts if attempt.ended_by is not None}
     found: list[Size] = []
     for one, following in zip_longest(rounds, rounds[1:]):
         found.append(Size(one.begin, len(one.members), one.world_size))
         end = min(one.end, max((ends.get(key, one.end) for key in one.members), default=one.end))
-        stays = following is None and all(key not in ends for key in one.members)
+        found += _departures(one, ends, end) if ft else ()
+        goes_on = any if ft else all
+        stays = following is None and goes_on(key not in ends for key in one.members)
         if not stays and (following is None or following.begin > end):
             found.append(Size(end, 0, 0))
     return found
+
+
+def _departures(one: Round, ends: Mapping[Key, float], end: float) -> Iterator[Size]:
+    """Yield how a group shrinks whose replicas go on without those that leave, all of one size."""
+    num_left = num_members = len(one.members)
+    for time in sorted(ends[key] for key in one.members if key in ends):
+        if one.begin < time < end:
+            num_left -= 1
+            yield Size(time, num_left, one.world_size * num_left // num_members)
 
 
 def _ends(event: Event, *, ft: bool) -> bool:

@@ -5,6 +5,7 @@ With HPC_ELASTIC_LONG=1 more often, and for as long as it would be on a cluster.
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 
@@ -106,6 +107,23 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     ends_right(run)
 
 
+def test_tasks_whose_agents_are_killed_come_back(slurm, start):
+    """For Slurm they have failed. One that was killed as often as it may come back stays away."""
+    run = start("run", "+nodes=1:3", "launcher.max_requeues=1", every=EVERY)
+    trains_with(run, 3, 5)
+    leader = run.sweep.events("leader")[-1]["task"]
+    members = [m["task"] for m in run.sweep.events("round")[-1]["members"]]
+    for task in (leader, next(t for t in members if t != leader)):
+        kill_agent(run, task)
+        eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "the others go on")
+        trains_with(run, 3, 5)
+    kill_agent(run, leader)
+    trains_with(run, 2, 10)
+    ends_right(run)
+    attempts = [e["task"] for e in run.sweep.events("task")]
+    assert sorted(map(attempts.count, {*attempts})) == [1, 2, 2], "it came back once only"
+
+
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")
 def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     """Four runs of a node at once: each comes back by itself, but for the one that is cancelled."""
@@ -141,6 +159,12 @@ def comes_back(slurm: SlurmSandbox, run: Counting) -> None:
     before = len(run.rounds())
     slurm.preempt(hosts(run.sweep), for_s=3)
     eventually(lambda: len(run.rounds()) > before and run.rounds()[-1].steps, "it trains again")
+
+
+def kill_agent(run: Counting, task: str) -> None:
+    """End a task's agent as the kernel does when a node has no memory left."""
+    agent = next(e for e in reversed(run.sweep.events("task")) if e["task"] == task)
+    os.kill(agent["pid"], signal.SIGKILL)
 
 
 def _job(run: Counting) -> str:

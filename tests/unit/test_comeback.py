@@ -68,15 +68,30 @@ def test_a_task_that_the_run_gave_back_stays_away():
         assert says(m, held(B.task), now) == []
 
 
-@pytest.mark.parametrize("word", ["PREEMPTED", "TIMEOUT", "NODE_FAIL"])
+@pytest.mark.parametrize("word", ["PREEMPTED", "TIMEOUT", "NODE_FAIL", "FAILED"])
 def test_a_task_that_slurm_has_ended_is_brought_back_too(word):
-    """It may be requeued, or replaced."""
+    """It may be requeued, or replaced. FAILED is one whose agent was killed."""
     m = lost()
     ended = TaskState(B.task, word, restarts=0)
     assert says(m, ended, 10.0) == [] and says(m, ended, 12.0) == [(B.task,)]
 
 
-@pytest.mark.parametrize("word", ["CANCELLED", "FAILED", "COMPLETED", "OUT_OF_MEMORY"])
+def test_a_task_that_failed_before_it_ever_joined_is_left_alone():
+    """It would fail again; nothing was lost with it."""
+    m = lost()
+    never = TaskState("7_9", "FAILED", restarts=0)
+    assert says(m, never, 10.0) == [] and says(m, never, 12.0) == []
+
+
+def test_a_later_attempt_that_failed_before_it_joined_is_left_alone():
+    """The one that was lost has come back, and another thing is wrong."""
+    m = lost()
+    later = TaskState(B.task, "FAILED", restarts=1)
+    assert says(m, later, 10.0) == [] and says(m, later, 12.0) == []
+    assert not m.wants_slurm
+
+
+@pytest.mark.parametrize("word", ["CANCELLED", "COMPLETED", "OUT_OF_MEMORY"])
 def test_a_task_that_ended_for_another_reason_is_left_alone(word):
     """The user's scancel is respected; and Slurm need not be asked any more."""
     m = lost()

@@ -48,7 +48,9 @@ CASES = [
     (facts(Reason.LOST, ("PREEMPTED", {})), "preempted for good", Departure.REQUEUE),
     (facts(Reason.LOST, ("FAILED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
     (facts(Reason.LOST, ("TIMEOUT", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
-    (facts(Reason.LOST, "FAILED"), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.LOST, "FAILED"), "agent killed", Departure.REQUEUE),
+    (facts(Reason.LOST, "FAILED", requeues_left=0), "out of budget", Departure.EXIT),
+    (facts(Reason.SIGNAL, "FAILED"), "cancelled or ended", Departure.EXIT),
     (facts(Reason.LOST, "COMPLETED"), "cancelled or ended", Departure.EXIT),
     (facts(Reason.LOST, ("CANCELLED", PREEMPTED)), "cancelled or ended", Departure.EXIT),
 ]  # fmt: skip

@@ -232,6 +232,17 @@ def test_replicas_train_on_while_others_come():
     assert [size.nodes for size in found.sizes] == [1, 2, 1]
 
 
+def test_a_group_of_replicas_is_smaller_as_soon_as_one_has_left():
+    """There is no new round before one comes."""
+    both = closed(26, 2, (A, 0), (B, 0)) | {"world_size": 4}
+    events = [*ALONE, task(20, B), told(25, "joined", B), both, told(40, "left", B)]
+    found = account(events, [point(35, 2, 26)], now=50, running={A}, ft=True)
+    assert [(s.time, s.nodes, s.world_size) for s in found.sizes[1:]] == [(26, 2, 4), (40, 1, 2)]
+    events += [told(45, "left", A)]
+    found = account(events, [point(35, 2, 26)], now=50, running=set(), ft=True)
+    assert [(s.time, s.nodes) for s in found.sizes[2:]] == [(40, 1), (45, 0)]
+
+
 def test_clocks_that_differ_make_no_time():
     """A node whose clock is behind joins before it has begun; nothing is less than nothing."""
     events = [told(1, "leader"), told(2, "joined"), task(3), closed(3, 1, (A, 0)), trains(2, 1, 1)]

@@ -75,11 +75,11 @@ _ALL = (
     Kind("kill-worker", "the worker of {hosts} killed", _FAILED, pairs=True),
     Kind(
         "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"lost"}),
-        costs_task=True,
+        takes_s=30.0,
     ),
     Kind(
         "kill-leader", "the leader's agent, on {hosts}, killed", frozenset({"leader lost"}),
-        takes_s=20.0, costs_task=True,
+        takes_s=35.0,
     ),
     Kind("kill-spare", "the spare of {hosts} killed", takes_s=8.0),
     Kind(

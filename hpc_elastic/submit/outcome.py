@@ -47,10 +47,17 @@ class Outcome:
 
 
 def read_outcome(run: TrackedRun) -> Outcome | None:
-    """Return how a run ended; None if it has not."""
-    result = read_json(run.paths.result)
-    if result is None:
-        return None
+    """Return how a run ended; None if it has not. One whose files are damaged has failed."""
+    try:
+        result = read_json(run.paths.result)
+        return None if result is None else _outcome(run, result)
+    except (ValueError, TypeError, AttributeError) as e:
+        told = f"the run has ended, but {run.paths.result}, or what it names, is damaged: {e}"
+        see = f"what happened is told by: hpc-elastic events {run.dir}"
+        return Outcome(run, "failed", {}, 0, WorkerGroupError(f"{told}\n{see}"))
+
+
+def _outcome(run: TrackedRun, result: Mapping[str, Any]) -> Outcome:
     restarts = int(result.get("restarts") or 0)
     if result.get("status") == "succeeded":
         return Outcome(run, "succeeded", read_values(run.dir, result), restarts, None)

@@ -38,7 +38,8 @@ def test_nothing_is_left_after_the_block_whatever_happened(tmp_path):
     with pytest.raises(ZeroDivisionError), FakeSlurm(nodes=2) as slurm:
         folder = slurm.folder
         submit(slurm, tmp_path)
-        processes = started(tmp_path)
+        waits = slurm.start(["sleep", "600"])
+        processes = [*started(tmp_path), psutil.Process(waits.pid)]
         _ = 1 / 0
     assert not [p for p in processes if p.is_running()]
     assert not folder.exists()

@@ -6,55 +6,36 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+from local_runs import LocalRun
 
 from hpc_elastic.events import read_events
 from hpc_elastic.story.episode import Episode
 from hpc_elastic.story.episodes import episodes
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 180.0
-"""With processes that import torch and a framework on a busy machine."""
 
 
-class FrameworkRun:
+class FrameworkRun(LocalRun):
     """A run of an example script, with a worker a node."""
 
     def __init__(self, script: str, folder: Path, *overrides: str) -> None:
-        self.path = folder / "sweep" / "0"
-        self._log = folder / "launcher.log"
-        argv = [
-            sys.executable, str(ROOT / "examples" / script), "launcher=local", "nproc_per_node=1",
-            f"hydra.sweep.dir={folder / 'sweep'}", "launcher.agent.spares=false", *overrides,
-        ]  # fmt: skip
-        with self._log.open("w") as log:
-            self._launcher = subprocess.Popen(
-                argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def __enter__(self) -> "FrameworkRun":
-        """Use the run."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End what is left of it."""
-        if self._launcher.poll() is None:
-            self._launcher.terminate()
-        self._launcher.wait(PATIENCE_S)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """The run's events of a kind."""
-        folder = self.path / "events"
-        return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
+        super().__init__(
+            ROOT / "examples" / script, folder, "launcher=local", "nproc_per_node=1",
+            "launcher.agent.spares=false", *overrides,
+        )  # fmt: skip
 
     def story(self) -> list[Episode]:
         """What `hpc-elastic events` tells of it."""
         return episodes(read_events(self.path / "events"))
+
+    def lost_at_notice(self) -> int:
+        """How many steps were made twice because a node was told to go, the only one."""
+        (shrank,) = [episode for episode in self.story() if episode.kind == "shrank"]
+        return shrank.cost.lost_steps
 
     def checkpoints(self) -> set[str]:
         """The names of its complete checkpoints."""
@@ -99,13 +80,11 @@ class FrameworkRun:
             os.kill(pid, signal.SIGTERM)
         self.eventually(lambda: self.events("left"), "it has left")
 
-    def result(self) -> list[dict[str, Any]]:
+    def values(self) -> list[dict[str, Any]]:
         """Wait for the end; return what the workers returned, by rank."""
-        self.eventually(lambda: self._launcher.poll() is not None, "the launcher ends")
-        assert self._launcher.returncode == 0, self._output()
-        result = json.loads((self.path / "result.json").read_text())
-        assert result["status"] == "succeeded"
-        files = sorted((self.path / result["results"]).iterdir())
+        assert self.wait() == 0, self.output()
+        assert self.result()["status"] == "succeeded"
+        files = sorted((self.path / self.result()["results"]).iterdir())
         return [json.loads(f.read_text()) for f in files]
 
     def audit(self) -> str:
@@ -115,22 +94,35 @@ class FrameworkRun:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def eventually(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until a condition holds; a run that has ended will not meet it."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            ended = self._launcher.poll() is not None
-            if (ended and not condition()) or time.monotonic() > deadline:
-                raise AssertionError(f"never: {what}\n{self._output()}")
-            time.sleep(0.05)
-
     def _task(self, task: str) -> dict[str, Any]:
         return next(e for e in self.events("task") if e["task"] == task)
 
-    def _output(self) -> str:
+    def output(self) -> str:
+        """What the launcher has printed, and the end of what the agents and workers have."""
         errors = (self.path / "tasks").glob("*/attempt-*/*.err")
-        texts = [self._log.read_text()]
+        texts = [super().output()]
         for file in errors:
             with contextlib.suppress(OSError):
                 texts.append(f"{file.name}: ...{file.read_text()[-3000:]}")
         return "\n".join(texts)
+
+
+def killed_and_told_to_go(script: str, folder: Path, *overrides: str, num_steps: int) -> None:
+    """Of three nodes one loses its worker, then one is told to go, and two train to the end.
+
+    Every sample is trained once an epoch, no step is lost at the notice, and all ranks have the
+    same parameters.
+    """
+    with FrameworkRun(script, folder, "nodes=2:3", *overrides) as run:
+        run.trains(1)
+        run.has_saved()
+        run.kill_worker(run.tasks()[1])
+        run.trains(2)
+        run.tell_to_go(run.tasks()[0])
+        values = run.values()
+
+    assert [e["world_size"] for e in run.events("round")] == [3, 3, 2]
+    assert run.lost_at_notice() == 0
+    assert [v["steps"] for v in values] == [num_steps] * 2
+    assert values[0] == values[1]
+    run.audit()

@@ -1,14 +1,10 @@
 """Runs that hang: who is named, what is written, that the run goes on. Real agents, no Slurm."""
 
-import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-
-from hpc_elastic.events import read_events
+from local_runs import LocalRun
 
 SCRIPT = textwrap.dedent(
     """
@@ -84,36 +80,16 @@ NEVER_WRONG = textwrap.dedent(
 )
 
 
-class Run:
-    """One run of a script with `launcher=local`."""
+class Run(LocalRun):
+    """A run of a script whose hangs are noticed within seconds."""
 
-    def __init__(self, folder: Path, script: str) -> None:
-        self.folder = folder
-        (folder / "script.py").write_text(script)
-
-    def start(self, *overrides: str) -> subprocess.CompletedProcess[str]:
-        """Run it to its end."""
-        argv = [
-            sys.executable, "script.py", "+launcher=local", "+nproc_per_node=1",
-            f"hydra.sweep.dir={self.folder / 'sweep'}", "launcher.agent.hang_after_s=2", *overrides,
-        ]  # fmt: skip
-        return subprocess.run(
-            argv, cwd=self.folder, capture_output=True, text=True, timeout=120,
-            stdin=subprocess.DEVNULL,
+    def __init__(self, text: str, folder: Path, *overrides: str) -> None:
+        script = folder / "script.py"
+        script.write_text(text)
+        super().__init__(
+            script, folder, "+launcher=local", "+nproc_per_node=1",
+            "launcher.agent.hang_after_s=2", *overrides,
         )  # fmt: skip
-
-    @property
-    def path(self) -> Path:
-        """Its directory."""
-        return self.folder / "sweep" / "0"
-
-    def result(self) -> dict:
-        """How it ended."""
-        return json.loads((self.path / "result.json").read_text())
-
-    def events(self, kind: str) -> list[dict]:
-        """Its events of a kind."""
-        return [e for e in read_events(self.path / "events") if e["kind"] == kind]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +102,8 @@ class Run:
 )
 def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how, at):
     """Of three nodes one does not come to the collective: it is to blame, and the run succeeds."""
-    run = Run(tmp_path, SCRIPT)
-    done = run.start("nodes=3", f"+how={how}", "+rank=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Run(SCRIPT, tmp_path, "nodes=3", f"+how={how}", "+rank=1") as run:
+        assert run.wait() == 0, run.output()
     (hang,) = run.events("hang")
     (blamed,) = hang["ranks"]
     assert blamed["rank"] == 1 and at in blamed["at"]
@@ -144,12 +119,12 @@ def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how
 
 def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
     """Restarts are limited, and the user is told rank, host, place and the files."""
-    run = Run(tmp_path, SCRIPT)
-    done = run.start("nodes=2", "+how=sleep", "+rank=1", "+always=true", "launcher.max_restarts=1")
-    assert done.returncode != 0
+    always = ("+how=sleep", "+rank=1", "+always=true")
+    with Run(SCRIPT, tmp_path, "nodes=2", *always, "launcher.max_restarts=1") as run:
+        assert run.wait() != 0
     failure = run.result()["failure"]
     assert (failure["phase"], failure["rank"]) == ("hang", 1)
-    told = done.stdout + done.stderr
+    told = run.output()
     assert "rank 1" in told and "hung" in told and "in get_stuck" in told and "stack.txt" in told
     assert len(run.events("hang")) == 2
 
@@ -157,7 +132,6 @@ def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
 @pytest.mark.parametrize("how", ["busy", pytest.param("report", marks=pytest.mark.long), "move"])
 def test_what_takes_long_is_no_hang(tmp_path, how):
     """A checkpoint, a validation that reports, and one that is seen to compute."""
-    run = Run(tmp_path, NEVER_WRONG)
-    done = run.start("nodes=2", f"+how={how}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    with Run(NEVER_WRONG, tmp_path, "nodes=2", f"+how={how}") as run:
+        assert run.wait() == 0, run.output()
     assert run.result()["rounds"] == 1 and not run.events("hang")

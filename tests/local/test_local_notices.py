@@ -1,22 +1,20 @@
 """A node that is told to go: whole tasks and runs with `launcher=local`, no Slurm."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from local_runs import PATIENCE_S, LocalRun
 
-from hpc_elastic.events import read_events
 from hpc_elastic.slurm.environment import as_array_task, outside
 
-PATIENCE_S = 90.0
 SCRIPT = textwrap.dedent(
     """
     import subprocess, time
@@ -57,79 +55,52 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Return a function that starts the script's run, and ends what is left of it."""
+def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
+    """Starts the script's run, and ends what is left of it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(tmp_path)))
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*overrides: str) -> subprocess.Popen[str]:
-        argv = [
-            sys.executable, str(script), "+launcher=local", "+nproc_per_node=1",
-            f"hydra.sweep.dir={tmp_path / 'sweep'}", "launcher.agent.spares=false", *overrides,
-        ]  # fmt: skip
-        started.append(
-            subprocess.Popen(
-                argv, cwd=tmp_path, text=True, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    with contextlib.ExitStack() as started:
+        yield lambda *overrides: started.enter_context(
+            LocalRun(
+                script, tmp_path, "+launcher=local", "+nproc_per_node=1",
+                "launcher.agent.spares=false", *overrides,
             )
         )  # fmt: skip
-        return started[-1]
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.terminate()
-        process.communicate()
 
 
-def events(folder: Path, kind: str) -> list[dict]:
-    """The run's events of a kind."""
-    found = folder / "sweep" / "0" / "events"
-    return [e for e in read_events(found) if e["kind"] == kind] if found.exists() else []
-
-
-def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.05)
-
-
-def steps(folder: Path, number: int) -> list[list[int]]:
+def steps(run: LocalRun, number: int) -> list[list[int]]:
     """The steps that each rank of a round has made."""
-    files = (folder / "sweep" / "0" / "tasks").glob(f"*/attempt-0/round-{number}.rank-*.out")
+    files = (run.path / "tasks").glob(f"*/attempt-0/round-{number}.rank-*.out")
     return [[int(n) for n in re.findall(r"step (\d+)\n", f.read_text())] for f in files]
 
 
-def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(run, tmp_path):
+def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_path):
     """Its workers are there until all have saved; the other node goes on from that step."""
-    launcher = run("nodes=1:2")
-    eventually(lambda: [len(s) > 20 for s in steps(tmp_path, 1)] == [True, True], "two nodes train")
-    agents = {e["task"]: psutil.Process(e["pid"]) for e in events(tmp_path, "task")}
+    run = start("nodes=1:2")
+    run.eventually(lambda: [len(s) > 20 for s in steps(run, 1)] == [True, True], "two nodes train")
+    agents = {e["task"]: psutil.Process(e["pid"]) for e in run.events("task")}
     task, agent = min(agents.items())
     agent.send_signal(signal.SIGTERM)
-    eventually(lambda: not agent.is_running() or agent.status() == "zombie", "the agent ends")
-    (left,) = events(tmp_path, "left")
+    run.eventually(lambda: not agent.is_running() or agent.status() == "zombie", "the agent ends")
+    (left,) = run.events("left")
     assert (left["task"], left["reason"], left["how"]) == (task, "signal", "ended")
-    eventually(lambda: steps(tmp_path, 2) and steps(tmp_path, 2)[0], "the other node goes on")
+    run.eventually(lambda: steps(run, 2) and steps(run, 2)[0], "the other node goes on")
     children = map(int, (tmp_path / "children-2").read_text().split())
     assert not any(map(psutil.pid_exists, children)), "whatever session they are in"
 
     (tmp_path / "over").touch()
-    output = launcher.communicate(timeout=PATIENCE_S)[0]
-    assert launcher.returncode == 0, output
-    first, other = steps(tmp_path, 1)
-    (after,) = steps(tmp_path, 2)
+    assert run.wait() == 0, run.output()
+    first, other = steps(run, 1)
+    (after,) = steps(run, 2)
     assert first == other == list(range(1, len(first) + 1))
     assert after == list(range(len(first) + 1, len(first) + len(after) + 1))
-    assert events(tmp_path, "end")[0]["restarts"] == 0
+    assert run.events("end")[0]["restarts"] == 0
 
 
-def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(run, tmp_path):
+def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(start, tmp_path):
     """It still imports torch: the signal is neither its end nor forgotten."""
-    assert run("nodes=1", "launcher.dry_run=true").wait(PATIENCE_S) == 0
+    run = start("nodes=1", "launcher.dry_run=true")
+    assert run.wait() == 0
     array = tmp_path / "sweep" / ".hpc_elastic" / "array-0.json"
     task = subprocess.Popen(
         [sys.executable, "-u", "-m", "hpc_elastic.agent.task", str(array)],
@@ -140,5 +111,5 @@ def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(run, tmp_pa
     task.terminate()
     task.communicate(timeout=PATIENCE_S)
     assert task.returncode == 143
-    assert [e["how"] for e in events(tmp_path, "left")] == ["ended"]
-    assert not events(tmp_path, "joined")
+    assert [e["how"] for e in run.events("left")] == ["ended"]
+    assert not run.events("joined")

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from local_runs import PATIENCE_S, LocalRun
 
 from hpc_elastic.cli.facts import Facts
 from hpc_elastic.cli.looking import look
 from hpc_elastic.cli.main import main
-from hpc_elastic.events import read_events
 from hpc_elastic.story.account import KINDS
 from hpc_elastic.story.points import read_points
 
-PATIENCE_S = 150.0
 EVERY = 60
 LOST = 15
 """So many steps at least die with a node."""
@@ -62,50 +61,34 @@ SCRIPT = textwrap.dedent(
 )
 
 
-class Run:
+class Run(LocalRun):
     """A run of one to two nodes, and what is to be found out about it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.dir = folder / "sweep" / "0"
         script = folder / "script.py"
         script.write_text(SCRIPT.format(folder=str(folder), every=EVERY))
-        argv = [
-            sys.executable, str(script), "-m", "+launcher=local", "nodes=1:2",
-            f"hydra.sweep.dir={folder / 'sweep'}",
-        ]  # fmt: skip
-        self.launcher = subprocess.Popen(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        super().__init__(script, folder, "-m", "+launcher=local", "nodes=1:2")
 
     def until(self, holds: Callable[[Facts], object], what: str) -> Facts:
         """Wait until something is so; return what was found then."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
-            if (self.dir / "run.json").exists() and holds(facts := look(self.dir)):
+            if (self.path / "run.json").exists() and holds(facts := look(self.path)):
                 return facts
             time.sleep(0.2)
-        pytest.fail(f"never: {what}; {look(self.dir).to_json()}")
+        pytest.fail(f"never: {what}; {look(self.path).to_json()}")
 
-    def events(self, kind: str) -> list[dict]:
-        """The events of a kind."""
-        return [e for e in read_events(self.dir / "events") if e["kind"] == kind]
-
-    def end(self) -> str:
-        """Let the training end; return what the launcher printed."""
+    def end(self) -> None:
+        """Let the training end."""
         (self.folder / "stop").touch()
-        return self.launcher.communicate(timeout=PATIENCE_S)[0]
+        self.wait()
 
 
 @pytest.fixture
 def run(tmp_path) -> Iterator[Run]:
     """A run under way."""
-    run = Run(tmp_path)
-    yield run
-    if run.launcher.poll() is None:
-        run.launcher.send_signal(signal.SIGINT)
-        run.launcher.communicate(timeout=PATIENCE_S)
+    with Run(tmp_path) as run:
+        yield run
 
 
 def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
@@ -133,29 +116,29 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     (again,) = (e for e in run.events("trains") if e["round"] == 2)
     assert again["restored"] % EVERY == 0 and again["step"] == again["restored"] + 1
     assert 0 < again["restore_s"] < again["start_s"]
-    assert main(["status", str(run.dir)]) == 0
+    assert main(["status", str(run.path)]) == 0
     page = capsys.readouterr().out
     assert "● training" in page and "1 node lost" in page and "replayed" in page
 
     run.end()
-    assert main(["status", str(run.dir), "--watch"]) == 0, "it has ended"
+    assert main(["status", str(run.path), "--watch"]) == 0, "it has ended"
     assert "succeeded" in capsys.readouterr().out
-    assert main(["status", str(run.dir), "--json"]) == 0
+    assert main(["status", str(run.path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["phase"] == told["ended"]["status"] == "succeeded" and told["notes"] == []
     spent = told["node_seconds"]
     assert list(spent) == list(KINDS) and spent["replayed"] > 0
     assert spent["restore"] >= again["restore_s"] - 0.05, "it is shown in tenths"
-    blocked = max(point.blocked_s for point in read_points(run.dir / "progress.jsonl"))
+    blocked = max(point.blocked_s for point in read_points(run.path / "progress.jsonl"))
     assert 0 < blocked < spent["useful"]
     assert told["goodput"] == pytest.approx(spent["useful"] / sum(spent.values()), abs=0.01)
     assert told["step"] >= told["checkpoint"]["step"] > 0
     assert 1 <= told["checkpoint"]["kept"] <= 2, "a save that a newer one overtakes is left out"
 
-    reported_as(told, run.dir, capsys)
+    reported_as(told, run.path, capsys)
 
     assert main(["list", "--json"]) == 0
-    (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.dir))
+    (listed,) = (r for r in json.loads(capsys.readouterr().out) if r["directory"] == str(run.path))
     assert (listed["state"], listed["run_id"]) == ("succeeded", told["run_id"])
 
 
@@ -187,7 +170,7 @@ def test_a_watch_shows_lines_where_no_terminal_is_and_ends_with_the_run(run):
         "-m",
         "hpc_elastic",
         "status",
-        str(run.dir),
+        str(run.path),
         "--watch",
         "--every",
         "0.2",

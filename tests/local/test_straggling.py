@@ -5,20 +5,16 @@ is a loop that ends after so much of that; how long it takes by the clock does n
 """
 
 import json
-import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_runs import PATIENCE_S, LocalRun
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.events import read_events
 
-PATIENCE_S = 180.0
 SLOW = 1
 """The rank that has more to do."""
 SCRIPT = textwrap.dedent(
@@ -61,69 +57,49 @@ SCRIPT = textwrap.dedent(
 )
 
 
-class Run:
+class Run(LocalRun):
     """A run of three nodes whose ranks do as much as they are told."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.dir = folder / "sweep" / "0"
-        (folder / "script.py").write_text(SCRIPT.format(folder=str(folder)))
-        self.slow(str(SLOW))
-        argv = [
-            sys.executable, str(folder / "script.py"), "+launcher=local", "nodes=3",
-            f"hydra.sweep.dir={folder / 'sweep'}",
-        ]  # fmt: skip
-        self.launcher = subprocess.Popen(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        script = folder / "script.py"
+        script.write_text(SCRIPT.format(folder=str(folder)))
+        (folder / "who").write_text(str(SLOW))
+        super().__init__(script, folder, "+launcher=local", "nodes=3")
 
     def slow(self, who: str) -> None:
         """Let this rank, or all, do five times as much."""
         (self.folder / "next").write_text(who)
         (self.folder / "next").rename(self.folder / "who")
 
-    def told(self) -> list[dict]:
-        """The events of stragglers."""
-        folder = self.dir / "events"
-        return [e for e in read_events(folder) if e["kind"] == "straggler"]
-
     def until_told(self, num: int) -> dict:
         """Wait for so many events of stragglers; return the last one."""
-        deadline = time.monotonic() + PATIENCE_S
-        while len(told := self.told()) < num:
-            assert time.monotonic() < deadline, told
-            assert self.launcher.poll() is None, "the run has ended"
-            time.sleep(0.2)
-        return told[-1]
+        self.eventually(lambda: len(self.events("straggler")) >= num, f"{num} events of stragglers")
+        return self.events("straggler")[-1]
 
     def status(self, capsys, num: int) -> tuple[str, list[dict]]:
         """Return what `status` says, once the leader has written of so many stragglers."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            assert main(["status", str(self.dir), "--json"]) == 0
+            assert main(["status", str(self.path), "--json"]) == 0
             named = json.loads(capsys.readouterr().out)["stragglers"]
             if len(named) == num:
                 break
             assert time.monotonic() < deadline, named
             time.sleep(0.2)
-        assert main(["status", str(self.dir)]) == 0
+        assert main(["status", str(self.path)]) == 0
         return capsys.readouterr().out, named
 
     def end(self) -> int:
         """Let the training end; return the launcher's exit code."""
         (self.folder / "stop").touch()
-        return self.launcher.wait(PATIENCE_S)
+        return self.wait()
 
 
 @pytest.fixture
 def run(tmp_path) -> Iterator[Run]:
     """A run under way."""
-    made = Run(tmp_path)
-    yield made
-    if made.launcher.poll() is None:
-        made.launcher.send_signal(signal.SIGINT)
-        made.launcher.wait(PATIENCE_S)
+    with Run(tmp_path) as run:
+        yield run
 
 
 def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
@@ -141,6 +117,6 @@ def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
     assert "times the median" not in page and named == []
 
     assert run.end() == 0
-    assert main(["events", str(run.dir)]) == 0
+    assert main(["events", str(run.path)]) == 0
     story = capsys.readouterr().out
-    assert f"rank {SLOW}" in story and len(run.told()) == 2, story
+    assert f"rank {SLOW}" in story and len(run.events("straggler")) == 2, story

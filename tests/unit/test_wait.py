@@ -112,6 +112,19 @@ def test_return_values_are_read_by_global_rank(run):
     assert (outcome.value, outcome.error) == ({"rank": 0}, None)
 
 
+@pytest.mark.parametrize(
+    "damaged", ["{", '{"status": "succeeded", "results": "results"}', '{"restarts": [1]}']
+)
+def test_a_run_whose_result_is_damaged_has_failed(run, damaged):
+    """The others of its sweep are waited for all the same; the user learns where to look."""
+    (run.dir / "results").mkdir(parents=True)
+    (run.dir / "results" / "rank-0.json").write_text("{")
+    run.paths.result.write_text(damaged)
+    outcome = read_outcome(run)
+    assert outcome and outcome.status == "failed"
+    assert "result.json" in str(outcome.error) and "hpc-elastic events" in str(outcome.error)
+
+
 def test_no_result_is_no_outcome(run):
     """A run without result.json has not ended, as far as its directory says."""
     assert read_outcome(run) is None

@@ -19,6 +19,8 @@ from hpc_elastic.testing.fake_slurm.errors import FakeCommandError, FakeSlurmErr
 from hpc_elastic.testing.fake_slurm.host import Host
 
 _POLL_S = 0.05
+PATIENCE_S = 180.0
+"""How long is waited, unless one says; programs import torch on machines that have other work."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class FakeSlurm:
     """A Slurm cluster of processes on this machine, for the length of a ``with`` block.
 
     Its commands (sbatch, squeue, scontrol, scancel, srun, sinfo, sacct) are on the PATH of `env`.
-    At the end of the block every process of every job is killed, whatever happened; the same
-    happens if this process dies.
+    At the end of the block every process of every job is killed, whatever happened, and so are
+    programs that `start` has started; with the jobs' that happens too if this process dies.
 
     Args:
         nodes: Number of nodes.
@@ -49,6 +51,7 @@ class FakeSlurm:
         self.config = FakeConfig(nodes=nodes, **settings)
         self._host: Host | None = None
         self._preempting: list[str] = []
+        self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
         """Start the cluster.
@@ -70,6 +73,9 @@ class FakeSlurm:
 
     def close(self) -> None:
         """End the cluster, and everything that runs on it; may be repeated."""
+        while self._started:
+            with self._started.pop() as program:
+                program.kill()
         host, self._host = self._host, None
         if host is not None:
             host.stop()
@@ -116,6 +122,25 @@ class FakeSlurm:
         if check and done.returncode:
             raise FakeCommandError(list(argv), done.returncode, done.stderr or done.stdout)
         return Completed(done.stdout, done.stderr, done.returncode)
+
+    def start(self, argv: Sequence[str], cwd: Path | str | None = None) -> subprocess.Popen[str]:
+        """Start a program that uses the cluster: your script, which submits a run and waits for it.
+
+        It writes where this process does. What runs still when the block ends is killed: a test
+        that fails does not wait for it.
+
+        Args:
+            argv: The program, and its arguments.
+            cwd: Where it works; by default where this process does.
+
+        Raises:
+            OSError: it can not be started.
+        """
+        program = subprocess.Popen(
+            list(map(str, argv)), cwd=cwd, env=self.env, stdin=subprocess.DEVNULL, text=True
+        )
+        self._started.append(program)
+        return program
 
     def tasks(self, *states: str) -> list[str]:
         """Return the names of all jobs and array elements in some states, as squeue prints them.
@@ -183,7 +208,7 @@ class FakeSlurm:
             name = f"partitionname={partition.name}"
             self.run(["scontrol", "update", name, f"state={state}"])
 
-    def wait_running(self, num_tasks: int, timeout_s: float = 60.0) -> list[str]:
+    def wait_running(self, num_tasks: int, timeout_s: float = PATIENCE_S) -> list[str]:
         """Wait until so many tasks run, those of `preempt` not counted; return their names.
 
         Raises:
@@ -198,7 +223,7 @@ class FakeSlurm:
         self.wait_until(so_many_run, f"{num_tasks} tasks run", timeout_s=timeout_s)
         return found
 
-    def wait_idle(self, timeout_s: float = 60.0) -> None:
+    def wait_idle(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until every node is idle.
 
         Raises:
@@ -210,7 +235,7 @@ class FakeSlurm:
         )  # fmt: skip
 
     def wait_until(
-        self, condition: Callable[[], object], what: str, *, timeout_s: float = 60.0
+        self, condition: Callable[[], object], what: str, *, timeout_s: float = PATIENCE_S
     ) -> None:
         """Wait until a condition holds.
 

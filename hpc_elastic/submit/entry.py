@@ -1,12 +1,15 @@
 """The user's function as an `Entry`: what a fresh Python process needs to find it again.
 
 Nothing is pickled: a worker loads the same script or module and looks the name up in it. So the
-function must have such a name, and must come from a file.
+function must have such a name, and must come from a file; and loading the file must not submit it
+again, or train with nobody's settings.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import os
 import site
 import sys
@@ -61,6 +64,7 @@ def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:
     if name != "__main__":
         _require_importable(name)
         return None, name
+    _require_guard()
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -70,6 +74,29 @@ def _source(function: Callable[..., Any]) -> tuple[str | None, str | None]:
         remedy = "it was typed into an interpreter or a notebook: put it into a .py file"
         raise ConfigError("task function", function.__qualname__, remedy)
     return str(Path(file).resolve()), None
+
+
+def _require_guard() -> None:
+    """Refuse a script of which the statement that has led here runs whenever it is imported."""
+    frame = inspect.currentframe()
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
+    ):
+        frame = frame.f_back
+    if frame is None:  # another thread than the one that runs the script
+        return
+    script, line = frame.f_code.co_filename, frame.f_lineno
+    try:
+        statements = ast.parse(Path(script).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # changed meanwhile
+        return
+    for statement in statements:
+        if statement.lineno <= line <= (statement.end_lineno or line):
+            names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            if "__name__" not in names:
+                why = f"line {line} runs whenever the file is imported, and workers import it"
+                remedy = 'put it under `if __name__ == "__main__":`'
+                raise ConfigError("script", script, f"{why}: {remedy}")
 
 
 def _require_importable(name: str) -> None:

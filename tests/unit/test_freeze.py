@@ -249,6 +249,30 @@ def test_entry_of_a_main_function(tmp_path, as_module):
     assert entry.cwd == str(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("last", "refused"),
+    [
+        ("main()", True),
+        ("if True:\n    main()", True),
+        ("if '__main__' == __name__:\n    main()", False),
+        ("__name__ == '__main__' and main()", False),
+    ],
+)
+def test_a_script_that_would_submit_itself_again_is_refused(tmp_path, last, refused):
+    """A worker imports it. The message names the line, and what to write."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from hpc_elastic.submit.entry import entry_of\n"
+        f"def main():\n    print(entry_of(main, 'hydra'))\n{last}\n"
+    )
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
+    assert (done.returncode != 0) == refused, done.stderr
+    if refused:
+        assert f"line {3 + last.count('main()') + last.count('if True')}" in done.stderr
+        assert 'if __name__ == "__main__"' in done.stderr
+
+
 def test_functions_without_a_name_are_refused():
     """Workers import the function by name: a nested one or a lambda has none."""
 

@@ -13,7 +13,7 @@ import torch
 
 from hpc_elastic.checkpoint import Checkpointer, Options
 
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 SIZE = 300_000
 
 

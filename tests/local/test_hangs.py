@@ -97,7 +97,7 @@ class Run(LocalRun):
     [
         ("sleep", "in get_stuck"),
         pytest.param("stop", "stopped by a signal", marks=pytest.mark.long),
-        ("gil", "in get_stuck"),
+        pytest.param("gil", "in get_stuck", marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_stuck_is_named_and_the_group_started_again(tmp_path, how, at):

@@ -223,6 +223,7 @@ def test_a_run_of_somebody_else_is_refused_and_left_alone(runs):
     runs.call("cancel", runs.folder / "sweep" / "1", "--yes")
 
 
+@pytest.mark.long
 def test_a_full_disk_stops_no_cancellation_and_spoils_no_resume(tmp_path):
     """A run can be ended all the same; it is resumed once there is room, from where it was."""
     with mounted(tmp_path / "disk", "64m") as disk:

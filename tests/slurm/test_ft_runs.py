@@ -71,6 +71,7 @@ class Replicas:
         return subprocess.run(argv, cwd=ROOT, text=True, capture_output=True)
 
 
+@pytest.mark.long
 def test_replicas_live_on(slurm, sweep, tmp_path):
     """The leader's node dies, the next leader's is preempted; later all are preempted at once.
 

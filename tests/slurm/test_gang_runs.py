@@ -96,6 +96,7 @@ def test_the_first_node_of_the_gang_that_dies_is_dropped(slurm, sweep):
     assert {e["attempt"] for e in starts(s)} == {0}
 
 
+@pytest.mark.long
 def test_a_gang_that_is_preempted_is_taken_as_a_whole_and_comes_back(slurm, sweep):
     """Slurm's SIGTERM reaches the agents on all its nodes; one requeue is for all of them."""
     s = sweep("nodes=2:2", GANG, *LIGHT)

@@ -64,6 +64,7 @@ def ends_right(run: Counting) -> None:
     assert run.is_complete()
 
 
+@pytest.mark.long
 def test_announced_departures_cost_no_step(slurm, start, dice):
     """Two of four nodes are preempted again and again, then a task is cancelled, for good."""
     run = start("run", "+nodes=1:4")

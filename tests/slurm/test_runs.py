@@ -39,6 +39,7 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert max(max(epochs) for epochs in logged.values() if epochs) == 7
 
 
+@pytest.mark.long
 def test_a_follower_that_dies_is_dropped(slurm, sweep):
     """The others go on at the smaller size, spend no restart, and the model is as good."""
     s = sweep("nodes=1:3", *SLOWLY)

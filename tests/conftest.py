@@ -1,14 +1,20 @@
 """Every test may ask for the real Slurm (`slurm`); none touches the user's own list of runs."""
 
 import os
+import shutil
 import tempfile
 
 import pytest
 
 pytest_plugins = ["hpc_elastic.testing.pytest_plugin"]
 
-# for the processes that tests start as well; removed by the system
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="hpc-elastic-state-")
+# for the processes that tests start as well
+_STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="hpc-elastic-state-")
+
+
+def pytest_unconfigure() -> None:
+    """Remove what the tests' processes have written there."""
+    shutil.rmtree(_STATE, ignore_errors=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,7 @@
 """A Slurm that is none: job arrays as processes on this machine, for users' own tests.
 
     with FakeSlurm(nodes=4) as slurm:
-        training = subprocess.Popen([..., "-m", "launcher=slurm", "nodes=1:4"], env=slurm.env)
+        training = slurm.start([..., "-m", "launcher=slurm", "nodes=1:4"])
         slurm.wait_running(4)
         slurm.preempt("node2")
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -71,12 +70,15 @@ class Run(LocalRun):
 
     def until(self, holds: Callable[[Facts], object], what: str) -> Facts:
         """Wait until something is so; return what was found then."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            if (self.path / "run.json").exists() and holds(facts := look(self.path)):
-                return facts
-            time.sleep(0.2)
-        pytest.fail(f"never: {what}; {look(self.path).to_json()}")
+        found: list[Facts] = []
+
+        def is_so() -> bool:
+            if (self.path / "run.json").exists():
+                found.append(look(self.path))
+            return bool(found) and bool(holds(found[-1]))
+
+        self.eventually(is_so, what)
+        return found[-1]
 
     def end(self) -> None:
         """Let the training end."""

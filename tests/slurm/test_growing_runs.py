@@ -13,18 +13,18 @@ STEPS = textwrap.dedent(
     import sys, time
     from pathlib import Path
 
+    import torch
     import torch.distributed as dist
     import hydra
     from hpc_elastic import checkpoint_boundary, report
 
-    TOTAL = {total}
-    FILE = Path({folder!r}, "step")
+    FILE, ENOUGH = Path({folder!r}, "step"), Path({folder!r}, "enough")
 
     @hydra.main(version_base=None, config_path=None)
     def main(cfg):
         dist.init_process_group("gloo")
-        step = int(FILE.read_text()) if FILE.exists() else 0
-        while step < TOTAL:
+        step, over = int(FILE.read_text()) if FILE.exists() else 0, torch.tensor(0)
+        while not over:
             time.sleep(0.05)
             dist.barrier()  # a step is made by all ranks, or by none
             step += 1
@@ -35,6 +35,8 @@ STEPS = textwrap.dedent(
                 if dist.get_rank() == 0:
                     FILE.write_text(str(step))
                 {announce}
+                over.fill_(int(ENOUGH.exists()))
+                dist.broadcast(over, 0)
         dist.destroy_process_group()
         return step
 
@@ -44,14 +46,17 @@ STEPS = textwrap.dedent(
 )
 
 
-def stepping(
-    tmp_path: Path, *, total: int = 240, announce: bool = True, told: int | None = None
-) -> Path:
-    """A script that makes steps, and has a checkpoint after every tenth."""
+def stepping(tmp_path: Path, *, announce: bool = True, told: int | None = None) -> Path:
+    """A script that makes steps until that is `enough`, and has a checkpoint after every tenth."""
     script = tmp_path / "steps.py"
     call = "checkpoint_boundary(step=step)" if announce else "pass"
-    script.write_text(STEPS.format(total=total, folder=str(tmp_path), announce=call, told=told))
+    script.write_text(STEPS.format(folder=str(tmp_path), announce=call, told=told))
     return script
+
+
+def enough(tmp_path: Path) -> None:
+    """Let the script come to its end."""
+    (tmp_path / "enough").touch()
 
 
 def steps(s: Sweep) -> list[int]:
@@ -71,11 +76,13 @@ def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_p
     s = sweep("+launcher=slurm", "+nodes=1:4", script=stepping(tmp_path))
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
     slurm.run(["scancel", job])
+    eventually(lambda: s.group_sizes()[-1] == 4, "four nodes train")
+    enough(tmp_path)
     output = s.output()
-    assert s.group_sizes()[-1] == 4, output
+    assert s.result()["status"] == "succeeded", output
     grown = [e for e in s.events("stop") if "joins, at the checkpoint of step" in e["reason"]]
     assert grown and s.events("growth"), "the decision is logged, and its reason"
-    assert steps(s) == list(range(1, 241))
+    assert steps(s) == list(range(1, s.value() + 1))
 
 
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
@@ -86,8 +93,10 @@ def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, 
     s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow_after_s=2", script=script)
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
+    eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train")
+    enough(tmp_path)
     output = s.output()
-    assert s.group_sizes()[-1] == 2, output
+    assert s.result()["status"] == "succeeded", output
     assert any("announces no checkpoints" in e["reason"] for e in s.events("stop"))
 
 
@@ -98,9 +107,10 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     s = sweep("+launcher=slurm", "+nodes=1:2", script=script)
     eventually(lambda: len(steps(s)) > 40, "one node trains, at a known pace")
     slurm.run(["scancel", job])
+    eventually(lambda: any("a restart costs" in e["why"] for e in s.events("growth")), "it is said")
+    enough(tmp_path)
     output = s.output()
     assert s.group_sizes() == [1], output
-    assert any("a restart costs" in e["why"] for e in s.events("growth"))
 
 
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
@@ -110,9 +120,10 @@ def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
     s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow=never", script=stepping(tmp_path))
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
+    eventually(lambda: len(s.events("joined")) == 2, "the late node asks for a place")
+    enough(tmp_path)
     output = s.output()
     assert s.group_sizes() == [1], output
-    assert len(s.events("joined")) == 2
 
 
 @pytest.mark.long
@@ -136,7 +147,8 @@ def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp
 
 def _short_run(sweep, folder: Path, *overrides: str) -> Sweep:
     folder.mkdir()
-    script = stepping(folder, total=40)
+    script = stepping(folder)
+    enough(folder)
     where = f"hydra.sweep.dir={folder / 'sweep'}"
     s = sweep(
         "+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, *overrides, script=script

@@ -5,7 +5,6 @@ With HPC_ELASTIC_LONG=1 more often, and for as long as it would be on a cluster.
 
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from counting import LONG, NUM_STEPS, Counting, counting, undisturbed_loss
 from sweeps import eventually, hosts
 
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox, daemons, processes, state
+from hpc_elastic.testing.soak.processes import agent_on
 
 PREEMPTIONS, TAKEN_S = (5, 20) if LONG else (2, 7)
 LINKS = 5 if LONG else 1
@@ -115,10 +115,10 @@ def test_tasks_whose_agents_are_killed_come_back(slurm, start):
     leader = run.sweep.events("leader")[-1]["task"]
     members = [m["task"] for m in run.sweep.events("round")[-1]["members"]]
     for task in (leader, next(t for t in members if t != leader)):
-        kill_agent(run, task)
+        kill_agent(slurm, run, task)
         eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "the others go on")
         trains_with(run, 3, 5)
-    kill_agent(run, leader)
+    kill_agent(slurm, run, leader)
     trains_with(run, 2, 10)
     ends_right(run)
     attempts = [e["task"] for e in run.sweep.events("task")]
@@ -162,10 +162,12 @@ def comes_back(slurm: SlurmSandbox, run: Counting) -> None:
     eventually(lambda: len(run.rounds()) > before and run.rounds()[-1].steps, "it trains again")
 
 
-def kill_agent(run: Counting, task: str) -> None:
+def kill_agent(slurm: SlurmSandbox, run: Counting, task: str) -> None:
     """End a task's agent as the kernel does when a node has no memory left."""
-    agent = next(e for e in reversed(run.sweep.events("task")) if e["task"] == task)
-    os.kill(agent["pid"], signal.SIGKILL)
+    host = next(e["host"] for e in reversed(run.sweep.events("task")) if e["task"] == task)
+    agent = agent_on(slurm, host)
+    assert agent is not None
+    agent.kill()
 
 
 def _job(run: Counting) -> str:

@@ -108,21 +108,19 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     ends_right(run)
 
 
-def test_tasks_whose_agents_are_killed_come_back(slurm, start):
-    """For Slurm they have failed. One that was killed as often as it may come back stays away."""
+def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
+    """For Slurm it has failed. It leads the run; killed again, it may not come back any more."""
     run = start("run", "+nodes=1:3", "launcher.max_requeues=1", every=EVERY)
     trains_with(run, 3, 5)
     leader = run.sweep.events("leader")[-1]["task"]
-    members = [m["task"] for m in run.sweep.events("round")[-1]["members"]]
-    for task in (leader, next(t for t in members if t != leader)):
-        kill_agent(slurm, run, task)
-        eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "the others go on")
-        trains_with(run, 3, 5)
+    kill_agent(slurm, run, leader)
+    eventually(lambda: run.sweep.group_sizes()[-1:] == [2], "the others go on")
+    trains_with(run, 3, 5)
     kill_agent(slurm, run, leader)
     trains_with(run, 2, 10)
     ends_right(run)
     attempts = [e["task"] for e in run.sweep.events("task")]
-    assert sorted(map(attempts.count, {*attempts})) == [1, 2, 2], "it came back once only"
+    assert sorted(map(attempts.count, {*attempts})) == [1, 1, 2], "it came back once only"
 
 
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")

@@ -138,7 +138,9 @@ def stateful():
 
 
 @old_torchdata
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, pytest.param({"num_workers": 1}, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("saved", ["sampler", "loader", "both"])
 @pytest.mark.parametrize("num_steps", [8, 11, None])
 def test_torchdatas_loader_resumes(stateful, options, saved, num_steps):

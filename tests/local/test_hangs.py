@@ -129,7 +129,14 @@ def test_a_rank_that_is_stuck_again_ends_the_run_with_its_name(tmp_path):
     assert len(run.events("hang")) == 2
 
 
-@pytest.mark.parametrize("how", ["busy", pytest.param("report", marks=pytest.mark.long), "move"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "busy",
+        pytest.param("report", marks=pytest.mark.long),
+        pytest.param("move", marks=pytest.mark.long),
+    ],
+)
 def test_what_takes_long_is_no_hang(tmp_path, how):
     """A checkpoint, a validation that reports, and one that is seen to compute."""
     with Run(NEVER_WRONG, tmp_path, "nodes=2", f"+how={how}") as run:

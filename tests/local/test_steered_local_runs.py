@@ -154,6 +154,7 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     assert "has succeeded" in runs.call("resume", run_id, code=1).stderr
 
 
+@pytest.mark.long
 def test_a_run_whose_processes_were_all_killed_is_resumed(runs):
     """The launcher, the agents and the workers: what was not saved is made again, once."""
     told = runs.submit("nodes=2", "epochs=4")

@@ -1,5 +1,17 @@
 """What tests need, ours and users' own: a real Slurm on one machine, fakes, and the simulator."""
 
-from hpc_elastic.testing.fake_slurm import FakeSlurm
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.fake_slurm import FakeSlurm
 
 __all__ = ["FakeSlurm"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the fake at first use: the sandbox runs where nothing is installed."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hpc_elastic.testing import fake_slurm
+
+    return getattr(fake_slurm, name)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from .commands import Completed, machine_path, run, wait_until
+from .commands import Completed, machine_path, run, search_path, wait_until
 from .state import State
 
 _WRITTEN_OFF = ("down", "drain", "fail")
 
 
 def environment(state: State) -> dict[str, str]:
-    """Return the variables that point Slurm's commands at the sandbox."""
+    """Return the variables that point Slurm's commands at the sandbox.
+
+    PATH is among them unless it would find the sandbox's own release by itself.
+    """
     conf = {"SLURM_CONF": str(state.layout.slurm_conf)}
-    programs = state.layout.programs
-    if programs is None:
-        return conf
-    return {**conf, "PATH": f"{programs}:{machine_path(os.environ)}"}
+    programs, machines = state.layout.programs, machine_path(os.environ)
+    if programs is not None:
+        return {**conf, "PATH": f"{programs}:{machines}"}
+    has_others = any(f not in machines.split(":") for f in search_path(os.environ).split(":"))
+    return {**conf, "PATH": machines} if has_others else conf
 
 
 def ask(

@@ -185,7 +185,8 @@ def start_slurmctld(state: State) -> State:
 
 def wait_for_controller(state: State) -> None:
     """Wait until the controller answers."""
-    environment = {**os.environ, "SLURM_CONF": str(state.layout.slurm_conf)}
+    conf = str(state.layout.slurm_conf)
+    environment = {**os.environ, "PATH": path(state.layout), "SLURM_CONF": conf}
     ping = [program(state.layout, "scontrol"), "ping"]
 
     def answers() -> bool:

@@ -110,7 +110,7 @@ def members(init: Process) -> Iterator[Process]:
                 yield process
 
 
-def stop_tree(init: Process, timeout_s: float = 5.0) -> bool:
+def stop_tree(init: Process, timeout_s: float = 20.0) -> bool:
     """Stop every process of init's namespace, those forked meanwhile included.
 
     Returns:

@@ -125,8 +125,8 @@ def path(layout: Layout) -> str:
 
 
 def program(layout: Layout, name: str) -> str:
-    """Return how to call one of Slurm's programs: by its path if it is not the machine's."""
-    return name if layout.programs is None else str(layout.programs / name)
+    """Return how to call one of Slurm's programs, whichever release a shell finds first."""
+    return shutil.which(name, path=path(layout)) or name
 
 
 def become_argv(layout: Layout, name: str) -> list[str]:
@@ -185,8 +185,7 @@ def start_slurmctld(state: State) -> State:
 
 def wait_for_controller(state: State) -> None:
     """Wait until the controller answers."""
-    conf = str(state.layout.slurm_conf)
-    environment = {**os.environ, "PATH": path(state.layout), "SLURM_CONF": conf}
+    environment = {**os.environ, "SLURM_CONF": str(state.layout.slurm_conf)}
     ping = [program(state.layout, "scontrol"), "ping"]
 
     def answers() -> bool:

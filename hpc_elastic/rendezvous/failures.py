@@ -70,7 +70,16 @@ def looks_like_victim(failure: Failure) -> bool:
 def first_failure(failures: Iterable[Failure]) -> tuple[Failure, list[Failure]]:
     """Return the first cause, and the others as its victims, in order of time.
 
-    A worker that failed by itself comes before one that lost a peer, whatever their clocks say.
+    A worker that failed by itself comes before one that was killed, and that before one that lost
+    a peer, whatever their clocks say: a peer sees that a connection ends a moment before the agent
+    sees that its worker has.
     """
-    ordered = sorted(failures, key=lambda f: (looks_like_victim(f), f.time, f.rank))
+    ordered = sorted(failures, key=lambda f: (_doubt(f), f.time, f.rank))
     return ordered[0], ordered[1:]
+
+
+def _doubt(failure: Failure) -> int:
+    """Return how likely it is that something else came before a failure."""
+    if not looks_like_victim(failure):
+        return 0
+    return 1 if failure.signal == "SIGKILL" else 2

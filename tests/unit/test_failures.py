@@ -26,3 +26,11 @@ def test_a_segmentation_fault_is_no_victim():
     """A signal that nobody sends is a cause."""
     cause = failed(2, 9.0, "ended by SIGSEGV", signal="SIGSEGV")
     assert first_failure([failed(0, 1.0, "Broken pipe"), cause])[0] is cause
+
+
+def test_a_killed_worker_comes_before_those_that_lost_it():
+    """They see its connection end before its agent sees that it is dead; it was killed first."""
+    cause = failed(2, 9.0, "ended by SIGKILL", signal="SIGKILL")
+    broken = failed(0, 1.0, "Connection closed by peer")
+    stopped = failed(1, 2.0, "ended by SIGTERM", signal="SIGTERM")
+    assert first_failure([broken, stopped, cause]) == (cause, [broken, stopped])

@@ -63,7 +63,10 @@ _ALL = (
         "cut", "network cable of {hosts} pulled, and put back later",
         _WENT_SILENT, (1.0, 20.0), 35.0, strikes=True, pairs=True,
     ),
-    Kind("flap", "network cable of {hosts} with a loose contact", lasts_s=(2.0, 6.0), takes_s=12.0),
+    Kind(
+        "flap", "network cable of {hosts} with a loose contact", lasts_s=(2.0, 6.0), takes_s=12.0,
+        strikes=True,
+    ),
     Kind(
         "freeze-node", "every process of {hosts} stopped, and continued later",
         _WENT_SILENT, (1.0, 20.0), 35.0, strikes=True, pairs=True,

@@ -60,11 +60,12 @@ def reap(keep: Collection[int]) -> None:
     Args:
         keep: Ids of processes that somebody else waits for: workers and spares.
     """
-    with contextlib.suppress(ChildProcessError):
+    # a command of this agent's own is waited for by another thread: it may be gone at any moment
+    with contextlib.suppress(ChildProcessError, ProcessLookupError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid in keep:
             return
-        if os.getsid(ended.si_pid) != os.getsid(0):  # else a command of this agent's own
+        if os.getsid(ended.si_pid) != os.getsid(0):
             os.waitpid(ended.si_pid, 0)
 
 

@@ -65,3 +65,32 @@ def test_everything_that_descends_from_a_worker_is_ended():
     assert num_left >= 4 and ended == num_left and only_kept
     assert num_children == 2, "an adopted process that has ended is let go"
     assert last == [2, None, 1]
+
+
+BUSY_AGENT = textwrap.dedent(
+    """
+    import subprocess, threading
+    from hpc_elastic.agent import leftovers
+
+    def ask_slurm():
+        for _ in range(300):
+            codes.append(subprocess.run(["true"]).returncode)
+
+    codes = []
+    leftovers.adopt()
+    threads = [threading.Thread(target=ask_slurm) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        leftovers.reap(())
+    print(set(codes))
+    """
+)
+
+
+def test_commands_that_other_threads_wait_for_are_theirs():
+    """They may be gone at any moment, also between being seen and being looked at."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY_AGENT], capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "{0}\n"), done.stderr

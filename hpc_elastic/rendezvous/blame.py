@@ -16,7 +16,8 @@ Crash loops  ``max_attempts_without_progress`` such rounds in a row, none of whi
 
 Bad nodes    Failures that follow a node are *strikes* against its host: a worker that ended with an
              error as hardware makes it, an agent that fell silent (unless so many fell silent at
-             the same time that it was the network). Two strikes, or one failure that leaves no
+             the same time that it was the network, or all but the leader's: it may be the leader's
+             node that is cut off). Two strikes, or one failure that leaves no
              doubt, exclude the host: the run's queued tasks do not start there, and the node, if it
              lives, goes back to the queue. So many hosts as min nodes are never excluded, of those
              that the run has at the time. A failure whose host was excluded for it spends nothing.
@@ -145,7 +146,8 @@ class Blame:
         silent, self._silent = self._silent, set()
         failures, self.failures = self.failures, []
         actions: list[Action] = []
-        if 0 < len(silent) <= max(1, len(hosts) // _TOGETHER):
+        num_heard = len(set(hosts) - silent)  # the leader's own host among them
+        if num_heard > 1 and 0 < len(silent) <= max(1, len(hosts) // _TOGETHER):
             actions += self._strike(dict.fromkeys(sorted(silent), (1, "fell silent")), hosts)
         struck = self._strike(_hardware_failures(failures, self.excused), hosts)
         if failures and struck and any(isinstance(a, Exclude) for a in struck):

@@ -148,6 +148,15 @@ def test_many_that_fall_silent_at_once_are_not_to_blame():
     assert m.blame.strikes == {}
 
 
+def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
+    """Of two nodes nobody can tell which one's cable is loose."""
+    m = training(A, B)
+    m.fell_silent(B, "silent", 10.0)
+    m.join(A, 10.1)
+    m.slurm_says(running(A), 10.2, 11.0)
+    assert m.members == (A,) and m.blame.strikes == {}
+
+
 def test_an_agent_on_an_excluded_host_is_sent_back():
     """Slurm had started it before it knew."""
     m = training(A, B)

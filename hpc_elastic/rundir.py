@@ -130,6 +130,14 @@ class RunSpec:
             if k in job_ids
         ]
 
+    def requeues_left(self, attempt: int | None) -> int | None:
+        """Return how often a task may still go back to the queue; None: as often as it has to.
+
+        Args:
+            attempt: How often it has been there; None if unknown, which counts as never.
+        """
+        return None if self.max_requeues is None else self.max_requeues - (attempt or 0)
+
     def to_json(self) -> str:
         """Return the text of run.json."""
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -133,8 +133,7 @@ class SlurmTasks:
 
     def _is_back(self, run: RunDir, name: str, state: TaskState) -> bool:
         """Requeue or replace a task that has ended; return whether it is held in the queue."""
-        most = self._spec.max_requeues
-        left = None if most is None else most - (state.restarts or 0)
+        left = self._spec.requeues_left(state.restarts)
         facts = Facts(Reason.LOST, state, run_ended=run.is_over, requeues_left=left)
         if state.phase is not Phase.ENDED or decide(facts) is not Departure.REQUEUE:
             return state.is_held

@@ -181,7 +181,7 @@ def _ask(
     except RunDirectoryError as e:  # then it forbids nothing
         _log.warning("launcher.max_requeues is not looked at: %s", e)
         return Facts(reason, state, attempt, run_ended=run.is_over)
-    left = None if spec.max_requeues is None else spec.max_requeues - (attempt or 0)
+    left = spec.requeues_left(attempt)
     ended = run.is_over or not replacement.is_of(spec, task)
     return Facts(reason, state, attempt, run_ended=ended, requeues_left=left)
 

@@ -94,9 +94,6 @@ class FrameworkRun(LocalRun):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def _task(self, task: str) -> dict[str, Any]:
-        return next(e for e in self.events("task") if e["task"] == task)
-
     def output(self) -> str:
         """What the launcher has printed, and the end of what the agents and workers have."""
         errors = (self.path / "tasks").glob("*/attempt-*/*.err")
@@ -105,6 +102,9 @@ class FrameworkRun(LocalRun):
             with contextlib.suppress(OSError):
                 texts.append(f"{file.name}: ...{file.read_text()[-3000:]}")
         return "\n".join(texts)
+
+    def _task(self, task: str) -> dict[str, Any]:
+        return next(e for e in self.events("task") if e["task"] == task)
 
 
 def killed_and_told_to_go(script: str, folder: Path, *overrides: str, num_steps: int) -> None:

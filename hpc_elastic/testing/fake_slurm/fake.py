@@ -19,7 +19,7 @@ from hpc_elastic.testing.fake_slurm.errors import FakeCommandError, FakeSlurmErr
 from hpc_elastic.testing.fake_slurm.host import Host
 
 _POLL_S = 0.05
-PATIENCE_S = 180.0
+_PATIENCE_S = 180.0
 """How long is waited, unless one says; programs import torch on machines that have other work."""
 
 
@@ -208,7 +208,7 @@ class FakeSlurm:
             name = f"partitionname={partition.name}"
             self.run(["scontrol", "update", name, f"state={state}"])
 
-    def wait_running(self, num_tasks: int, timeout_s: float = PATIENCE_S) -> list[str]:
+    def wait_running(self, num_tasks: int, timeout_s: float = _PATIENCE_S) -> list[str]:
         """Wait until so many tasks run, those of `preempt` not counted; return their names.
 
         Raises:
@@ -223,7 +223,7 @@ class FakeSlurm:
         self.wait_until(so_many_run, f"{num_tasks} tasks run", timeout_s=timeout_s)
         return found
 
-    def wait_idle(self, timeout_s: float = PATIENCE_S) -> None:
+    def wait_idle(self, timeout_s: float = _PATIENCE_S) -> None:
         """Wait until every node is idle.
 
         Raises:
@@ -235,7 +235,7 @@ class FakeSlurm:
         )  # fmt: skip
 
     def wait_until(
-        self, condition: Callable[[], object], what: str, *, timeout_s: float = PATIENCE_S
+        self, condition: Callable[[], object], what: str, *, timeout_s: float = _PATIENCE_S
     ) -> None:
         """Wait until a condition holds.
 

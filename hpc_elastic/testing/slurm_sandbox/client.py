@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from .commands import Completed, machine_path, run, search_path, wait_until
+from .commands import Completed, run, search_path, wait_until
+from .daemons import path
 from .state import State
 
 _WRITTEN_OFF = ("down", "drain", "fail")
@@ -17,11 +18,9 @@ def environment(state: State) -> dict[str, str]:
     PATH is among them unless it would find the sandbox's own release by itself.
     """
     conf = {"SLURM_CONF": str(state.layout.slurm_conf)}
-    programs, machines = state.layout.programs, machine_path(os.environ)
-    if programs is not None:
-        return {**conf, "PATH": f"{programs}:{machines}"}
-    has_others = any(f not in machines.split(":") for f in search_path(os.environ).split(":"))
-    return {**conf, "PATH": machines} if has_others else conf
+    wanted, present = path(state.layout), search_path(os.environ)
+    by_itself = state.layout.programs is None and set(wanted.split(":")) == set(present.split(":"))
+    return conf if by_itself else {**conf, "PATH": wanted}
 
 
 def ask(

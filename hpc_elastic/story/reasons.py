@@ -9,15 +9,22 @@ from hpc_elastic.story.causes import Cause
 
 _NAMED = 4
 
+_DIED = "its agent or its node died", "their agents or their nodes died"
 _SEEN = {
-    "": "its agent or its node died",
-    "its connection closed": "its agent or its node died",
-    "silent": "nothing was heard of it any more",
-    "has not found the new leader": "it did not come to the new leader",
-    "Slurm says that its task has ended": "Slurm says that its task has ended",
-    "did not join again in time": "it did not join again in time",
-}
-"""What the leader notes of a lost node -> what it means."""
+    "": _DIED,
+    "its connection closed": _DIED,
+    "silent": ("nothing was heard of it any more", "nothing was heard of them any more"),
+    "has not found the new leader": (
+        "it did not come to the new leader", "they did not come to the new leader",
+    ),
+    "Slurm says that its task has ended": (
+        "Slurm says that its task has ended", "Slurm says that their tasks have ended",
+    ),
+    "did not join again in time": (
+        "it did not join again in time", "they did not join again in time",
+    ),
+}  # fmt: skip
+"""What the leader notes of a lost node -> what it means, of one and of several."""
 
 
 def names(hosts: Sequence[str]) -> str:
@@ -69,12 +76,17 @@ def _cancelled(cause: Cause) -> str:
     return _was(cause, f"cancelled, or may not be requeued again ({cause.signal or 'SIGTERM'})")
 
 
+def _seen(cause: Cause) -> str:
+    of_one, of_several = _SEEN.get(cause.detail, (cause.detail, cause.detail))
+    return of_one if len(cause.hosts) == 1 else of_several
+
+
 def _lost(cause: Cause) -> str:
-    return f"{_was(cause, 'lost')} ({_SEEN.get(cause.detail, cause.detail)})"
+    return f"{_was(cause, 'lost')} ({_seen(cause)})"
 
 
 def _leader_lost(cause: Cause) -> str:
-    return f"{names(cause.hosts)}, the leader, was lost ({_SEEN.get(cause.detail, cause.detail)})"
+    return f"{names(cause.hosts)}, the leader, was lost ({_seen(cause)})"
 
 
 def _leader_changed(cause: Cause) -> str:

@@ -330,6 +330,16 @@ def test_a_run_that_was_gone_comes_back():
     )
 
 
+def test_two_that_fall_silent_together_are_told_together():
+    """Of a group of three, the leader is left."""
+    three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]
+    lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "gone")]
+    assert sentence(episodes([*three, *lost, group(12.0, 2, 0)])[-1]) == (
+        "node1 and node2 were lost (nothing was heard of them any more); group 3 -> 1 node; "
+        "formed anew after 2.0 s"
+    )
+
+
 def replicas(*events: dict) -> list[str]:
     """What is told of a run of three replicas, but for its beginning."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]

@@ -71,6 +71,8 @@ def why_left(
     ends = life.ends_after(since)
     if "gone" in ends and _time(ends["gone"]) > without_it:
         del ends["gone"]  # that was another time
+    if ends.get("gone", {}).get("why") == "silent":
+        ends.pop("given back", None)  # excluded for its silence, it was told so when it was back
     if "given back" in ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))

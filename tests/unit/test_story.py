@@ -340,6 +340,18 @@ def test_two_that_fall_silent_together_are_told_together():
     )
 
 
+def test_one_that_is_excluded_for_its_silence_was_lost():
+    """It is given back when it can be reached again; that is not why it left."""
+    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"),
+            event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
+            group(12.0, 2, 0), event(20.0, "given back", 1, delay_s=400.0)]  # fmt: skip
+    assert [sentence(episode) for episode in episodes([*TWO, *lost])[-2:]] == [
+        "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
+        "formed anew after 2.0 s",
+        "node1 is not used any more: fell silent; 1 other host left",
+    ]
+
+
 def replicas(*events: dict) -> list[str]:
     """What is told of a run of three replicas, but for its beginning."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]

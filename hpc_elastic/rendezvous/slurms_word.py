@@ -12,7 +12,13 @@ _NOT_ITS_FAULT = ("NODE_FAIL", "PREEMPTED", "TIMEOUT")
 
 
 def has_ended(agent: Agent, state: TaskState) -> bool:
-    """Whether an agent is gone, which was last heard of before Slurm was asked."""
+    """Whether an agent is gone, which was last heard of before Slurm was asked.
+
+    A task that is being ended takes its leave itself, though Slurm counts its next attempt already:
+    between a requeue and its signal the agent is as well as ever.
+    """
+    if state.phase is Phase.LEAVING:
+        return False
     if state.restarts is not None and state.restarts > agent.attempt:
         return True
     return has_no_node(state)

@@ -91,8 +91,7 @@ class _Change:
         """Return when a member that had not said why was given up, or, if it led, replaced."""
         after, until = float(self._before["time"]), float(self._after["time"])
         for event in self._run.of("gone", after=after, until=until):
-            is_told = str(event.get("why", "")).startswith(_ANNOUNCED)
-            if event["task"] == life.task and not is_told:
+            if event["task"] == life.task and not _is_told(event):
                 return float(event["time"])
         return until if led else float("inf")
 
@@ -121,14 +120,29 @@ class _Change:
             yield Cause("leader changed", self._broke_at, (host,))
         if self._stop is not None and self._stop.get("cause") == "anew":
             yield Cause("rejoined", self._broke_at, detail=str(self._stop["reason"]))
+        yield from self._out_of_reach(after, until)
         has_restarted = not (self._departed or self._arrived or self._new_leader)
         if has_restarted and self._stop is not None and not self._is_explained(after, until):
             yield Cause("other", self._broke_at, detail=str(self._stop.get("reason", "")))
 
+    def _out_of_reach(self, after: float, until: float) -> Iterator[Cause]:
+        """Yield which members were given up, and are members again.
+
+        A leader that was replaced may have been cut off itself: its word on others is none.
+        """
+        if self._new_leader is not None:
+            return
+        stayed = {life.task: life for life in self._was if life in self._is}
+        for event in self._run.of("gone", after=after, until=until):
+            if event["task"] in stayed and not _is_told(event):
+                host = stayed[event["task"]].host
+                yield Cause("out of reach", float(event["time"]), (host,))
+
     def _is_explained(self, after: float, until: float) -> bool:
         stop = self._stop or {}
         is_failure = bool(self._run.of("restart", after=after, until=until))
-        return is_failure or stop.get("cause") == "anew"
+        came_back = any(self._out_of_reach(after, until))
+        return is_failure or came_back or stop.get("cause") == "anew"
 
     # ---- the episode --------------------------------------------------------------------
 
@@ -183,6 +197,11 @@ class _Change:
             self._after["world_size"], int(self._after["number"]), _leads(self._run, self._after),
             replace(self._cost(), saved_step=None),
         )  # fmt: skip
+
+
+def _is_told(gone: Event) -> bool:
+    """Tell whether the leader was told before that a node would go."""
+    return str(gone.get("why", "")).startswith(_ANNOUNCED)
 
 
 def stop_of(run: Chronicle, round_: Event, until: float = float("inf")) -> Event | None:

@@ -125,6 +125,7 @@ _SAYS: dict[str, Callable[[Cause], str]] = {
     "lost": _lost,
     "leader lost": _leader_lost,
     "leader changed": _leader_changed,
+    "out of reach": lambda c: _was(c, "out of reach for a while"),
     "worker failed": _worker_failed,
     "rejoined": lambda c: c.detail or "an agent joined anew",
     "arrived": lambda c: f"{names(c.hosts)} joined",

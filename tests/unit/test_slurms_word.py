@@ -65,6 +65,15 @@ def test_nobody_is_dropped_whose_task_has_not_ended(word):
     assert list(m.joined) == [A]
 
 
+def test_a_member_that_is_being_requeued_takes_its_leave_itself():
+    """Slurm counts the next attempt before it has told this one to end."""
+    m = training(A, B, grow="never")
+    m.join(C, 1.0)
+    view = running(A, C) | {B.task: TaskState(B.task, "COMPLETING", restarts=1)}
+    assert decisions(m.slurm_says(view, 1.5, 1.6)) == []
+    assert m.phase is Phase.RUNNING and B in m.members
+
+
 def test_a_task_that_slurm_does_not_know_is_not_dropped():
     """squeue forgets and overlooks; a node that is heard lives."""
     m = machine()

@@ -352,6 +352,15 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
     ]
 
 
+def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
+    """It joins again in the same attempt, and nobody has left."""
+    back = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"),
+            event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
+    assert sentence(episodes([*TWO, *back])[-1]) == (
+        "node1 was out of reach for a while; group still 2 nodes; formed anew after 5.0 s"
+    )
+
+
 def replicas(*events: dict) -> list[str]:
     """What is told of a run of three replicas, but for its beginning."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]

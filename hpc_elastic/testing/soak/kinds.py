@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WENT_SILENT = frozenset({"lost", "leader lost", "leader changed"})
+_WENT_SILENT = frozenset({"lost", "leader lost", "leader changed", "out of reach"})
 _FAILED = frozenset({"worker failed"})
 
 

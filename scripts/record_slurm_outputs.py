@@ -27,7 +27,8 @@ from hpc_elastic.testing.slurm_sandbox.commands import wait_until  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox.config import parse_version  # noqa: E402
 
 DATA = ROOT / "tests" / "unit" / "data" / "slurm"
-SQUEUE = ["squeue", "-h", "-t", "all", "-O", SQUEUE_FORMAT]
+SQUEUE = ["squeue", "-h", "-r", "-t", "all", "-O", SQUEUE_FORMAT]
+IN_SETS = [argument for argument in SQUEUE if argument != "-r"]
 COMMANDS = {
     "squeue": SQUEUE,
     "scontrol-jobs": ["scontrol", "-o", "show", "job"],
@@ -52,6 +53,7 @@ COMMANDS = {
 JOBS = {
     "array": ["--array=0-9:3%1", "-J", "a b='c'", "-x", "node3,node4", "-t", "1-0", "-w", "node1"],
     "held": ["--hold", "--no-requeue"],
+    "steps": ["--hold", "--array=0-20:4"],
     "gang": ["-N2", "-w", "node[3-4]"],
     "later": ["--begin=now+1hour"],
     "taken": ["-w", "node2"],
@@ -100,6 +102,7 @@ def main() -> None:
     for name, argv in COMMANDS.items():
         recorder.record(name, argv)
     _taken(recorder, jobs["taken"])
+    _requeued(recorder, jobs["array"])
     text = json.dumps({**jobs, "over": over}, indent=1) + "\n"
     (recorder.folder / "jobs.json").write_text(text)
     recorder.slurm.heal_all()
@@ -119,6 +122,15 @@ def _taken(recorder: Recorder, job: str) -> None:
     recorder.wait(job, "PENDING")
     time.sleep(1.5)
     recorder.record("squeue-requeued", [*SQUEUE, "-j", job])
+
+
+def _requeued(recorder: Recorder, array: str) -> None:
+    """Record an element that was requeued while others of its array wait."""
+    recorder.slurm.run(["scontrol", "requeue", f"{array}_0"])
+    recorder.wait(f"{array}_0", "PENDING")
+    recorder.wait(f"{array}_3", "RUNNING")
+    recorder.record("squeue-elements", SQUEUE)
+    recorder.record("squeue-sets", IN_SETS)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from hpc_elastic.slurm.outputs import (
     SQUEUE_FORMAT,
     Preemption,
     Record,
+    lists_all,
     parse_config,
     parse_job_id,
     parse_node_address,
@@ -86,12 +87,18 @@ class SlurmClient:
         return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
+        """Ask for each element by itself; again for sets where squeue may have lost one so."""
+        tasks, is_whole = self._listed(ids, "-r")
+        return tasks if is_whole else {**self._listed(ids)[0], **tasks}
+
+    def _listed(self, ids: Sequence[str], *options: str) -> tuple[dict[str, TaskState], bool]:
         """Ask for one job, or for several: then the controller sends all jobs of the user."""
         mine = ["--me"] if len(ids) > 1 else []
-        argv = ["squeue", "-h", "-t", "all", *mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
+        named = [*mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
+        argv = ["squeue", "-h", *options, "-t", "all", *named]
         output = self._run(argv)
         try:
-            return parse_squeue(output, time.time())
+            return parse_squeue(output, time.time()), lists_all(output)
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 

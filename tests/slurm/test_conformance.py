@@ -13,13 +13,16 @@ from test_lost_nodes import *  # noqa: F403
 from test_signals_and_ends import *  # noqa: F403
 from test_steps import *  # noqa: F403
 
+from hpc_elastic.testing.slurm_sandbox.config import parse_version
+
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture
 def backend(slurm) -> Backend:
     """The sandbox; it is healed after each test by its own fixture."""
-    return Backend(slurm, environment(slurm.env), slurm.start_node, hold_s=120)
+    release = parse_version(slurm.run(["squeue", "-V"]).stdout)
+    return Backend(slurm, environment(slurm.env), slurm.start_node, hold_s=120, release=release)
 
 
 @pytest.fixture

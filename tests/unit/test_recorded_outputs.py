@@ -46,7 +46,9 @@ def test_every_task_has_its_state(recorded, jobs):
     """Of arrays that wait, of gangs, and of jobs that have ended."""
     tasks = outputs.parse_squeue(recorded("squeue"), now=0.0)
     array, gang = jobs["array"], jobs["gang"]
-    assert set(tasks) == {*(f"{array}_{i}" for i in (0, 3, 6, 9)), *jobs.values()} - {array}
+    steps = {f"{jobs['steps']}_{i}" for i in (0, 4, 8, 12, 16)}  # and 20, see below
+    alone = set(jobs.values()) - {array, jobs["steps"]}
+    assert set(tasks) == {*(f"{array}_{i}" for i in (0, 3, 6, 9)), *steps, *alone}
     assert {
         name: task.phase for name, task in tasks.items() if task.phase is not Phase.PENDING
     } == {
@@ -68,6 +70,24 @@ def test_a_preemption_is_seen_and_so_is_the_requeue_after_it(recorded, jobs):
     (after,) = outputs.parse_squeue(recorded("squeue-requeued"), now=0.0).values()
     assert (after.phase, after.preempted, after.restarts) == (Phase.PENDING, False, 1)
     assert after.is_held and after.task == jobs["taken"]
+
+
+def test_an_element_that_is_held_after_a_requeue_is_told_from_those_that_wait(recorded, jobs):
+    """Without -r it is one line with them, and has neither its own restarts nor its own reason."""
+    element = f"{jobs['array']}_0"
+    task = outputs.parse_squeue(recorded("squeue-elements"), now=0.0)[element]
+    assert (task.phase, task.restarts, task.is_held) == (Phase.PENDING, 1, True)
+    task = outputs.parse_squeue(recorded("squeue-sets"), now=0.0)[element]
+    assert task.phase is Phase.PENDING and (task.restarts, task.reason) != (1, "BeginTime")
+
+
+def test_what_may_lack_an_element_is_known(recorded, jobs):
+    """Squeue -r loses the last of a set of steps, here 20."""
+    last = f"{jobs['steps']}_20"
+    assert last not in outputs.parse_squeue(recorded("squeue"))
+    assert not outputs.lists_all(recorded("squeue"))
+    assert last in outputs.parse_squeue(recorded("squeue-sets"))
+    assert outputs.lists_all(recorded("squeue-requeued"))
 
 
 def test_records_of_scontrol_name_tasks_and_what_they_avoid(recorded, jobs):

@@ -61,6 +61,17 @@ def test_a_command_that_does_not_answer_is_given_up(command, tmp_path):
     assert caught.value.argv == ["sinfo", "-h", "-a", "-o", "%R"]
 
 
+def test_what_squeue_may_have_lost_is_asked_for_again(command):
+    """Of elements 0, 4, ..., 16 that wait -r shows all but the last; what it shows is better."""
+    each = "; ".join(f"echo '7|{i}|7|PENDING|0|{REST}Resources|'" for i in (0, 4, 8, 12))
+    held = "echo '7|1|8|PENDING|1||9:00|N/A|N/A|BeginTime|'"
+    merged = "echo '7|0-1,4,8,12,16|7|PENDING|0||9:00|N/A|N/A|Resources,BeginTime|'"
+    command("squeue", f'case "$*" in *" -r "*) {each}; {held};; *) {merged};; esac')
+    tasks = command.client.tasks(["7"])
+    assert set(tasks) == {f"7_{i}" for i in (0, 1, 4, 8, 12, 16)} and len(command.calls()) == 2
+    assert (tasks["7_1"].restarts, tasks["7_1"].reason) == (1, "BeginTime")
+
+
 def test_what_does_not_answer_is_killed_with_all_it_started(command, tmp_path):
     """A site's squeue is a script around the real one; no process and no zombie stays."""
     command("squeue", f"sleep 600 & echo $! $$ > {tmp_path}/pids; wait")

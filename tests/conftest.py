@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -10,6 +11,10 @@ pytest_plugins = ["hpc_elastic.testing.pytest_plugin"]
 
 # for the processes that tests start as well
 _STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="hpc-elastic-state-")
+
+# A script that starts pytest in the background has SIGINT ignored by it, and by all that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

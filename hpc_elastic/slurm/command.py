@@ -13,9 +13,13 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.errors import SlurmCommandError
 
 _REAP_S = 1.0
-_DEAF = ["/bin/sh", "-c", 'trap "" TERM USR1 USR2; exec "$@"', "sh"]
-"""Runs a command that ignores these signals: Slurm sends what it sends to every process of a step,
-hence to the very command by which an agent asks what its signal means."""
+_IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends what it sends to every process of a step, hence to the very command by which an agent
+asks what its signal means."""
+_NAMES = " ".join(number.name.removeprefix("SIG") for number in _IGNORED)
+_DEAF = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
+"""Runs a command that ignores them."""
+_TRIES = 3
 
 
 def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> str:
@@ -37,6 +41,17 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> st
 
 def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
     """Return what a command prints, and what it writes to standard error; as `call` otherwise."""
+    for _ in range(_TRIES):
+        code, output, errors = _run(argv, env, timeout_s)
+        if -code not in _IGNORED:
+            break  # else the shell was hit before it ignored that: the command has not begun
+    if code != 0:
+        raise SlurmCommandError(argv, code, errors.strip() or output)
+    return output, errors
+
+
+def _run(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> tuple[int, str, str]:
+    """Return a command's exit code, and what it has written."""
     process = _start(argv, env)
     try:
         output, errors = process.communicate(timeout=timeout_s)
@@ -45,9 +60,7 @@ def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> 
     finally:
         if process.returncode is None:
             _kill(process)
-    if process.returncode != 0:
-        raise SlurmCommandError(argv, process.returncode, errors.strip() or output)
-    return output, errors
+    return process.returncode, output, errors
 
 
 def _start(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:

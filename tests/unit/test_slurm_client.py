@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.slurm import command as slurm_command
 from hpc_elastic.slurm.client import SlurmClient, is_refused
 from hpc_elastic.slurm.outputs import Preemption
 
@@ -59,6 +60,15 @@ def test_a_command_that_does_not_answer_is_given_up(command, tmp_path):
         client.partitions()
     assert caught.value.exit_code is None
     assert caught.value.argv == ["sinfo", "-h", "-a", "-o", "%R"]
+
+
+def test_a_command_that_was_hit_before_it_began_is_run_again(command, tmp_path, monkeypatch):
+    """Slurm signals every process of a step, the shell that is to ignore that among them."""
+    command("sinfo", "echo low")
+    hit = f"[ -e {tmp_path}/hit ] || {{ touch {tmp_path}/hit; kill -USR2 $$; }}"
+    monkeypatch.setattr(slurm_command, "_DEAF", ["/bin/sh", "-c", f'{hit}; exec "$@"', "sh"])
+    assert list(command.client.partitions()) == ["low"]
+    assert (tmp_path / "hit").exists() and len(command.calls()) == 1
 
 
 def test_what_squeue_may_have_lost_is_asked_for_again(command):

@@ -123,7 +123,9 @@ class SlurmEnvironment:
 
     @property
     def step_id(self) -> int | None:
-        """The number of the job step; None in the batch script itself."""
+        """The number of the job step; None in the batch script itself (-5 there in 26.05)."""
+        if self.variables.get("SLURM_STEP_ID", "").startswith("-"):
+            return None
         return self._optional("SLURM_STEP_ID")
 
     @property

@@ -69,10 +69,11 @@ def test_no_two_steps_are_taken_for_one(changed):
     assert of(SLURM_NODEID="0").step_identity == of().step_identity
 
 
-def test_a_batch_script_sees_the_nodes_of_its_job():
-    """It is no step."""
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "-5"}])
+def test_a_batch_script_sees_the_nodes_of_its_job(step):
+    """It is no step, whatever 26.05 calls it."""
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
-    task = SlurmEnvironment.from_env(batch)
+    task = SlurmEnvironment.from_env(batch | step)
     assert (task.nodelist, task.num_nodes, task.step_id) == ("n[1-4]", 4, None)
 
 

@@ -101,7 +101,7 @@ class Course:
                 return self._consider_switch(standing, now)
             if standing.silent and not self._is_long_waited_for(now):
                 return []
-            return [*self._carry_out_switch(standing), *self._form(now)]
+            return [*self._carry_out_switch(standing, now), *self._form(now)]
         return [*self._dismiss(now), *self._form(now)]
 
     def _form(self, now: float) -> list[Send]:
@@ -158,16 +158,21 @@ class Course:
             if r in standing.silent
         ]
 
-    def _carry_out_switch(self, standing: Standing) -> list[Send]:
+    def _carry_out_switch(self, standing: Standing, now: float) -> list[Send]:
         """All members ask at the call: the quorum is over, and who is to leave leaves."""
         standing.over = "its members ask for the next one"
         dropped = Broken(standing.quorum_id, "did not ask for the next one in time")
         sends = [Send(r, dropped) for r in standing.silent]
-        for replica in [r for r in standing.stay if r in self._leaves]:
-            if replica in self._roll.asks:
-                sends.append(Send(replica, Farewell()))
-                self._roll.retire(replica)
+        leaving = [r for r in standing.stay if r in self._leaves and r in self._roll.asks]
+        if self._is_unsaved(leaving):
+            return [*sends, *self._dismiss(now)]
+        for replica in leaving:
+            sends.append(Send(replica, Farewell()))
+            self._roll.retire(replica)
         return sends
+
+    def _is_unsaved(self, leaving: list[str]) -> bool:
+        return departures.is_unsaved(self._roll, leaving)
 
     def _dismiss(self, now: float) -> list[Send]:
         """Let those go that are under notice, ask, and are in no quorum that stands."""

@@ -12,7 +12,7 @@ of one, the first of those that have it makes one more step, in which it saves, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from hpc_elastic.ft.protocol import Ask
 from hpc_elastic.ft.quorum import Roll
@@ -33,6 +33,17 @@ def at_switch(roll: Roll, now: float) -> tuple[frozenset[str], bool]:
     if is_last and has_newcomers and all(_has_time(roll, r, now) for r in leaves):
         return frozenset(), False
     return leaves, is_last
+
+
+def is_unsaved(roll: Roll, leaving: Collection[str]) -> bool:
+    """Whether the newest state would leave with members that were not told that they are the last.
+
+    They came to the switch of a keeper before this one, and all others have left since.
+    """
+    asks = roll.asks
+    kept = [a for r, a in asks.items() if a.is_saved or r not in leaving]
+    newest = max((asks[r] for r in leaving), key=lambda a: a.step, default=None)
+    return newest is not None and newest.step > 0 and not _is_held(newest, kept)
 
 
 def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:

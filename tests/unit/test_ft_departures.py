@@ -3,7 +3,7 @@
 import pytest
 from ft_asks import Groups, broken, last, of, placements
 
-from hpc_elastic.ft.protocol import Confirm, Farewell, Notice, Propose, SaveFirst
+from hpc_elastic.ft.protocol import EPOCH_SHIFT, Confirm, Farewell, Notice, Propose, SaveFirst
 
 
 def notice(groups, *names, left_s=60.0):
@@ -60,7 +60,7 @@ def test_a_newcomer_is_let_in_first_if_nobody_else_would_have_the_state(left_s, 
     groups.ask("b")
     call, confirms = groups.agree("a")
     assert confirms["a"].leaves == leaves
-    told = groups.ask("a", quorum_id=first, call=call, step=4)
+    told = groups.ask("a", quorum_id=first, call=call, step=4, is_saved=leaves)
     assert (told["a"] == [Farewell()]) == leaves
     if not leaves:
         assert list(placements(told)) == ["a", "b"]
@@ -193,3 +193,14 @@ def test_who_has_no_time_left_saves_what_a_member_that_has_not_come_may_have_too
     notice(groups, "b", left_s=3.0)
     groups.ask("b", quorum_id=7, call=4, step=4)
     assert last(groups.heard["b"], (SaveFirst, Farewell)) == SaveFirst()
+
+
+def test_who_came_to_the_switch_of_the_keeper_before_saves_all_the_same():
+    """It was to stay for a newcomer's sake, which is under notice by now as well."""
+    old = (3 << EPOCH_SHIFT) + 1
+    groups = Groups(epoch=4)
+    groups.come_back(old, "a")
+    notice(groups, "a")
+    groups.ask("a", quorum_id=old, call=4, step=5)
+    assert groups.wait(0.05) == {"a": [SaveFirst()]}
+    assert groups.ask("a", quorum_id=old, call=0, step=6, is_saved=True) == {"a": [Farewell()]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.ft.keeper import Send
-from hpc_elastic.ft.protocol import NO_QUORUM, Farewell, Placements, Propose
+from hpc_elastic.ft.protocol import NO_QUORUM, Farewell, Lost, Placements, Propose
 from hpc_elastic.testing.simulation.ft.group import Group, Server
 from hpc_elastic.testing.simulation.network import SERVER, Connection, Host
 from hpc_elastic.testing.simulation.world import Process
@@ -50,6 +50,8 @@ class KeeperProcess:
     def received(self, connection: Connection, message: Any) -> None:
         """A group says something."""
         if self._connections.get(connection.peer) is connection:
+            if isinstance(message, Lost):  # it may go on again, but its word for that comes later
+                self._dismissed.add(connection.peer)
             self._send(self.keeper.said(connection.peer, message, self._sim.world.now))
 
     def lost(self, connection: Connection, why: str = "its connection is gone") -> None:

@@ -75,7 +75,10 @@ class LetsGoAtOnce(Keeper):
 
 
 class ForgetsTheLast(Keeper):
-    """Does not say, with the confirmation, that the newest state leaves."""
+    """Neither says, with the confirmation, that the newest state leaves, nor sees that it does."""
+
+    def _is_unsaved(self, leaving: list[str]) -> bool:
+        return False
 
     def _say(self, step: Propose | Confirm | None, now: float) -> list[Send]:
         return [

@@ -6,6 +6,7 @@ For each kind, one after the other: three processes, forked from this one, which
 """
 
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -75,9 +76,9 @@ def begin(slot: int, folder: Path) -> None:
     wait(lambda: len(list(folder.glob("begun-*"))) == NUM_REPLICAS)
 
 
-def wait(condition: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool], at_most_s: float = GIVE_UP_S) -> None:
     """Wait until something is so, or for long enough."""
-    until = time.monotonic() + GIVE_UP_S
+    until = time.monotonic() + at_most_s
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
 
@@ -99,12 +100,21 @@ def agreed(meeting: LocalSGD | DiLoCo, net: nn.Sequential) -> list[torch.Tensor]
 
 
 def faults(step: int, slot: int, folder: Path) -> None:
-    """Kill the victim once, and let the others go on without it, and then wait for it."""
-    if slot == VICTIM and step == KILLED_AT and not (folder / "killed").exists():
-        (folder / "killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    if step == AWAITED_AT:
+    """Kill the victim once, and let the others go on without it, and then wait for it.
+
+    It becomes a member at a sync of theirs: they go on slowly until it has.
+    """
+    killed, joined = folder / "killed", folder / "joined"
+    if slot == VICTIM and not killed.exists():
+        if step == KILLED_AT:
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif slot == VICTIM and step > AWAITED_AT:
+        joined.touch()
+    elif step == AWAITED_AT:
         wait((folder / "back").exists)
+    elif step > AWAITED_AT:
+        wait(joined.exists, at_most_s=0.3)
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> str:
@@ -139,6 +149,7 @@ def play(kind: str, lighthouse: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     optim.SGD([torch.zeros(1)], 0.1)  # the first one imports much
     for job in sys.argv[2:]:
         kind, _, lighthouse = job.partition("=")

@@ -24,6 +24,7 @@ def results(tmp_path_factory):
     for lighthouse in lighthouses.values():
         lighthouse.shutdown()
     assert ended.returncode == 0, ended.stderr
+    print(ended.stderr)  # who was in which quorum, shown if a test fails
     return {
         kind: [path.read_text().split() for path in (folder / kind).glob("result-*")]
         for kind in KINDS

@@ -43,7 +43,7 @@ def is_unsaved(roll: Roll, leaving: Collection[str]) -> bool:
     asks = roll.asks
     kept = [a for r, a in asks.items() if a.is_saved or r not in leaving]
     newest = max((asks[r] for r in leaving), key=lambda a: a.step, default=None)
-    return newest is not None and newest.step > 0 and not _is_held(newest, kept)
+    return newest is not None and _is_worth_saving(newest, kept)
 
 
 def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:
@@ -60,13 +60,17 @@ def outside(roll: Roll, now: float) -> Iterator[tuple[str, bool]]:
     stayers = [a for r, a in roll.asks.items() if r not in roll.notices]
     newest = max(leaving, key=lambda r: roll.asks[r].step)
     saved = [a for a in roll.asks.values() if a.is_saved]
-    is_unsaved = roll.asks[newest].step > 0 and not _is_held(roll.asks[newest], saved)
+    must_save = not stays_silent and _is_worth_saving(roll.asks[newest], saved)
     for replica in leaving:
         ask = roll.asks[replica]
         if stands or _is_held(ask, stayers):
             yield replica, False
         elif not _has_time(roll, replica, now) or not (silent or roll.num_missing or stayers):
-            yield replica, replica == newest and is_unsaved and not stays_silent
+            yield replica, replica == newest and must_save
+
+
+def _is_worth_saving(ask: Ask, kept: list[Ask]) -> bool:
+    return ask.step > 0 and not _is_held(ask, kept)
 
 
 def _is_held(ask: Ask, by: list[Ask]) -> bool:

@@ -88,17 +88,21 @@ class SlurmClient:
 
     def _squeue(self, ids: Sequence[str]) -> dict[str, TaskState]:
         """Ask for each element by itself; again for sets where squeue may have lost one so."""
-        tasks, is_whole = self._listed(ids, "-r")
-        return tasks if is_whole else {**self._listed(ids)[0], **tasks}
+        tasks, output = self._listed(ids, "-r")
+        return tasks if lists_all(output) else {**self._listed(ids)[0], **tasks}
 
-    def _listed(self, ids: Sequence[str], *options: str) -> tuple[dict[str, TaskState], bool]:
-        """Ask for one job, or for several: then the controller sends all jobs of the user."""
+    def _listed(self, ids: Sequence[str], *options: str) -> tuple[dict[str, TaskState], str]:
+        """Ask for one job, or for several: then the controller sends all jobs of the user.
+
+        Returns:
+            The tasks, and what squeue printed.
+        """
         mine = ["--me"] if len(ids) > 1 else []
         named = [*mine, "-O", SQUEUE_FORMAT, "-j", ",".join(ids)]
         argv = ["squeue", "-h", *options, "-t", "all", *named]
         output = self._run(argv)
         try:
-            return parse_squeue(output, time.time()), lists_all(output)
+            return parse_squeue(output, time.time()), output
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 

@@ -108,8 +108,15 @@ class _Change:
     def _came(self, life: Life) -> Cause:
         return why_came(life, self._run.earlier(life), float(self._after["time"]))
 
-    def _failures(self) -> Iterator[Cause]:
-        """Yield why the round broke, if not because somebody left or came."""
+    def _failures(self) -> list[Cause]:
+        """Return why the round broke, if not because somebody left or came."""
+        known = [*self._known_failures()]
+        has_changed = self._departed or self._arrived or self._new_leader
+        if known or has_changed or self._stop is None:
+            return known
+        return [Cause("other", self._broke_at, detail=str(self._stop.get("reason", "")))]
+
+    def _known_failures(self) -> Iterator[Cause]:
         after, until = float(self._before["time"]), float(self._after["time"])
         for event in self._run.of("restart", after=after, until=until):
             hosts = (str(event["host"]),) if event.get("host") else ()
@@ -121,9 +128,6 @@ class _Change:
         if self._stop is not None and self._stop.get("cause") == "anew":
             yield Cause("rejoined", self._broke_at, detail=str(self._stop["reason"]))
         yield from self._out_of_reach(after, until)
-        has_restarted = not (self._departed or self._arrived or self._new_leader)
-        if has_restarted and self._stop is not None and not self._is_explained(after, until):
-            yield Cause("other", self._broke_at, detail=str(self._stop.get("reason", "")))
 
     def _out_of_reach(self, after: float, until: float) -> Iterator[Cause]:
         """Yield which members were given up, and are members again.
@@ -137,12 +141,6 @@ class _Change:
             if event["task"] in stayed and not _is_told(event):
                 host = stayed[event["task"]].host
                 yield Cause("out of reach", float(event["time"]), (host,))
-
-    def _is_explained(self, after: float, until: float) -> bool:
-        stop = self._stop or {}
-        is_failure = bool(self._run.of("restart", after=after, until=until))
-        came_back = any(self._out_of_reach(after, until))
-        return is_failure or came_back or stop.get("cause") == "anew"
 
     # ---- the episode --------------------------------------------------------------------
 

@@ -82,9 +82,9 @@ class Backend:
         """Wait until a task is in one of some states."""
         return eventually(lambda: self.state(task), lambda s: s.state in states)
 
-    def wait_reason(self, task: str, reason: str) -> TaskState:
-        """Wait until a task waits for a reason."""
-        return eventually(lambda: self.state(task), lambda s: s.reason == reason)
+    def wait_reason(self, task: str, *reasons: str) -> TaskState:
+        """Wait until a task waits for one of some reasons."""
+        return eventually(lambda: self.state(task), lambda s: s.reason in reasons)
 
     def shown(self, task: str) -> dict[str, str]:
         """Return the fields of ``scontrol show job``."""

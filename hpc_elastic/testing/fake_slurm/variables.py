@@ -63,6 +63,7 @@ def of_job(job: Job, cpus: int) -> dict[str, str]:
         "SLURM_JOB_UID": str(os.getuid()),
         "SLURM_JOB_GID": str(os.getgid()),
         "SLURM_CLUSTER_NAME": CLUSTER,
+        "SLURM_NODE_ALIASES": "(null)",
         "SLURM_PRIO_PROCESS": "0",
     }
     return {**found, **_asked(job), **_of_array(job), **_of_time(job)}

@@ -105,12 +105,14 @@ class Receiver:
         self._memory = memory
         self._key = key
         self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._is_closed = False
         self._socket = _listen(addresses)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         threading.Thread(target=self._accept, name="checkpoint-copies", daemon=True).start()
 
     def close(self) -> None:
         """Take no more copies."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
         self._socket.close()
@@ -119,8 +121,12 @@ class Receiver:
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as e:
+                if self._is_closed:
+                    return
+                _log.warning("no copy can be taken for now: %s", e)
+                time.sleep(0.1)  # too many open files
+                continue
             if not self._places.acquire(blocking=False):
                 sock.close()
                 continue

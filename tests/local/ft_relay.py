@@ -27,11 +27,14 @@ class Relay:
         self.url = re.sub(
             r"[^/]*:\d+/", f"127.0.0.1:{self._listener.getsockname()[1]}/", url, count=1
         )
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def close(self) -> None:
-        """End all connections."""
-        for s in [self._listener, *self._sockets]:
+        """End all connections, also one that has just been accepted."""
+        _end(self._listener)
+        self._acceptor.join()
+        for s in self._sockets:
             _end(s)
 
     def _accept(self) -> None:
@@ -40,8 +43,13 @@ class Relay:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets += [client, server]
+            self._sockets.append(client)
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # the source is gone: so is whoever asks for it
+                _end(client)
+                continue
+            self._sockets.append(server)
             for way in ((client, server, self._note), (server, client, self._pass)):
                 threading.Thread(target=self._run, args=way, daemon=True).start()
 

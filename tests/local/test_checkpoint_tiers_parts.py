@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from group import eventually
 
 from hpc_elastic.checkpoint import Tiers
 from hpc_elastic.checkpoint.gathering import Nodes
@@ -113,6 +115,21 @@ def test_a_stranger_gets_nowhere(tmp_path, memory, receiver):
         with socket.create_connection(receiver.address) as sock:
             sock.sendall(said)
     assert memory.saves() == {}
+    push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    assert memory.saves() == {SAVE: [1]}
+
+
+def test_a_want_of_open_files_passes(tmp_path, memory, receiver, caplog):
+    """Copies are taken again as soon as there are some."""
+    part(tmp_path / "here")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as waiting:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+        try:
+            waiting.connect(receiver.address)
+            eventually(lambda: "no copy can be taken for now" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
 

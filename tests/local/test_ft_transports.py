@@ -102,20 +102,26 @@ def test_a_state_without_tensors_is_fetched(transport, source):
 
 
 def test_several_peers_give_their_parts(transport, source, relay):
-    """Of three sources at the same state, each sends some of it."""
+    """Of three sources at the same state, each sends some of it, and nothing comes twice."""
+    state = make_state(more=torch.ones(12_000_000))  # as much as three connections are worth
     passed = [0, 0, 0]
+    changed = threading.Condition()
 
-    def count(i: int) -> Callable[[bytes, int], bytes]:
+    def slow_down(i: int) -> Callable[[bytes, int], bytes]:
         def on_bytes(data: bytes, _before: int) -> bytes:
-            passed[i] += len(data)
+            with changed:
+                passed[i] += len(data)
+                changed.notify_all()
+                changed.wait_for(lambda: passed[i] < 1e6 or min(passed) >= 1e6, 20)
             return data
 
         return on_bytes
 
-    urls = [relay(source(make_state()), count(i)).url for i in range(3)]
-    assert is_equal(fetch(transport(), *urls), make_state())
-    assert all(passed)
-    assert sum(passed) < 1.1 * NUM_MB * 1e6
+    urls = [relay(source(state), slow_down(i)).url for i in range(3)]
+    got = fetch(transport(), *urls)
+    assert is_equal(got, state) and got["more"].eq(1).all()
+    assert min(passed) >= 1e6
+    assert sum(passed) < 1.1 * (NUM_MB + 48) * 1e6
 
 
 def test_small_tensors_come_from_the_best_source(transport, source):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 _TIMEOUT_S = 20
+_SETTLED_S = 0.5
+_BLOCK_BYTES = 4096
 
 
 def mount(*arguments: str | Path) -> bool:
@@ -30,14 +33,22 @@ def unmount(folder: Path) -> None:
 
 @contextlib.contextmanager
 def full(disk: Path, room: int = 0) -> Iterator[None]:
-    """Fill a disk but for some bytes."""
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as f:
-        found = os.statvfs(disk)
-        while found.f_bavail * found.f_frsize > room:
-            f.write(bytes(found.f_frsize))
-            found = os.statvfs(disk)
+    """Fill a disk but for some bytes, also with what others give up in the next moment.
+
+    Who writes a file again, or replaces it, has room for that long.
+    """
+    ballast, until = disk / "ballast", time.monotonic() + _SETTLED_S
+    with ballast.open("wb", buffering=0) as f:
+        while (free := _free(disk)) > room or time.monotonic() < until:
+            if free > room:
+                with contextlib.suppress(OSError):
+                    f.write(bytes(_BLOCK_BYTES))
     try:
         yield
     finally:
         ballast.unlink()
+
+
+def _free(disk: Path) -> int:
+    found = os.statvfs(disk)
+    return found.f_bavail * found.f_frsize

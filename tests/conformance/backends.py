@@ -51,6 +51,8 @@ class Backend:
         restore_node: Puts a dead node back into service.
         hold_s: How long it holds a job that is requeued.
         release: Of Slurm, as (year, month); the fake is like 22.05.
+        grace_s: From a preemption's SIGTERM to SIGKILL, and as long from that of scancel.
+        early_s: So much earlier than asked for a time limit's warning may come.
     """
 
     cluster: Any
@@ -58,6 +60,8 @@ class Backend:
     restore_node: Callable[[str], None]
     hold_s: float
     release: tuple[int, int] = (22, 5)
+    grace_s: int = 5
+    early_s: int = 0
 
     @property
     def client(self) -> SlurmClient:
@@ -117,6 +121,10 @@ class Teller:
         """Return a command that logs what it is sent, and ends some time after SIGTERM."""
         argv = [sys.executable, "-I", "-S", str(self.folder / "teller.py"), str(self.log)]
         return shlex.join([*argv, who, str(code), str(stays_s)])
+
+    def shell_waits(self, for_what: str) -> str:
+        """Return a shell line that waits until something has been logged."""
+        return f"until grep -qs '{for_what}' {shlex.quote(str(self.log))}; do sleep 0.1; done"
 
     def job(self, code: int = 0, stays_s: float = 0) -> str:
         """Return a batch script whose shell, a child of it and a step all log what they are sent.

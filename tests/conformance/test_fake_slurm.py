@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -101,9 +102,13 @@ def test_a_paused_node_stands_still_until_it_is_restored(tmp_path):
         slurm.run(["sbatch", "-o", "/dev/null", f"--wrap={beat}"])
         eventually(lambda: log.exists() and log.stat().st_size > 4)
         slurm.pause_node("node1")
-        processes = [p for p in psutil.process_iter() if str(log) in " ".join(_argv(p))]
+        spool = str(slurm.folder / "spool")
+        processes = [p for p in psutil.process_iter() if spool in " ".join(_argv(p))]
+        assert processes
         eventually(lambda: all(p.status() == psutil.STATUS_STOPPED for p in processes))
         size = log.stat().st_size
+        time.sleep(0.5)
+        assert log.stat().st_size == size
         slurm.restore_node("node1")
         eventually(lambda: log.stat().st_size > size + 4)
 

@@ -73,7 +73,7 @@ def test_what_may_not_be_requeued_is_preempted_for_good(backend, teller, options
 def test_a_task_may_requeue_itself_within_its_grace(backend, tmp_path):
     """And say when it starts again: the two minutes do not apply."""
     told = "squeue -h -j $SLURM_JOB_ID -O PreemptTime | grep -q T"
-    again = "scontrol update jobid=$SLURM_JOB_ID starttime=now+4"
+    again = f"scontrol update jobid=$SLURM_JOB_ID starttime=now+4 && touch {tmp_path}/asked"
     step = f"until {told}; do sleep 0.1; done; scontrol requeue $SLURM_JOB_ID && {again}; exit 1"
     line = f"echo x >> {tmp_path}/starts; srun -n1 sh -c 'trap \"\" TERM; {step}'"
     job = backend.submit(line, *WHOLE)
@@ -81,7 +81,7 @@ def test_a_task_may_requeue_itself_within_its_grace(backend, tmp_path):
     backend.wait_state(job, "RUNNING")
     backend.cluster.preempt(["node2"], for_s=1)
     eventually(lambda: (tmp_path / "starts").read_text().count("x") == 2)
-    assert backend.state(job).restarts == 1
+    assert (tmp_path / "asked").exists() and backend.state(job).restarts == 1
 
 
 def test_a_cancelled_task_is_told_and_killed_after_killwait(backend, teller):
@@ -91,8 +91,8 @@ def test_a_cancelled_task_is_told_and_killed_after_killwait(backend, teller):
     teller.wait("step", "starts 0")
     teller.wait("child", "starts 0")
     backend.wait_state(f"{others}_1", "RUNNING")
-    backend.run("scancel", f"{job}_0", f"{others}_1")
     began = time.time()
+    backend.run("scancel", f"{job}_0", f"{others}_1")
     for who in ("step", "child", "batch"):
         teller.wait(who, "SIGTERM")
     assert backend.state(f"{job}_0").state == "COMPLETING"
@@ -146,7 +146,8 @@ def test_signals_reach_the_steps_or_the_batch_script(backend, teller, options):
 
 def test_full_reaches_srun_which_kills_its_tasks_at_once(backend, teller):
     """For srun SIGTERM is an order."""
-    job = backend.submit(teller.job(stays_s=100), *WHOLE)
+    late = f"{teller.shell_waits('child SIGTERM')}; exit $code"  # the child ends with the script
+    job = backend.submit(teller.job(stays_s=100).replace("exit $code", late), *WHOLE)
     for who in ("step", "child"):
         teller.wait(who, "starts 0")
     backend.run("scancel", "--full", "--signal=TERM", job)
@@ -155,14 +156,15 @@ def test_full_reaches_srun_which_kills_its_tasks_at_once(backend, teller):
     assert backend.shown(job)["ExitCode"] == "137:0"
 
 
-@pytest.mark.parametrize("signal", ["USR2@50", "B:USR2@50"])
+@pytest.mark.parametrize("signal", ["USR2@30", "B:USR2@30"])
 def test_a_job_whose_time_is_up_is_warned_and_ended(backend, teller, signal):
     """As --signal asks for; then SIGTERM to all; its state is TIMEOUT."""
     job = backend.submit(teller.job(stays_s=100), "--time=1:00", f"--signal={signal}", *WHOLE)
-    teller.wait("step", "starts 0")
+    for who in ("step", "child"):
+        teller.wait(who, "starts 0")
     warned = "batch" if signal.startswith("B:") else "step"
     teller.wait(warned, "SIGUSR2")
-    assert backend.state(job).time_left_s <= 60
+    assert backend.state(job).time_left_s <= 30 + backend.early_s
     backend.run("scontrol", "update", f"jobid={job}", "timelimit=0:01")
     for who in ("step", "child", "batch"):
         eventually(lambda who=who: "SIGTERM" in teller.told(who))
@@ -175,6 +177,6 @@ def test_a_job_cancelled_while_it_is_requeued_does_not_come_back(backend, teller
     job = backend.submit(teller.job(stays_s=100), *WHOLE)
     teller.wait("step", "starts 0")
     backend.run("scontrol", "requeue", job)
-    assert backend.wait_state(job, "COMPLETING").restarts == 1
+    assert backend.wait_state(job, "COMPLETING", "PENDING").restarts == 1
     backend.run("scancel", job)
     backend.wait_state(job, "CANCELLED")

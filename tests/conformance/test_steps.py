@@ -65,7 +65,14 @@ def test_a_step_writes_where_it_is_told_to(backend, tmp_path):
 
 def test_what_is_sent_to_srun_reaches_its_tasks(backend, teller):
     """But for SIGTERM, which ends them."""
-    line = f"{_srun(teller)} & sleep 3; kill -USR2 $!; sleep 2; kill -TERM $!; wait $!; exit $?"
+    line = "; ".join(
+        [
+            f"{_srun(teller)} & srun=$!",
+            f"{teller.shell_waits('step starts')}; kill -USR2 $srun",
+            f"{teller.shell_waits('step SIGUSR2')}; kill -TERM $srun",
+            "wait $srun; exit $?",
+        ]
+    )
     job = backend.submit(line)
     teller.wait("step", "SIGUSR2")
     backend.wait_state(job, "FAILED")

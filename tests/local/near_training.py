@@ -12,7 +12,7 @@ def train(folder: str) -> int:
 
     ``folder/began`` grows by a line with the step and the world size for each start, and
     ``folder/saved`` holds the last step that all ranks have saved, ``folder/node-<rank>`` the
-    agent's process id and its folder in memory.
+    process ids of the agent and the worker, and the agent's folder in memory.
     """
     import torch
     import torch.distributed as dist
@@ -22,7 +22,8 @@ def train(folder: str) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, here = dist.get_rank(), Path(folder)
-    (here / f"node-{rank}").write_text(f"{os.getppid()} {os.environ['HPC_ELASTIC_CONTROL_DIR']}")
+    place = f"{os.getppid()} {os.getpid()} {os.environ['HPC_ELASTIC_CONTROL_DIR']}"
+    (here / f"node-{rank}").write_text(place)
     weights = torch.zeros(1000)
     tiers, until = Tiers(shared_every=1_000_000), time.monotonic() + GIVE_UP_S
     with Checkpointer(here / "checkpoints", {"weights": weights}, tiers=tiers) as ckpt:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
+from local_runs import is_over
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -342,11 +343,13 @@ class Run:
         assert not self.result.done(), self.result.result()
 
     def kill_second_node(self) -> None:
-        """Kill one agent, whose workers go with it, and take its memory away."""
+        """Kill one agent, whose worker goes with it, and take its memory away."""
         (place,) = self.lines("node-1")
-        agent, memory = place.split(maxsplit=1)
+        agent, worker, memory = place.split(maxsplit=2)
         os.kill(int(agent), signal.SIGKILL)
-        shutil.rmtree(memory)
+        eventually(lambda: is_over(int(worker)))
+        shutil.rmtree(memory, ignore_errors=True)  # any agent that starts here does the same
+        eventually(lambda: not Path(memory).exists())
 
     def end(self) -> None:
         """Let the training stop."""

@@ -90,6 +90,7 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     began = time.monotonic()
     assert {r.world_size for r in g.join(*others)} == {2}
     assert time.monotonic() - began < g.rules.start_timeout_s / 2
+    eventually(lambda: g.events("released"))
     (released,) = g.events("released")
     assert len(released["tasks"]) == 1
 
@@ -172,8 +173,9 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
     g = group(max_nodes=2, grow="boundary")
     agents = training(g, 2)
     g.run.notices.mkdir()
-    file = g.run.notices / name
-    file.write_text("30\n")
+    staged, file = (g.run.notices / n for n in (f".{name}", name))
+    staged.write_text("30\n")
+    staged.rename(file)
     eventually(lambda: agents[1].noticed and not file.exists())
     assert agents[1].noticed.reason == "asked" and agents[1].noticed.left_s == 30.0
     if name == "all":

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from group import PATIENCE_S, Group
+from group import PATIENCE_S, Group, eventually
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
@@ -63,6 +63,7 @@ def test_two_runs_of_ten_agents_do_not_meet(tmp_path, _):
             assert store.add("members", 0) == NUM_AGENTS
             names = {store.get(f"member-{rank}") for rank in range(NUM_AGENTS)}
             assert names == {run.run.path.name.encode()}
+            eventually(lambda run=run: run.events("round"))
             assert [len(e["members"]) for e in run.events("round")] == [NUM_AGENTS]
     finally:
         for run in runs:

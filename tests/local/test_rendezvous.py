@@ -86,7 +86,7 @@ def test_agents_that_start_together_have_one_leader(group):
     g = group(max_nodes=8)
     g.running = frozenset(f"7_{slot}" for slot in range(8))
     g.join(*(g.agent(slot) for slot in range(8)))
-    assert [e["epoch"] for e in g.events("leader")] == [1]
+    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [1])
 
 
 def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
@@ -97,7 +97,7 @@ def test_a_stale_leader_whose_port_has_another_owner_is_passed_over(group):
         assert g.register.create(claim(1, None, stale, 0.0))
         threading.Thread(target=_hang_up, args=(other,), daemon=True).start()
         assert g.join(g.agent(0))[0].world_size == 1
-    assert [e["epoch"] for e in g.events("leader")] == [2]
+    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [2])
 
 
 def _hang_up(server: socket.socket) -> None:
@@ -113,7 +113,7 @@ def test_a_record_that_does_not_verify_is_waited_out_then_passed_over(group, tex
     g = group(max_nodes=1)
     (g.run.rdzv / "record.1.json").write_text(text, encoding="latin-1")
     assert g.join(g.agent(0))[0].world_size == 1
-    assert [e["epoch"] for e in g.events("leader")] == [2]
+    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [2])
 
 
 def test_a_leader_that_dies_is_replaced(group):
@@ -129,7 +129,7 @@ def test_a_leader_that_dies_is_replaced(group):
         eventually(lambda s=s: s.stop_requested)
     again = g.join(*others)
     assert {(r.number, r.world_size) for r in again} == {(2, 2)}
-    assert [e["epoch"] for e in g.events("leader")] == [1, 2]
+    eventually(lambda: [e["epoch"] for e in g.events("leader")] == [1, 2])
 
 
 def test_a_polite_leave_is_told_to_the_others(group):
@@ -184,8 +184,11 @@ def test_a_time_out_says_what_it_waited_for(group):
     g = group(min_nodes=3)
     g.running, g.pending = frozenset({"7_0", "7_5"}), frozenset({"7_6"})
     a = g.agent(0)
+    with pytest.raises(TimeoutError):
+        a.join(0.1)
+    eventually(lambda: "7_6 (" in a._heard.news)
     with pytest.raises(TimeoutError) as e:
-        a.join(2.5)
+        a.join(0.1)
     assert "1 of at least 3 nodes have joined" in str(e.value)
     assert "7_5 (RUNNING on node9), log /logs/7_5/0" in str(e.value)
     assert "7_6 (PENDING, Resources)" in str(e.value)
@@ -226,7 +229,7 @@ def test_agents_may_leave_at_any_moment(group):
         for left in leaving:
             left.result()
     gc.collect()
-    assert open_files() == before
+    eventually(lambda: open_files() <= before)
 
 
 def test_a_leader_stays_until_the_others_have_heard_the_verdict(group):

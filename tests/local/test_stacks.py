@@ -46,6 +46,14 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
+def patient(monkeypatch) -> None:
+    """A stack is waited for, however busy the machine is."""
+    for name, seconds in {"_PY_SPY": 60.0, "_WRITTEN": 30.0}.items():
+        monkeypatch.setattr(stacks, f"{name}_WITHIN_S", seconds)
+    monkeypatch.setattr(stacks, "_SETTLED_S", 0.5)
+
+
+@pytest.fixture
 def start(folder) -> Iterator:
     """Return what starts a worker and waits until it is stuck."""
     workers = []
@@ -81,7 +89,7 @@ def py_spy(pid: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["sleep", "c", "gil"])
-def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, how):
+def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, patient, how):
     """Without the worker's help: this one has not even offered its stacks."""
     worker = start(how, offers=False)
     py_spy(worker.pid)
@@ -93,7 +101,7 @@ def test_py_spy_sees_a_worker_wherever_it_is_stuck(folder, start, how):
     assert place(frames).startswith("worker.py:") and place(frames).endswith(" in get_stuck")
 
 
-def test_py_spy_shows_who_waits_in_a_collective(folder, start):
+def test_py_spy_shows_who_waits_in_a_collective(folder, start, patient):
     """By the path of torch's module, which tells it from a file of the user with such a name."""
     module = folder / "site-packages" / "torch" / "distributed" / "c10d.py"
     module.parent.mkdir(parents=True)
@@ -109,7 +117,7 @@ def test_py_spy_shows_who_waits_in_a_collective(folder, start):
 
 
 @pytest.mark.parametrize("how", ["sleep", "c", "gil"])
-def test_faulthandler_does_where_there_is_no_py_spy(folder, start, no_py_spy, how):
+def test_faulthandler_does_where_there_is_no_py_spy(folder, start, patient, no_py_spy, how):
     """Its handler is C, and runs while the interpreter's lock is held for good."""
     worker = start(how)
     text = stacks.take(worker.pid, stacks.stacks_file(folder, 0))
@@ -118,7 +126,7 @@ def test_faulthandler_does_where_there_is_no_py_spy(folder, start, no_py_spy, ho
     assert worker.poll() is None, "asking does no harm"
 
 
-def test_faulthandler_does_where_py_spy_may_not_look(folder, start, monkeypatch, tmp_path):
+def test_faulthandler_does_where_py_spy_may_not_look(folder, start, patient, monkeypatch, tmp_path):
     """As in a container without the right to trace."""
     refuses = tmp_path / "bin" / "py-spy"
     refuses.parent.mkdir()

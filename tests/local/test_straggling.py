@@ -1,7 +1,8 @@
 """A rank that is slower than the others, in a real run of three nodes: it is named while it is so.
 
-What a rank takes of a step itself is measured by the CPU time of its main thread, so the work here
-is a loop that ends after so much of that; how long it takes by the clock does not matter.
+The work here is a loop that ends after so much CPU time. Waiting for a processor is measured, too:
+on a busy machine a rank that has no more to do than the others may be named beside the one that
+has.
 """
 
 import json
@@ -71,10 +72,14 @@ class Run(LocalRun):
         (self.folder / "next").write_text(who)
         (self.folder / "next").rename(self.folder / "who")
 
+    def told(self) -> list[dict]:
+        """Return the events of the rank that has more to do."""
+        return [e for e in self.events("straggler") if e["rank"] == SLOW]
+
     def until_told(self, num: int) -> dict:
-        """Wait for so many events of stragglers; return the last one."""
-        self.eventually(lambda: len(self.events("straggler")) >= num, f"{num} events of stragglers")
-        return self.events("straggler")[-1]
+        """Wait for so many events of that rank; return the last of them."""
+        self.eventually(lambda: len(self.told()) >= num, f"{num} events of rank {SLOW}")
+        return self.told()[num - 1]
 
     def status(self, capsys, num: int) -> tuple[str, list[dict]]:
         """Return what `status` says, once the leader has written of so many stragglers."""
@@ -105,18 +110,18 @@ def run(tmp_path) -> Iterator[Run]:
 def test_a_rank_is_named_while_it_is_slower_than_the_others(run, capsys):
     """In events and status. Once all are as slow as it is, nobody is named any more."""
     begun = run.until_told(1)
-    assert (begun["rank"], begun["slow"]) == (SLOW, True) and begun["ratio"] > 1.3
+    assert begun["slow"] and begun["ratio"] > 1.3
     page, (named,) = run.status(capsys, 1)
     assert (named["rank"], named["host"]) == (SLOW, begun["host"]) and named["ratio"] > 1.3
     assert f"slow        rank {SLOW} on {begun['host']}" in page and "times the median" in page
 
     run.slow("all")
     over = run.until_told(2)
-    assert (over["rank"], over["slow"]) == (SLOW, False)
+    assert not over["slow"]
     page, named = run.status(capsys, 0)
     assert "times the median" not in page and named == []
 
     assert run.end() == 0
     assert main(["events", str(run.path)]) == 0
     story = capsys.readouterr().out
-    assert f"rank {SLOW}" in story and len(run.events("straggler")) == 2, story
+    assert f"rank {SLOW}" in story

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.long
 def backend(slurm) -> Backend:
     """The sandbox; it is healed after each test by its own fixture."""
     release = parse_version(slurm.run(["squeue", "-V"]).stdout)
-    return Backend(slurm, environment(slurm.env), slurm.start_node, hold_s=120, release=release)
+    env = environment(slurm.env)
+    return Backend(slurm, env, slurm.start_node, hold_s=120, release=release, early_s=60)
 
 
 @pytest.fixture

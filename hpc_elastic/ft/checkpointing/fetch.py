@@ -228,9 +228,10 @@ class Fetch:
             self._sockets[who] = connection
             if self._stopped:
                 raise ConnectionAbortedError("aborted")
-        connection.settimeout(min(CONNECT_TIMEOUT_S, self._left()))
+        until_cut = self._left() + 1.0  # `run` cuts it off when time is up, and says why
+        connection.settimeout(min(CONNECT_TIMEOUT_S, until_cut))
         connection.connect(place.where)
-        sockets.prepare(connection, self._left())
+        sockets.prepare(connection, until_cut)
         request = self._request(place.token, "layout")
         self._announce(who, ask(connection, self._wanted.key, request))
         return connection

@@ -52,9 +52,9 @@ class Process:
     def _children(self, *, recursive: bool) -> list[psutil.Process]:
         try:
             found = psutil.Process(self.pid).children(recursive=recursive)
-            return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
         except psutil.Error:
             return []
+        return [p for p in found if _lives(p)]
 
     def _close(self) -> None:
         if self._lifeline >= 0:

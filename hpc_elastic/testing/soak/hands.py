@@ -112,7 +112,10 @@ def throw(stage: Stage, fault: Fault, spared: Collection[str]) -> Hit:
     Raises:
         NobodyLeftError: It can not be thrown now; nothing was done.
     """
-    return _HANDS[fault.kind](_Throw(stage, fault, spared, random.Random(fault.dice)))
+    try:
+        return _HANDS[fault.kind](_Throw(stage, fault, spared, random.Random(fault.dice)))
+    except psutil.NoSuchProcess as e:
+        raise NobodyLeftError(f"{fault.kind}: process {e.pid} has just ended by itself") from e
 
 
 # ---- nodes --------------------------------------------------------------------------------
@@ -257,7 +260,8 @@ def _damage(t: _Throw) -> Hit:
     wait_until("two checkpoints", lambda: len(store.steps()) > 1, _PATIENCE_S)
     step = store.steps()[0]
     spoil(store.folder(step), t.chance)
-    worker.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # then the group starts anew in any case
+        worker.kill()
     return Hit((host,), step)
 
 

@@ -2,7 +2,8 @@
 
 They lie in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not set). It
 is a list of paths and no more: what a run is doing stands in its run directory, and one that was
-deleted is not listed. A home directory that can not be written costs the list, never a submission.
+deleted is not listed. One that can not be looked at just now is: ``last`` is never another run for
+it. A home directory that can not be written costs the list, never a submission.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ def add(runs: Mapping[str, Path]) -> None:
         folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         name = f"{int(now * 1000):015d}-{secrets.token_hex(4)}.json"
         write_atomic(folder() / name, json.dumps(entry) + "\n")
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # RuntimeError: there is no home directory
         _log.warning("hpc-elastic list will not show what was submitted now: %s", e)
 
 
 def newest_first() -> Iterator[KnownRun]:
-    """Yield the runs whose directories are still there."""
+    """Yield the runs whose directories are still there, as far as that can be told."""
     try:
         files = sorted(folder().glob("*.json"), reverse=True)
-    except OSError:
+    except (OSError, RuntimeError):
         return
     for file in files:
         yield from _read(file)
@@ -72,4 +73,11 @@ def _read(file: Path) -> Iterator[KnownRun]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         _log.warning("%s is passed over: %s", file, e)
         return
-    yield from (run for run in reversed(found) if RunDir(run.path).spec.exists())
+    yield from (run for run in reversed(found) if _may_be_there(RunDir(run.path)))
+
+
+def _may_be_there(run: RunDir) -> bool:
+    try:
+        return run.spec.exists()
+    except OSError:  # no right to look, a stale handle, a server that is away
+        return True

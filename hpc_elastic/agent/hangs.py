@@ -2,7 +2,7 @@
 
 What is a hang is decided by the leader (`rendezvous.hang`), who asks all nodes; with ``ft=true``,
 where a replica is alone, by its own agent. When to suspect one stands in `hangwatch`. Looking into
-workers takes a second or two, on a thread of its own.
+workers (`looks`) takes a second or two, on a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hpc_elastic.agent.hangwatch import (
     place,
     waits_in,
 )
+from hpc_elastic.agent.looks import Looks, Page, look_at
 from hpc_elastic.agent.observer import load_of
 from hpc_elastic.agent.report import Place, WorkerFiles
 from hpc_elastic.control import Progress
@@ -38,8 +39,7 @@ from hpc_elastic.rendezvous.record import Agent
 
 _log = logging.getLogger(__name__)
 
-_PAUSES_S = (0.3, 0.5, 0.8)
-"""Between two looks at a stack."""
+_WRITTEN_WITHIN_S = 2.0
 _BUSY_SHARE = 0.5
 """A main thread that wants a CPU for more of the time than that computes."""
 _STOPPED = "T"
@@ -67,13 +67,6 @@ class Leader(Protocol):
 
     def failed(self, failures: list[Message]) -> None:
         """Report failed workers."""
-
-
-class Page(Protocol):
-    """The agent's side of a `hpc_elastic.control.ControlPage`."""
-
-    def read(self) -> Progress:
-        """Return what the worker last published."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +127,7 @@ class HangWatch:
         self._clocks = [StepClock(after_s, now) for _ in workers]
         self._answered = 0
         self._looking: threading.Thread | None = None
+        self._writing: threading.Thread | None = None
 
     def look(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
         """Take note of what the workers have published; called several times a second.
@@ -193,61 +187,62 @@ class HangWatch:
         self._leader.failed(failed)
 
     def _look_into(self, pids: Mapping[int, int]) -> list[RankState]:
-        seen: dict[int, list[str | None]] = {w.local_rank: [] for w in self._workers}
-        since, loads = time.monotonic(), {r: load_of(pid) for r, pid in pids.items()}
-        for pause_s in (0.0, *_PAUSES_S):
-            time.sleep(pause_s)
-            for worker in self._workers:
-                pid = pids.get(worker.local_rank)
-                can = pid is not None and stacks.process_state(pid) not in (_STOPPED, "Z", None)
-                text = stacks.take(pid, worker.dump) if can and pid is not None else None
-                seen[worker.local_rank].append(text)
+        looks = [Looks(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
+        since, loads = time.monotonic(), {pid: load_of(pid) for pid in pids.values()}
+        look_at(looks)
         wanted_s = _BUSY_SHARE * (time.monotonic() - since)
         computing = {
-            rank
-            for rank, pid in pids.items()
-            if _wants_cpu(loads[rank], load_of(pid), wanted_s) and not stacks.has_gpu(pid)
+            pid
+            for pid, load_s in loads.items()
+            if _wants_cpu(load_s, load_of(pid), wanted_s) and not stacks.has_gpu(pid)
         }
-        return [
-            self._state(w, pids.get(w.local_rank), seen[w.local_rank], w.local_rank in computing)
-            for w in self._workers
+        found = [
+            self._state(worker, look, clock, computes=look.pid in computing)
+            for worker, look, clock in zip(self._workers, looks, self._clocks, strict=True)
         ]
-
-    def _state(
-        self, worker: Watched, pid: int | None, texts: Sequence[str | None], computes: bool
-    ) -> RankState:
-        clock, now = self._clocks[self._workers.index(worker)], time.monotonic()
-        seen = Seen(
-            letter=None if pid is None else stacks.process_state(pid),
-            dumps=[main_thread(text) for text in texts if text],
-            published=worker.page.read(),
-            computes=computes,
-            alive=clock.is_alive(now),
-            alone=self._alone is not None,
-        )
-        state, dumps, letter = seen.state, seen.dumps, seen.letter
-        at = {
-            "stopped": "stopped by a signal (SIGSTOP, or the like)",
-            "silent": f"out of reach: its process is in state {letter}, and shows no stack",
-            "done": "done",
-        }.get(state) or place(dumps[-1] if dumps else ())
-        waits = waits_in(dumps[-1]) if dumps and state in ("stands", "moves") else None
-        found = RankState(worker.files.rank, worker.local_rank, state, at, waits,
-                          str(worker.files.stack))  # fmt: skip
-        self._write(found, worker, pid, texts)
+        self._write(found, looks)
         return found
 
-    def _write(
-        self, found: RankState, worker: Watched, pid: int | None, texts: Sequence[str | None]
-    ) -> None:
+    def _state(
+        self, worker: Watched, looks: Looks, clock: StepClock, *, computes: bool
+    ) -> RankState:
+        seen = Seen(
+            letter=None if looks.pid is None else stacks.process_state(looks.pid),
+            dumps=[main_thread(text) for text in list(looks.texts)],
+            published=worker.page.read(),
+            computes=computes,
+            alive=looks.was_busy or clock.is_alive(time.monotonic()),
+            alone=self._alone is not None,
+        )
+        state, dumps = seen.state, seen.dumps
+        waits = waits_in(dumps[-1]) if dumps and state in ("stands", "moves") else None
+        return RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
+                         str(worker.files.stack))  # fmt: skip
+
+    def _write(self, found: Sequence[RankState], looks: Sequence[Looks]) -> None:
+        """Write the stacks down; wait a little only, for the file system may be what hangs."""
+        if self._writing is not None and self._writing.is_alive():
+            _log.warning("the stacks are not written: those of the time before still are not")
+            return
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        head = f"{now} rank {found.rank} on {self._place.host}, process {pid}: {found.state}"
-        last = next((text for text in reversed(texts) if text), "")
-        try:
-            with worker.files.stack.open("a") as f:
-                f.write(f"{head}, {found.where}\n{last}\n")
-        except OSError as e:
-            _log.warning("%s: not written: %s", worker.files.stack, e)
+        texts = [
+            f"{now} rank {state.rank} on {self._place.host}, process {look.pid}: {state.state}, "
+            f"{state.where}\n{''.join(look.texts[-1:])}\n"
+            for state, look in zip(found, looks, strict=True)
+        ]
+        self._writing = threading.Thread(
+            target=self._append, args=(texts,), name="stack files", daemon=True
+        )
+        self._writing.start()
+        self._writing.join(_WRITTEN_WITHIN_S)
+
+    def _append(self, texts: Sequence[str]) -> None:
+        for worker, text in zip(self._workers, texts, strict=True):
+            try:
+                with worker.files.stack.open("a") as f:
+                    f.write(text)
+            except OSError as e:
+                _log.warning("%s: not written: %s", worker.files.stack, e)
 
 
 @dataclass(frozen=True)
@@ -260,7 +255,7 @@ class Seen:
         published: What it has published.
         computes: Whether its main thread wants a CPU nearly always, and has no GPU: one that waits
             for its GPU spins.
-        alive: See `StepClock.is_alive`.
+        alive: Whether it was busy meanwhile, or see `StepClock.is_alive`.
         alone: Whether it is a replica, which is at work as long as it waits for others.
     """
 
@@ -287,6 +282,20 @@ class Seen:
             return "silent"
         works = self.computes or moves(self.dumps) or is_at_work(self.dumps[-1])
         return "moves" if works else "stands"
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people (see `RankState`)."""
+        match self.state:
+            case "stopped":
+                return "stopped by a signal (SIGSTOP, or the like)"
+            case "silent":
+                return f"out of reach: its process is in state {self.letter}, and shows no stack"
+            case "done":
+                return "done"
+            case "busy" if not self.dumps:
+                return "work that is no step"
+        return place(self.dumps[-1] if self.dumps else ())
 
 
 def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -> bool:

@@ -14,7 +14,8 @@ import ctypes
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import psutil
 
@@ -24,6 +25,17 @@ _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _WAIT_S = 5.0
 """One that hangs in the kernel is left behind after that."""
 _POLL_S = 0.005
+_LOOKS = 2
+"""That find nothing: a look takes time, and misses what is adopted meanwhile."""
+_DEAD = ("Z", "X")
+
+
+class _Stat(NamedTuple):
+    """What Linux tells of a process (proc(5), stat)."""
+
+    letter: str
+    parent: int
+    session: int
 
 
 def adopt() -> None:
@@ -41,9 +53,12 @@ def end(keep: Collection[int] = ()) -> int:
         How many there were.
     """
     killed: list[psutil.Process] = []
-    while found := [p for p in _strays(keep) if p not in killed]:  # one may start another meanwhile
+    num_idle = 0
+    while num_idle < _LOOKS:  # one may start another meanwhile
+        found = [p for p in _strays(keep) if p not in killed]
+        num_idle = 0 if found else num_idle + 1
         for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):  # gone, or another user's (sudo)
                 process.kill()  # looks whether it is still the same process
         killed += found
     if killed:
@@ -70,13 +85,47 @@ def reap(keep: Collection[int]) -> None:
 
 
 def _strays(keep: Collection[int]) -> list[psutil.Process]:
-    ours = os.getsid(0)
     found: list[psutil.Process] = []
-    for child in psutil.Process().children():
-        if child.pid not in keep and _session(child) not in (None, ours):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found += [p for p in (child, *child.children(recursive=True)) if _lives(p)]
+    for pid in _descendants(_look(), os.getpid(), os.getsid(0), keep):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
     return found
+
+
+def _look() -> dict[int, _Stat]:
+    """Return every process that may be looked at.
+
+    psutil finds no children at all where others' processes may not be (proc(5), hidepid=1).
+    """
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - by the thousand
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError):  # gone, or another user's
+                letter, parent, _, session, *_ = _read_stat(name).rpartition(b")")[2].split()
+                found[int(name)] = _Stat(letter.decode(), int(parent), int(session))
+    return found
+
+
+def _read_stat(pid: str) -> bytes:
+    with open(f"/proc/{pid}/stat", "rb") as f:  # noqa: PTH123
+        return f.read()
+
+
+def _descendants(
+    processes: Mapping[int, _Stat], agent: int, session: int, keep: Collection[int]
+) -> list[int]:
+    """Return what descends from workers, and lives (pure)."""
+    children: dict[int, list[int]] = {}
+    for pid, stat in processes.items():
+        if pid != agent:
+            children.setdefault(stat.parent, []).append(pid)
+    strays = [
+        pid for pid in children.get(agent, ())
+        if pid not in keep and processes[pid].session != session
+    ]  # fmt: skip
+    for pid in strays:  # grows meanwhile
+        strays += children.get(pid, ())
+    return [pid for pid in strays if processes[pid].letter not in _DEAD]
 
 
 def _wait_for(killed: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -103,13 +152,8 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _session(process: psutil.Process) -> int | None:
-    try:
-        return os.getsid(process.pid)
-    except ProcessLookupError:
-        return None
+    except psutil.AccessDenied:  # it has become another user's
+        return True
 
 
 def _name(process: psutil.Process) -> str:

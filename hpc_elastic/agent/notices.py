@@ -73,9 +73,12 @@ class Notices:
             if self._closed:
                 return
             before, self._notice = self._notice, preemption.merged(self._notice, new)
-            if before is None or self._is_news(before, self._notice):
-                self._write(self._notice)
-                self._tell(self._notice)
+            notice = self._notice
+            is_news = before is None or self._is_news(before, notice)
+            if is_news:
+                self._tell(notice)
+        if is_news:  # last, and without the lock: the file system may hang, and the grace runs
+            self._write(notice)
 
     def connect(self, leader: Leader) -> None:
         """Pass notices on to the run from now on, and the one that came before."""

@@ -77,7 +77,10 @@ class OutputTimes:
             except OSError as e:
                 self._complain(file, e)
         for file in over:
-            file.close()
+            try:
+                file.close()
+            except OSError as e:  # where a quota is told of at the close (NFS)
+                self._complain(file, e)
 
     def _complain(self, file: _Watched, error: OSError) -> None:
         if not self._complained:
@@ -125,9 +128,13 @@ class _Watched:
         return True
 
     def close(self) -> None:
-        """Release what is open."""
-        if self._fd is not None:
-            os.close(self._fd)
-        if self._index is not None:
-            self._index.close()
-        self._fd = self._index = None
+        """Release what is open.
+
+        Raises:
+            OSError: what was written last has come to nothing.
+        """
+        fd, index, self._fd, self._index = self._fd, self._index, None, None
+        if fd is not None:
+            os.close(fd)
+        if index is not None:
+            index.close()

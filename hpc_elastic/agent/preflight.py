@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic import commands
 from hpc_elastic.agent.lookup import Task
 from hpc_elastic.agent.tasks import RunTasks
 from hpc_elastic.errors import HpcElasticError
@@ -41,7 +42,7 @@ _SHM_BYTES = 16 << 20
 _NVIDIA_SMI_S = 20.0
 _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
-"""For the checks that use no GPU, once everything is imported."""
+"""For the checks that use no GPU, once everything is imported; those of GPUs have as much more."""
 _TRIES = 3
 _LAPSE_S = 0.2
 _SIZE = 192
@@ -187,10 +188,7 @@ def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     if not granted or shutil.which("nvidia-smi") is None:
         return None
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *_QUERY], capture_output=True, text=True, timeout=_NVIDIA_SMI_S,
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        done = commands.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
         if done.returncode != 0:
             raise ValueError((done.stdout + done.stderr).strip())
         return judge_gpus(granted, parse_gpus(done.stdout), shared=shared)
@@ -206,10 +204,8 @@ def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
     if not granted:
         return None
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "hpc_elastic.agent.gpu_check"],
-            capture_output=True, text=True, timeout=_GPU_CHECK_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        check = [sys.executable, "-m", "hpc_elastic.agent.gpu_check"]
+        done = commands.run(check, timeout_s=_GPU_CHECK_S)
         problem = json.loads(done.stdout.strip().splitlines()[-1])["problem"]
     except subprocess.TimeoutExpired:
         problem = f"a product of matrices is not done after {_GPU_CHECK_S:.0f} s"
@@ -238,7 +234,7 @@ class Preflight:
                 lambda: check_gpus(granted, shared=shared) or check_gpu_arithmetic(granted),
             )
         ]
-        self._wait_s = _WAIT_S if not granted else _NVIDIA_SMI_S + _GPU_CHECK_S
+        self._wait_s = _WAIT_S + (_NVIDIA_SMI_S + _GPU_CHECK_S if granted else 0.0)
         for thread in self._threads:
             thread.start()
 

@@ -49,7 +49,7 @@ class _Spare:
     process: subprocess.Popen[bytes]
     channel: socket.socket
     env: dict[str, str]
-    cwd: Path
+    cwd: Path | None
     ready: bool = False
     told: bytes = b""
 
@@ -184,13 +184,17 @@ class Spares:
 
     def _usable(self, spare: _Spare, command: Sequence[str], env: Mapping[str, str]) -> bool:
         lives = spare.process.poll() is None
-        same = tuple(command) == self._command and spare.cwd == Path.cwd()
+        same = tuple(command) == self._command and spare.cwd == _cwd()
         return lives and same and fits(spare.env, env)
 
     def _start(self, slot: int, *, paced: bool) -> None:
         """Start a spare as torch starts a worker; one that can not be started is done without."""
-        env = dict(os.environ)
-        ours, theirs = socket.socketpair()
+        env, cwd = dict(os.environ), _cwd()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as e:
+            _log.warning("no spare for slot %d: %s", slot, e)
+            return
         how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
         try:
             process = subprocess.Popen(
@@ -206,7 +210,7 @@ class Spares:
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._spares[slot] = _Spare(process, ours, env, Path.cwd())
+        self._spares[slot] = _Spare(process, ours, env, cwd)
 
     def _hear(self, spare: _Spare) -> bool:
         """Log what a spare tells, each thing once; return whether it may be kept."""
@@ -223,3 +227,11 @@ class Spares:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
+
+
+def _cwd() -> Path | None:
+    """Return the working directory; None if it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None

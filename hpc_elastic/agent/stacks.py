@@ -19,11 +19,13 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_elastic import commands
+
 ASK = signal.SIGRTMAX - 9
 """Real-time signals have no meaning of their own; glibc uses the first two, below SIGRTMIN."""
 _SETTLED_S = 0.05
 _WRITTEN_WITHIN_S = 2.0
-_PY_SPY_WITHIN_S = 10.0
+_PY_SPY_WITHIN_S = 5.0
 
 
 def stacks_file(control: Path, local_rank: int) -> Path:
@@ -71,10 +73,8 @@ def _by_py_spy(pid: int) -> str | None:
     if command is None:
         return None
     try:
-        done = subprocess.run(
-            [command, "dump", "--full-filenames", "--pid", str(pid)],
-            capture_output=True, text=True, timeout=_PY_SPY_WITHIN_S, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        dump = [command, "dump", "--full-filenames", "--pid", str(pid)]
+        done = commands.run(dump, timeout_s=_PY_SPY_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 and "Thread" in done.stdout else None

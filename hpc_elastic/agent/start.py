@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hpc_elastic.agent import gang, preflight
+from hpc_elastic.agent.background_log import BackgroundLog
 from hpc_elastic.agent.lookup import Task, find_task
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import Caught
@@ -38,12 +40,20 @@ def start(argv: Sequence[str], caught: Caught) -> int:
             print(f"{task.run.path}: the run {why}; nothing to do")
             return 0
         task.logs.mkdir(parents=True, exist_ok=True)
-        _log_to(task.agent_log)
+        log = _log_to(task.agent_log)
     except (HpcElasticError, OSError) as e:
         print(f"hpc_elastic: {e}", file=sys.stderr)
         return 1
     times = OutputTimes([task.agent_log, Submission(Path(task.spec.submission)).log(task.name)])
     times.start()
+    try:
+        return _run(task, caught, times)
+    finally:
+        log.close()
+        times.close()
+
+
+def _run(task: Task, caught: Caught, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
     spares = first_spares(task)  # they import torch while this process does
     checks = preflight.begin(task) if task.spec.agent.preflight else None
@@ -52,7 +62,6 @@ def start(argv: Sequence[str], caught: Caught) -> int:
     exit_code = supervise(task, caught, spares, times, checks)
     if task.in_gang:
         _leave_gang(task)
-    times.close()
     return exit_code
 
 
@@ -65,11 +74,16 @@ def _leave_gang(task: Task) -> None:
         gang.end_if_orphaned(task.name, task.run.attempt(first, task.attempt), SlurmClient())
 
 
-def _log_to(path: Path) -> None:
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(
-        level=logging.INFO, format=line, handlers=[logging.FileHandler(path, delay=False)]
-    )
+def _log_to(path: Path) -> BackgroundLog:
+    with path.open("a"):
+        pass  # an error is to be told at once
+    logging.getLogger().setLevel(logging.INFO)
+    return BackgroundLog(partial(_handlers, path))
+
+
+def _handlers(path: Path) -> list[logging.Handler]:
+    file = logging.FileHandler(path, delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     errors = logging.StreamHandler()
     errors.setLevel(logging.ERROR)
-    logging.getLogger().addHandler(errors)
+    return [file, errors]

@@ -207,7 +207,7 @@ class _Node:
         self._events.write("given back", delay_s=round(delay_s, 1))
         try:
             give_back(task.name, SlurmClient(), delay_s, attempt=task.attempt, run=task.run)
-        except SlurmCommandError as e:
+        except (SlurmCommandError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
         return TAKEN

@@ -121,15 +121,23 @@ class SlurmTasks:
             self._client.postpone(pending, delay_s)
 
     def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
-        """Ask squeue once, then do for each task what has to be done."""
+        """Ask squeue once, then do for each task what is to be done, whatever fails for another."""
         listed = self._listed()
         states = {queue_name(name): listed[queue_name(name)] for name in self._known(tasks, listed)}
-        back = [name for name, state in states.items() if self._is_back(run, name, state)]
+        back: list[str] = []
+        failures: list[SlurmError | OSError] = []
+        for name, state in states.items():
+            try:
+                back += [name] if self._is_back(run, name, state) else []
+            except (SlurmError, OSError) as e:
+                failures.append(e)
         if back:
             self._client.postpone(back, RELEASE_DELAY_S)
         waiting = {name for name, state in states.items() if state.phase is Phase.PENDING}
         if waiting.union(back):
             self._client.exclude([*waiting.union(back)], replacement.excluded(run))
+        if failures:
+            raise failures[0]
 
     def _is_back(self, run: RunDir, name: str, state: TaskState) -> bool:
         """Requeue or replace a task that has ended; return whether it is held in the queue."""

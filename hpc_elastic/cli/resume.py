@@ -85,9 +85,10 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
         from hpc_elastic.submit.resume import as_json, resume
 
         resumption, submitted = resume(run, overrides)
-        log = detach.log_of(resumption.prepared.plan)
-        detach.leave_terminal(log)
-        tell(as_json(resumption, submitted.handle.job_ids, log=log))
+        with session.let_go_on_failure(submitted.handle):
+            log = detach.log_of(resumption.prepared.plan)
+            detach.leave_terminal(log)
+            tell(as_json(resumption, submitted.handle.job_ids, log=log))
         session.wait(submitted)
 
     told = detach.in_background(work)

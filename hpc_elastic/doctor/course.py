@@ -7,6 +7,7 @@ they are killed. At the end, however that comes, everything is cancelled and rem
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -74,7 +75,8 @@ class Course:
         except SlurmCommandError as e:
             self._add(problem=str(e))
         finally:
-            self._say("cancelling what is left of the probe")
+            with contextlib.suppress(OSError):  # nobody listens any more: `doctor --probe | head`
+                self._say("cancelling what is left of the probe")
             self._add(leftovers=self._job.end())
         return self.evidence
 

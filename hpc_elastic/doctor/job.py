@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -69,7 +70,8 @@ class ProbeJob:
 
     def end(self) -> list[str]:
         """End all tasks, and remove the files; return those that did not end, with their nodes."""
-        self.place.stop.touch()
+        with contextlib.suppress(OSError):  # a full disk; they are cancelled in any case
+            self.place.stop.touch()
         left = self._cancelled()
         shutil.rmtree(self.place.path.parent, ignore_errors=True)
         return left

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hpc_elastic import commands
 from hpc_elastic.doctor import folder, host
 from hpc_elastic.doctor.folder import Folder
 from hpc_elastic.doctor.host import Host
@@ -122,9 +123,7 @@ def _gpus_given(environ: Mapping[str, str]) -> int | None:
 
 def _gpus_seen() -> int | None:
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S
-        )
+        done = commands.run(["nvidia-smi", "-L"], timeout_s=_SMI_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return count_devices(done.stdout)

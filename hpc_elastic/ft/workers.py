@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -19,7 +20,10 @@ from hpc_elastic.ft.lines import MAX_LINE_BYTES, Lines, to_line
 from hpc_elastic.ft.protocol import Message
 from hpc_elastic.readable import readable
 
+_log = logging.getLogger(__name__)
+
 _READ_BYTES = 1 << 16
+_PAUSE_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -186,10 +190,21 @@ Take = Callable[[socket.socket], None]
 
 
 def accept_all(listener: socket.socket, take: Take) -> None:
-    """Hand what has connected to ``take``."""
+    """Hand what has connected to ``take`` (in the event loop, whenever it is readable)."""
     while True:
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
+        except OSError as e:  # most likely too many open files: it would stay readable
+            _log.warning("no worker can be taken for now: %s", e)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(_PAUSE_S, _go_on, listener, take)
+            return
         take(connection)
+
+
+def _go_on(listener: socket.socket, take: Take) -> None:
+    if listener.fileno() >= 0:
+        asyncio.get_running_loop().add_reader(listener, accept_all, listener, take)

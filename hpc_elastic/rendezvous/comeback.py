@@ -3,8 +3,9 @@
 Slurm holds a task that it requeues for two minutes, however idle the cluster is; and what it ends
 because of a preemption, the time limit or a dead node, it may not requeue at all; nor one whose
 agent was killed. A task that leaves in good order sees to that itself. One that could not is
-*brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and once for each of its
-attempts. Tasks that the run itself has given back are to stay away, and are left alone.
+*brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and again every ``AGAIN_S``
+until it has moved: Slurm may not have answered. Tasks that the run itself has given back are to
+stay away, and are left alone.
 
 A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
 """
@@ -19,6 +20,7 @@ from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 SURE_S = 2.0
 """A requeue changes the task's start time more than once while its last attempt ends."""
+AGAIN_S = 15.0
 GIVE_UP_S = 60.0
 
 _Attempt = tuple[str, str, int | None]
@@ -36,7 +38,9 @@ class Comebacks:
     _seen: dict[_Attempt, float] = field(default_factory=dict)
     """Since when an attempt is seen that is to be brought back."""
     _brought: dict[_Attempt, float] = field(default_factory=dict)
-    """When it was."""
+    """When it was, first."""
+    _tried: dict[_Attempt, float] = field(default_factory=dict)
+    """When it was, last."""
 
     @property
     def are_due(self) -> bool:
@@ -65,15 +69,22 @@ class Comebacks:
         if not view:
             return ()
         gone = set(_gone(view, lost, away))
-        new = gone - self._brought.keys()
-        self._seen = {key: self._seen.get(key, now) for key in new}
+        wanted = {key for key in gone if self._is_to_be_tried(key, now)}
+        self._seen = {key: self._seen.get(key, now) for key in wanted}
         sure = {key for key, since in self._seen.items() if now - since >= SURE_S}
         for key in sure:
             del self._seen[key]
-        self._brought |= dict.fromkeys(sure, now)
+        self._brought = {**dict.fromkeys(sure, now), **self._brought}
+        self._tried |= dict.fromkeys(sure, now)
         self._over = frozenset(self._ended(view, lost, gone, now))
         self.look(lost)
         return tuple(sorted(task for task, _, _ in sure))
+
+    def _is_to_be_tried(self, key: _Attempt, now: float) -> bool:
+        if key not in self._brought:
+            return True
+        given_up = now - self._brought[key] >= GIVE_UP_S
+        return not given_up and now - self._tried[key] >= AGAIN_S
 
     def returning(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
         """Return the tasks that have ended, as Slurm says, and may yet run again."""

@@ -1,19 +1,23 @@
 """What the leader writes for others to read: events, the group's status and progress, the result.
 
-All writes go through one thread, in order, so that a slow shared file system delays the files and
-never the heartbeats. What the agents decide by is not here but in `register`.
+All writes go through one thread, so that a slow shared file system delays the files and never the
+heartbeats. What comes while one is under way is written together afterwards, the newest status
+alone: so the result, for which every node waits, has never more than that before it. What the
+agents decide by is not here but in `register`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,15 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 
 
+@dataclass
+class _Waiting:
+    """What is still to be written."""
+
+    events: list[str] = field(default_factory=list)
+    status: dict[str, Any] | None = None
+    progress: list[str] = field(default_factory=list)
+
+
 class Journal:
     """Writes one run's files for its leader."""
 
@@ -35,34 +48,31 @@ class Journal:
         self._run = run
         self._run_id = run_id
         self._events = events
-        self._lines: list[str] = []
+        self._waiting = _Waiting()
+        self._is_called = False
         self._has_status = False
-        self._noting = threading.Lock()
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Append an event, in the background; those that come meanwhile are written with it."""
+        """Append an event, in the background."""
         line = self._events.line(kind, **fields)
-        with self._noting:
-            self._lines.append(line)
-            first = len(self._lines) == 1
-        if first:
-            self._thread.submit(self._flush)
+        with self._handing_over() as waiting:
+            waiting.events.append(line)
 
     def status(self, status: dict[str, Any]) -> None:
         """Replace status.json, in the background.
 
         What stands there at first is the last word of the leader before: it goes into the progress.
         """
-        if not self._has_status:
-            self._has_status = True
-            self._thread.submit(self._keep_last_word)
-        self._thread.submit(self._try_write, self._run.status, {**status, "updated": time.time()})
+        with self._handing_over() as waiting:
+            waiting.status = {**status, "updated": time.time()}
 
     def progress(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append lines to progress.jsonl, in the background."""
         if lines:
-            self._thread.submit(self._append_progress, "".join(f"{json.dumps(x)}\n" for x in lines))
+            with self._handing_over() as waiting:
+                waiting.progress += [f"{json.dumps(line)}\n" for line in lines]
 
     async def publish(self, record: Record) -> None:
         """Write result.json unless it is there; the end may be announced once this returns."""
@@ -79,10 +89,28 @@ class Journal:
         """Write what was handed over so far, and end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
 
-    def _flush(self) -> None:
-        with self._noting:
-            lines, self._lines = self._lines, []
-        self._events.append(lines)
+    @contextlib.contextmanager
+    def _handing_over(self) -> Iterator[_Waiting]:
+        with self._lock:
+            yield self._waiting
+            is_called, self._is_called = self._is_called, True
+        if not is_called:
+            self._thread.submit(self._write)
+
+    # ---- the thread that writes ----------------------------------------------------------
+
+    def _write(self) -> None:
+        with self._lock:
+            waiting, self._waiting, self._is_called = self._waiting, _Waiting(), False
+        if waiting.events:
+            self._events.append(waiting.events)
+        if waiting.status is not None:
+            if not self._has_status:
+                self._has_status = True
+                self._keep_last_word()
+            self._try_write(self._run.status, waiting.status)
+        if waiting.progress:
+            self._append_progress("".join(waiting.progress))
 
     def _keep_last_word(self) -> None:
         try:

@@ -351,7 +351,8 @@ class Leader:
                     effects = self._leadership.asked_to_leave(name, left_s)
                     self._carry_out(effects)
                     passed_on = partial(files.passed_on, name, to_anybody=bool(effects))
-                    await self._in_thread(passed_on)
+                    with contextlib.suppress(OSError):
+                        await self._in_thread(passed_on)
             await asyncio.sleep(_WATCH_S)
 
     async def _tell_status(self) -> None:

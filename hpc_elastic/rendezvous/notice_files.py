@@ -57,9 +57,11 @@ class NoticeFiles:
 
 def _left_s(file: Path) -> float:
     try:
-        text = file.read_text().strip()
+        text = file.read_text(errors="replace").strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
+    except PermissionError:  # it asks all the same: who made it may write here
+        text = "(unreadable)"
     try:
         left_s = float(text or DEFAULT_LEFT_S)
     except ValueError:

@@ -360,7 +360,13 @@ class Session(Hearing, Reports):
     async def _claim(self, number: int, before: Record | None) -> None:
         """Try to create the next record as the next leader; whoever creates it first leads."""
         await self._stop_leading()
-        listener = self._listener = Listener(self._candidacy.address)
+        try:
+            listener = self._listener = Listener(self._candidacy.address)
+        except OSError as e:  # too many open files, or the interface is down for a moment
+            _log.warning("this node can not lead, for now: %s", e)
+            await asyncio.sleep(_CLAIM_AGAIN_S)
+            self._carry_out(self._following.claimed(None, time.monotonic()))
+            return
         here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
         mine: Record | None = claim(number, before, here, time.time())
         try:

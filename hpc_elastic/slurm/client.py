@@ -252,12 +252,15 @@ class SlurmClient:
         return {excluded: names for excluded, names in found.items() if names}
 
     def _records(self, job: str) -> list[Record]:
+        argv = ["scontrol", "-o", "show", "job", job]
         try:
-            return parse_records(self._run(["scontrol", "-o", "show", "job", job]))
+            return parse_records(self._run(argv))
         except SlurmCommandError as e:
             if not _says_only(e, (FORGOTTEN,)):
                 raise
             return []
+        except ValueError as e:
+            raise SlurmCommandError(argv, 0, str(e)) from e
 
     def resubmit(self, script: str, index: int | None, *, exclude: Iterable[str] = ()) -> str:
         """Submit a script once more, for one element of its array; return the new job id.

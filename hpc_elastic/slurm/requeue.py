@@ -24,10 +24,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
@@ -52,6 +53,10 @@ enough for a process that ends within one. Too long costs the difference, too sh
 
 PARENT_REQUEUES = "HPC_ELASTIC_PARENT_REQUEUES"
 """Set where the agent's parent requeues the task, as submitit does: nothing is done here then."""
+
+_TRIES = 10
+_AGAIN_S = 3.0, 9.0
+"""Between two tries, at random: all tasks of a run may ask a controller that has just come back."""
 
 _COMES_BACK = (Departure.REQUEUE, Departure.REQUEUED)
 
@@ -88,8 +93,9 @@ def depart(
 ) -> Departure:
     """Go back to the queue if the task is to come back; return how it goes.
 
-    The task may end at once after that, and should within seconds. Where Slurm can not be reached
-    from this node, this call waits until Slurm has killed the task: then it requeues it by itself.
+    The task may end at once after that, and should within seconds. Where Slurm, or the run's
+    directory, does not answer, that is tried again for about a minute; then this call waits until
+    Slurm has killed the task: one that was preempted it requeues by itself.
     From here on the process ignores SIGTERM (if this is its main thread).
 
     Args:
@@ -107,9 +113,8 @@ def depart(
     """
     with _deaf_to_sigterm(for_good=True):
         try:
-            facts = _ask(task, client, attempt, reason, run)
-            return _carry_out(task, client, facts, RETURN_DELAY_S, run)
-        except SlurmCommandError as e:
+            return _patiently(lambda: _go(task, client, attempt, reason, RETURN_DELAY_S, run))
+        except (SlurmCommandError, OSError) as e:
             _log.warning("not requeued by ourselves, waiting for Slurm to do it: %s", e)
             time.sleep(_KILLED_WITHIN_S)
             return Departure.STAY
@@ -125,9 +130,9 @@ def give_back(
 ) -> Departure:
     """Give this task's node back: requeue the task, to start no sooner than after some time.
 
-    For a task that holds a node it can not use. Its last process should end within `delay_s`; if
-    it takes longer, Slurm's two minutes follow. From here on the process ignores SIGTERM (if this
-    is its main thread), unless this call fails.
+    For a task that holds a node it can not use. What fails is tried again, as in `depart`. Its last
+    process should end within `delay_s`; if it takes longer, Slurm's two minutes follow. From here
+    on the process ignores SIGTERM (if this is its main thread), unless this call fails.
 
     Args:
         task: As for `depart`.
@@ -142,10 +147,11 @@ def give_back(
     Raises:
         SlurmCommandError: Slurm can not be reached or refuses; the task has its node still. A
             SIGTERM that came during the call is lost.
+        OSError: The run's directory can not be read; likewise.
     """
+    delay_s = max(delay_s, RETURN_DELAY_S)
     with _deaf_to_sigterm():
-        facts = _ask(task, client, attempt, Reason.ASKED, run)
-        return _carry_out(task, client, facts, max(delay_s, RETURN_DELAY_S), run)
+        return _patiently(lambda: _go(task, client, attempt, Reason.ASKED, delay_s, run))
 
 
 @contextlib.contextmanager
@@ -164,6 +170,29 @@ def _deaf_to_sigterm(*, for_good: bool = False) -> Iterator[None]:
         if not for_good:
             signal.signal(signal.SIGTERM, handler)
         raise
+
+
+def _patiently(act: Callable[[], Departure]) -> Departure:
+    """Do what may be done twice, until it works once; at last raise why it does not."""
+    for _ in range(_TRIES - 1):
+        try:
+            return act()
+        except (SlurmCommandError, OSError) as e:
+            pause_s = random.uniform(*_AGAIN_S)
+            _log.warning("to be tried again in %.0f s: %s", pause_s, e)
+            time.sleep(pause_s)
+    return act()
+
+
+def _go(
+    task: str,
+    client: SlurmClient,
+    attempt: int | None,
+    reason: Reason,
+    delay_s: float,
+    run: RunDir | None,
+) -> Departure:
+    return _carry_out(task, client, _ask(task, client, attempt, reason, run), delay_s, run)
 
 
 def _ask(

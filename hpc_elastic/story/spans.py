@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,7 +121,8 @@ def attempts_of(
 ) -> list[Attempt]:
     """Return every attempt of every task, in order of their beginning; see `account`."""
     signs = sorted([float(e["time"]) for e in events] + [point.time for point in points])
-    ended = next((float(e["time"]) for e in events if e["kind"] == "end"), None)
+    ends = [float(e["time"]) for e in events if e["kind"] == "end"]
+    resumes = [float(e["time"]) for e in events if e["kind"] == "resume"]
     by_task: dict[str, list[Event]] = {}
     for event in events:
         by_task.setdefault(str(event.get("task")), []).append(event)
@@ -128,12 +130,27 @@ def attempts_of(
     for task, its in by_task.items():
         starts = [i for i, e in enumerate(its) if e["kind"] == "task"]
         for i, j in zip_longest(starts, starts[1:]):
-            following = None if j is None else _begin(its[j])
-            limit = min(x for x in (now, ended, following) if x is not None)
-            lives = following is None and ended is None and (running is None or task in running)
-            last = following is None and ended is not None
+            following = math.inf if j is None else _begin(its[j])
+            over, ended = _over(its[i:j], ends, resumes)
+            limit, last = min(now, over, following), ended and over <= following
+            lives = over == following == math.inf and (running is None or task in running)
             found.append(_attempt(its[i:j], limit, signs, lives=lives, run_ended=last))
     return sorted(found, key=lambda attempt: attempt.begin)
+
+
+def _over(
+    its: Sequence[Event], ends: Sequence[float], resumes: Sequence[float]
+) -> tuple[float, bool]:
+    """Return when an attempt was over at the latest, by what became of the run; and if that ended.
+
+    Infinity: nothing says that it is over. A run that has ended may go on in new tasks. Those may
+    begin a moment before the `resume` is written down; who was before them says nothing after it.
+    """
+    begin, last = _begin(its[0]), float(its[-1]["time"])
+    ended = min((end for end in ends if end >= begin), default=math.inf)
+    before = [math.nextafter(time, 0.0) for time in resumes if time > last]
+    over = min([ended, *before])
+    return over, over == ended < math.inf
 
 
 def _attempt(

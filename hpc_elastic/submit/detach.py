@@ -69,6 +69,11 @@ def log_of(plan: Plan) -> Path:
     return Submission(plan.submission).path / f"launcher-{plan.arrays[0].number}.log"
 
 
+def has_left_terminal() -> bool:
+    """Return whether this process is a session of its own: no launcher is from its start."""
+    return os.getsid(0) == os.getpid()
+
+
 def leave_terminal(log: Path) -> None:
     """Go on as a session of its own, which outlives the terminal (main thread, once)."""
     os.setsid()

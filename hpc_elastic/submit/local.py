@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config import LocalSettings
-from hpc_elastic.errors import ConfigError
+from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.rundir import RunDir, Submission, read_json, task_name, write_atomic
 from hpc_elastic.slurm.environment import as_array_task, outside
 from hpc_elastic.slurm.states import TaskState
@@ -147,6 +147,7 @@ class LocalHandle:
         self._stop_after_s = stop_after_s
         self._command = command
         self._written: dict[str, Any] = {}
+        self._unwritten = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_queue, name="local-queue", daemon=True)
 
@@ -156,9 +157,17 @@ class LocalHandle:
         return list(dict.fromkeys(str(task.job_id) for task in self._tasks))
 
     def start(self) -> None:
-        """Write the queue down and start its first tasks."""
-        self._tick()
-        self._thread.start()
+        """Write the queue down and start its first tasks.
+
+        Raises:
+            OSError: one could not be started; those that were are ended.
+        """
+        try:
+            self._tick()
+            self._thread.start()
+        except BaseException:
+            self.cancel()
+            raise
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Return all tasks in Slurm's words."""
@@ -190,18 +199,29 @@ class LocalHandle:
             self._thread.join()
 
     def _keep_queue(self) -> None:
+        failing = False
         while not self._stop.wait(_TICK_S):
-            self._tick()
+            try:
+                self._tick()
+                failing = False
+            except OSError as e:
+                if not failing:
+                    _log.warning("tasks wait, for none can be started; tried again: %s", e)
+                failing = True
 
     def _tick(self) -> None:
-        for task in self._tasks:
-            task.skipped = task.skipped or (task.process is None and task.run.is_over)
+        # asked before is_over: an agent that has ended has left its result by then
         num_running = sum(task.running for task in self._tasks)
-        pending = (task for task in self._tasks if task.pending)
-        for task in next_to_start(pending, num_running=num_running, max_agents=self._max_agents):
-            task.process = self._spawn(task)
-            task.started = started(task.process.pid)
-        self._write()
+        try:
+            for task in self._tasks:
+                task.skipped = task.skipped or (task.process is None and task.run.is_over)
+            pending = (task for task in self._tasks if task.pending)
+            limit = self._max_agents
+            for task in next_to_start(pending, num_running=num_running, max_agents=limit):
+                task.process = self._spawn(task)
+                task.started = started(task.process.pid)
+        finally:
+            self._write()
 
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
         log = Submission(self._submission).logs / f"{task.name}.log"
@@ -224,8 +244,11 @@ class LocalHandle:
             with locked(path):
                 write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
         except OSError as e:  # a full disk is the runs' to report; the queue goes on
-            _log.warning("%s: not written: %s", path, e)
-        self._written = now
+            if not self._unwritten:
+                _log.warning("%s: not written: %s", path, e)
+            self._unwritten = True
+            return
+        self._written, self._unwritten = now, False
 
 
 def task_environment(environ: Mapping[str, str], task: LocalTask) -> dict[str, str]:
@@ -255,6 +278,7 @@ def submit(prepared: Prepared) -> LocalHandle:
 
     Raises:
         ConfigError: see `require_possible`.
+        SubmissionError: a process could not be started; none is left.
     """
     plan = prepared.plan
     require_possible(plan)
@@ -268,7 +292,11 @@ def submit(prepared: Prepared) -> LocalHandle:
     )
     for array, job_id in zip(plan.arrays, handle.job_ids, strict=True):
         Submission(plan.submission).array(array.number).submitted_as(job_id)
-    handle.start()
+    try:
+        handle.start()
+    except OSError as e:
+        remedy = "what was started by then was ended"
+        raise SubmissionError(f"a task can not be started on this machine: {e}; {remedy}") from e
     return handle
 
 

@@ -47,7 +47,11 @@ class Outcome:
 
 
 def read_outcome(run: TrackedRun) -> Outcome | None:
-    """Return how a run ended; None if it has not. One whose files are damaged has failed."""
+    """Return how a run ended; None if it has not. One whose files are damaged has failed.
+
+    Raises:
+        OSError: its files can not be read just now, so nobody knows.
+    """
     try:
         result = read_json(run.paths.result)
         return None if result is None else _outcome(run, result)

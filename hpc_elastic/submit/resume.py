@@ -41,7 +41,7 @@ from hpc_elastic.submit.grace import Grace, graces
 from hpc_elastic.submit.living import tasks_of
 from hpc_elastic.submit.plan import Plan, PlannedRun
 from hpc_elastic.submit.prepare import Prepared
-from hpc_elastic.submit.session import Submitted, lay_out
+from hpc_elastic.submit.session import Submitted, lay_out, let_go_on_failure
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, Submitted]
     except BaseException:
         _put_back(run, _before(resumption))
         raise
-    return resumption, _note(resumption, handle)
+    with let_go_on_failure(handle):
+        return resumption, _note(resumption, handle)
 
 
 def require_stopped(run: RunDir, spec: RunSpec) -> None:
@@ -230,8 +231,9 @@ def _note(resumption: Resumption, handle: Handle) -> Submitted:
         generation=resumption.spec.generation,
         nodes=as_config(resumption.settings)["nodes"],
     )
-    if run.path not in {known.path for known in known_runs.newest_first()}:
-        known_runs.add({resumption.spec.run_id: run.path})
+    with contextlib.suppress(OSError):
+        if run.path not in {known.path for known in known_runs.newest_first()}:
+            known_runs.add({resumption.spec.run_id: run.path})
     return Submitted(handle, track(plan, handle.job_ids, [""]), plan.launcher.poll_s)
 
 

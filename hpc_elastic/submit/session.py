@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def prepare_runs(
 def submit(prepared: Prepared) -> Submitted:
     """Hand a prepared plan to the scheduler of its launcher."""
     handle: Handle
+    known = {RunDir(run.dir).load().run_id: run.dir for run in prepared.plan.runs}
     if prepared.plan.backend == "slurm":
         from hpc_elastic.submit import slurm_backend
 
@@ -100,10 +102,24 @@ def submit(prepared: Prepared) -> Submitted:
         from hpc_elastic.submit import local
 
         handle = local.submit(prepared)
-    known_runs.add({RunDir(run.dir).load().run_id: run.dir for run in prepared.plan.runs})
-    labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
-    runs = track(prepared.plan, handle.job_ids, labels)
+    with let_go_on_failure(handle):
+        known_runs.add(known)
+        labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
+        runs = track(prepared.plan, handle.job_ids, labels)
     return Submitted(handle, runs, prepared.plan.launcher.poll_s)
+
+
+@contextmanager
+def let_go_on_failure(handle: Handle) -> Iterator[None]:
+    """Let go of a submission if what follows it fails, and say what has become of it.
+
+    Until somebody waits for them, processes of ``launcher=local`` would go on without a launcher.
+    """
+    try:
+        yield
+    except BaseException:
+        print(handle.leave(), file=sys.stderr)
+        raise
 
 
 def wait(submitted: Submitted) -> list[Outcome]:

@@ -77,21 +77,26 @@ def launch_sweep(
         session.announce(prepared)
         return [_returned(job) for job in jobs]
     submitted = session.submit(prepared)
-    if detached:
-        _detach(prepared, submitted)
-        if prepared.plan.backend == "slurm":
-            return [_returned(job) for job in jobs]
-    elif not prepared.plan.launcher.wait:
-        session.announce(prepared, submitted)
+    with session.let_go_on_failure(submitted.handle):
+        if detached:
+            _detach(prepared, submitted)
+        elif not prepared.plan.launcher.wait:
+            session.announce(prepared, submitted)
+    if prepared.plan.backend == "slurm" and (detached or not prepared.plan.launcher.wait):
         return [_returned(job) for job in jobs]
     outcomes = session.wait(submitted)
     return [_ended(sweep, job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
 
 
 def _detach(prepared: Prepared, submitted: session.Submitted) -> None:
-    """Tell `hpc-elastic submit` what was submitted; a launcher that goes on leaves its terminal."""
+    """Tell `hpc-elastic submit` what was submitted; a launcher that goes on leaves its terminal.
+
+    That one does so once: by the second batch of its sweep the command has returned.
+    """
     file, plan = detach.report_file(), prepared.plan
     assert file is not None
+    if plan.backend == "local" and detach.has_left_terminal():
+        return
     log = detach.log_of(plan) if plan.backend == "local" else None
     if log is not None:
         detach.leave_terminal(log)

@@ -3,6 +3,9 @@
 A run has ended when its result.json is there. If all its tasks have left the queue and it is
 not, nobody is left to write it: after a grace period (the file may be on its way through a
 network file system) the run counts as lost. `judge` decides that; `Waiter` looks and remembers.
+
+A read that fails says nothing of the run: on NFS a file that is replaced every second may be stale
+before it is read, and a server may be away for minutes. The run is looked at again.
 """
 
 from __future__ import annotations
@@ -10,11 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
-from hpc_elastic.rundir import read_json
+from hpc_elastic.rundir import RunDir, read_json
 from hpc_elastic.slurm.reasons import remedy
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
@@ -23,6 +26,8 @@ from hpc_elastic.submit.progress import Display, Row, row_of
 
 GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
+UNREADABLE_S = 30.0
+"""How long a run may be unreadable before the user is told."""
 
 Verdict = Literal["going", "gone", "lost"]
 
@@ -52,6 +57,8 @@ class _Memory:
     last_seen: dict[str, str] = field(default_factory=dict)
     warned: bool = False
     stuck: frozenset[str] = frozenset()
+    unreadable: tuple[float, OSError] | None = None
+    """Since when, and why; None if the last look went well."""
 
 
 class Waiter:
@@ -85,7 +92,8 @@ class Waiter:
         self._outcomes: dict[int, Outcome] = {}
         self._rows: dict[int, Row] = {}
         self._memory = [_Memory() for _ in self._runs]
-        self._silent = False
+        self._silent = ""
+        self._blind = False
 
     def wait(self) -> list[Outcome]:
         """Block until every run has ended; return how, in the order of the runs."""
@@ -101,38 +109,64 @@ class Waiter:
         for number, run in enumerate(self._runs):
             if number not in self._outcomes:
                 self._look_at(number, run, tasks)
+        self._tell_of_unreadable()
         self._display.show([self._rows[number] for number in sorted(self._rows)])
 
     def _ask(self) -> Mapping[str, TaskState] | None:
         """Return what the scheduler lists; None while it does not answer, said once."""
         try:
             tasks = self._handle.tasks()
-        except SlurmError as e:
+        except (SlurmError, OSError) as e:
+            slurm = isinstance(e, SlurmError)
             if not self._silent:
-                self._display.say(f"Slurm does not answer, the runs are not affected: {e}")
-            self._silent = True
+                what = "Slurm does not answer" if slurm else "the tasks can not be looked up"
+                self._display.say(f"{what}, the runs are not affected: {e}")
+            self._silent = "Slurm answers again" if slurm else "the tasks can be looked up again"
             return None
         if self._silent:
-            self._display.say("Slurm answers again")
-        self._silent = False
+            self._display.say(self._silent)
+        self._silent = ""
         return tasks
 
     def _look_at(
         self, number: int, run: TrackedRun, listed: Mapping[str, TaskState] | None
     ) -> None:
-        outcome = read_outcome(run)
         states = None if listed is None else list(states_of(run.tasks, listed).values())
-        if outcome is None and states is not None:
-            outcome = self._missing(number, run, states)
+        outcome = self._outcome_of(run, self._memory[number], states)
         if outcome is not None:
             self._outcomes[number] = outcome
         before = self._rows.get(number)
-        status = read_json(run.paths.status)
-        self._rows[number] = row_of(run, status, states, outcome, before)
+        self._rows[number] = row_of(run, _status(run.paths), states, outcome, before)
 
-    def _missing(self, number: int, run: TrackedRun, states: list[TaskState]) -> Outcome | None:
+    def _outcome_of(
+        self, run: TrackedRun, memory: _Memory, states: list[TaskState] | None
+    ) -> Outcome | None:
+        """Return how a run ended; None if it has not, or nobody can say at the moment."""
+        try:
+            outcome = read_outcome(run)
+            if outcome is None and states is not None:
+                outcome = self._missing(run, memory, states)
+        except OSError as e:
+            since = memory.unreadable[0] if memory.unreadable else self._clock()
+            memory.unreadable = (since, e)
+            return None
+        memory.unreadable = None
+        return outcome
+
+    def _tell_of_unreadable(self) -> None:
+        """Say once that runs can not be read for long, and once that they all can again."""
+        found = [memory.unreadable for memory in self._memory if memory.unreadable]
+        errors = [error for since, error in found if self._clock() - since >= UNREADABLE_S]
+        if errors and not self._blind:
+            what = f"{len(errors)} of {len(self._runs)} runs can not be read, and may have ended"
+            self._display.say(f"{what}; they are looked at again and again: {errors[0]}")
+            self._blind = True
+        elif self._blind and not found:
+            self._display.say("the runs can be read again")
+            self._blind = False
+
+    def _missing(self, run: TrackedRun, memory: _Memory, states: list[TaskState]) -> Outcome | None:
         """Return the outcome of a run that has no result; None if one may still come."""
-        memory = self._memory[number]
         memory.last_seen.update({state.task: _describe(state) for state in states})
         self._warn(memory, run, states)
         self._warn_of_stuck(memory, run, states)
@@ -158,6 +192,14 @@ class Waiter:
             head = f"task {waiting[reason]} of {run.label or run.name} will not start by itself"
             self._display.say(f"{head} ({reason}): {remedy(reason)}")
         memory.stuck |= waiting.keys()
+
+
+def _status(run: RunDir) -> dict[str, Any] | None:
+    """Return the run's status.json; None if there is none, or it can not be read just now."""
+    try:
+        return read_json(run.status)
+    except OSError:
+        return None
 
 
 def _describe(state: TaskState) -> str:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from backends import eventually
 
 from hpc_elastic.testing.fake_slurm import FakeCommandError, FakeConfig, FakeSlurm, FakeSlurmError
+from hpc_elastic.testing.fake_slurm.controller import Controller
 
 ESCAPES = (
     "setsid sh -c 'echo $$ > {0}/session; exec sleep 600' & "
@@ -118,6 +121,28 @@ def _argv(process: psutil.Process) -> list[str]:
         return process.cmdline() if process.cmdline()[:1] == ["/bin/sh"] else []
     except psutil.Error:
         return []
+
+
+def test_a_cluster_that_runs_short_of_descriptors_answers_later(monkeypatch):
+    """A command waits for a moment, and not for ever."""
+    ours, theirs = socket.socketpair()
+    answers = [OSError(24, "Too many open files"), (theirs, ""), SystemExit()]
+    served = threading.Event()
+
+    class Listener:
+        def accept(self):
+            answer = answers.pop(0)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        def fileno(self):
+            return 3
+
+    monkeypatch.setattr(Controller, "_serve_one", lambda *_: served.set())
+    with ours, theirs, pytest.raises(SystemExit):
+        Controller(None, "").serve(Listener())
+    assert served.wait(60)
 
 
 def test_what_the_fake_does_not_know_it_says(fake_cluster):

@@ -186,13 +186,31 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
 
 @pytest.mark.parametrize(
     ("text", "left_s"),
-    [("", DEFAULT_LEFT_S), ("12.5", 12.5), ("-3", 0.0), ("soon", DEFAULT_LEFT_S), ("nan", 600.0)],
-)
+    [
+        (b"", DEFAULT_LEFT_S), (b"12.5", 12.5), (b"-3", 0.0), (b"soon", DEFAULT_LEFT_S),
+        (b"nan", 600.0), (b"\xff\xfe6\0", 600.0),
+    ],
+)  # fmt: skip
 def test_what_a_notice_file_holds(tmp_path, text, left_s):
     """Seconds; nothing, or no number, is ten minutes."""
-    (tmp_path / "40_3").write_text(text)
+    (tmp_path / "40_3").write_bytes(text)
     (tmp_path / ".40_4.staged").write_text("1")
     assert NoticeFiles(tmp_path).read() == {"40_3": left_s}
+
+
+def test_a_notice_that_may_not_be_read_is_one_all_the_same(tmp_path, monkeypatch):
+    """Somebody made it who may write there; the others count as well."""
+    for name in ("40_3", "40_4"):
+        (tmp_path / name).write_text("5")
+    read = Path.read_text
+
+    def read_text(file, **how):
+        if file.name == "40_3":
+            raise PermissionError(13, "Permission denied")
+        return read(file, **how)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert NoticeFiles(tmp_path).read() == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
 
 
 def test_no_notice_folder_is_no_notice(tmp_path):

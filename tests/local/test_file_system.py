@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from disks import full, mounted, read_only
 from group import PATIENCE_S, SECRET, Group, eventually, kill
 from training import START_S, Training
 
+from hpc_elastic.agent.background_log import BackgroundLog
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous import journal
 from hpc_elastic.rendezvous.attendance import Liveness
@@ -175,6 +177,46 @@ def test_ten_seconds_of_a_hanging_file_system_are_not_noticed(group):
         time.sleep(0.5)
         assert not waiting.done()
     assert (waiting.result().number, waiting.result().world_size) == (2, 1)
+
+
+class HangingLog(logging.Handler):
+    """Writes nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs, self.answers = threading.Event(), threading.Event()
+
+    def emit(self, _record: logging.LogRecord) -> None:
+        """Hang."""
+        self.hangs.set()
+        assert self.answers.wait(2 * PATIENCE_S)
+
+
+@pytest.fixture
+def hanging_log(caplog) -> Iterator[HangingLog]:
+    """The log of all agents is on a file system that hangs, until the test is over."""
+    caplog.set_level(logging.INFO)
+    handler = HangingLog()
+    log = BackgroundLog(lambda: [handler])
+    yield handler
+    handler.answers.set()
+    log.close()
+    logging.getLogger().removeHandler(handler)
+
+
+def test_a_log_that_can_not_be_written_costs_no_heartbeat(group, hanging_log):
+    """The leader logs that a node comes, for which there is no place; the others train on."""
+    g = group(max_nodes=2)
+    agents = [g.agent(slot) for slot in range(2)]
+    g.join(*agents)
+    late = g.agent(2)
+    with pytest.raises(TimeoutError):
+        late.join(1.0)
+    stay(g.followers[0], 2 * g.liveness.lost_after_s)
+    assert hanging_log.hangs.is_set()
+    hanging_log.answers.set()
+    for agent in agents:  # who was to stop may have hung before it could tell
+        stay(agent, 0.5)
 
 
 def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -284,6 +285,20 @@ def test_impostors_are_refused(place):
                 stranger.sendall(nonsense)
                 assert stranger.recv(100) == b""
     place.in_quorum(*links)
+
+
+def test_a_want_of_open_files_passes(place, caplog):
+    """Workers are taken again as soon as there are some."""
+    server = place.serve()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as waiting:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+        try:
+            waiting.connect(str(server.path))
+            until(lambda: "no worker can be taken for now" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    place.in_quorum(place.link())
 
 
 def test_other_users_are_kept_out(place, monkeypatch):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 AGENT = textwrap.dedent(
     """
     import json, os, subprocess, sys, time
@@ -65,6 +67,73 @@ def test_everything_that_descends_from_a_worker_is_ended():
     assert num_left >= 4 and ended == num_left and only_kept
     assert num_children == 2, "an adopted process that has ended is let go"
     assert last == [2, None, 1]
+
+
+HAMPERED_AGENT = textwrap.dedent(
+    """
+    import builtins, contextlib, io, os, subprocess, sys
+    from hpc_elastic.agent import leftovers
+
+    WORKER = '''
+    import subprocess, sys, time
+    child = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    print(child.pid, flush=True)
+    time.sleep(3600)
+    '''
+
+    leftovers.adopt()
+    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True,
+                              start_new_session=True)
+    child = int(worker.stdout.readline())
+    read = io.open
+    """
+)
+HIDDEN = textwrap.dedent(
+    """
+    def may_not_read(path, *args, **options):
+        if path == "/proc/1/stat":
+            raise PermissionError(1, "Operation not permitted", path)
+        return read(path, *args, **options)
+
+    builtins.open = io.open = may_not_read
+    """
+)
+ENDS_MEANWHILE = textwrap.dedent(
+    """
+    def end_worker(path, *args, **options):
+        if path == f"/proc/{worker.pid}/stat":
+            worker.kill()
+            worker.wait()
+        return read(path, *args, **options)
+
+    list_folder = os.listdir
+    first = str(child)
+    os.listdir = lambda path: sorted(list_folder(path), key=lambda name: name != first)
+    builtins.open = io.open = end_worker
+    """
+)
+COUNTED = textwrap.dedent(
+    """
+    try:
+        print(leftovers.end())
+    finally:
+        builtins.open = io.open = read
+        with contextlib.suppress(FileNotFoundError):
+            print(read(f"/proc/{child}/stat").read())
+            os.kill(child, 9)
+        worker.kill()
+    """
+)
+
+
+@pytest.mark.parametrize(("obstacle", "num_ended"), [(HIDDEN, 2), (ENDS_MEANWHILE, 1)])
+def test_descendants_are_found_whatever_else_can_not_be_looked_at(obstacle, num_ended):
+    """Others' processes may be hidden; a worker may end between two looks at its family."""
+    done = subprocess.run(
+        [sys.executable, "-c", HAMPERED_AGENT + obstacle + COUNTED],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"{num_ended}\n"), done.stderr
 
 
 BUSY_AGENT = textwrap.dedent(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 from functools import partial
 
 import pytest
@@ -176,6 +177,28 @@ def test_the_leaders_word_is_a_notice(node):
     leader.noticed = session.Notice("asked", 50.0, 1e9)
     farewell.look(0.0)
     assert notices.current == Notice(Reason.ASKED, 1e9)
+
+
+def test_the_run_is_told_before_anything_is_written(tmp_path):
+    """The grace runs while a shared file system hangs; nor does the agent's end wait for it."""
+    leader, hangs, goes_on = Leader(), threading.Event(), threading.Event()
+
+    class Hanging(EventLog):
+        def append(self, lines) -> None:
+            hangs.set()
+            assert goes_on.wait(60)
+
+    notices = Notices(Hanging(tmp_path / "7_1.jsonl", "7_1"))
+    notices.connect(leader)
+    thread = threading.Thread(target=notices.add, args=(Notice(Reason.SIGNAL, 1e9),))
+    thread.start()
+    try:
+        assert hangs.wait(60)
+        assert [reason for reason, _ in leader.told] == ["signal"]
+        notices.close()
+    finally:
+        goes_on.set()
+        thread.join()
 
 
 def test_the_node_is_left_once_at_its_deadline(node):

@@ -13,6 +13,7 @@ from group import PATIENCE_S, SECRET, eventually, kill, open_files
 
 from hpc_elastic.net.stream import connect
 from hpc_elastic.net.wire import BadFrameError
+from hpc_elastic.rendezvous import session as sessions
 from hpc_elastic.rendezvous.record import Endpoint, claim
 from hpc_elastic.rendezvous.session import Verdict
 
@@ -177,6 +178,20 @@ def test_strangers_change_nothing(group):
         assert not waiting.done()
         b = g.agent(1)
         assert g.join(b)[0].world_size == 2 and waiting.result().world_size == 2
+
+
+def test_who_has_no_port_to_lead_with_tries_again(group, monkeypatch):
+    """Too many files may be open, or the interface away for a moment."""
+    listener, refusals = sessions.Listener, [OSError(24, "Too many open files")] * 2
+
+    def listen(address: str) -> object:
+        if refusals:
+            raise refusals.pop()
+        return listener(address)
+
+    monkeypatch.setattr(sessions, "Listener", listen)
+    g = group(max_nodes=1)
+    assert g.join(g.agent(0))[0].world_size == 1 and not refusals
 
 
 def test_a_time_out_says_what_it_waited_for(group):

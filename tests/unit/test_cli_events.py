@@ -12,7 +12,7 @@ from story_events import begun, event, group, left, node, notice, stop
 
 from hpc_elastic.cli.events import _Told
 from hpc_elastic.cli.main import main
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, write_atomic
 
 ROOT = Path(__file__).parents[2]
 EVENTS = [*begun(0, 1), group(2.0, 1, 0, 1)]
@@ -39,7 +39,7 @@ def write(run: RunDir, *events: dict) -> None:
 def end(run: RunDir) -> None:
     """End the run."""
     write(run, END)
-    run.result.write_text(json.dumps({"status": "succeeded"}))
+    write_atomic(run.result, json.dumps({"status": "succeeded"}))
 
 
 def test_it_tells_the_story(run, capsys):

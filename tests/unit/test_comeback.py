@@ -1,4 +1,4 @@
-"""Tasks that are gone are brought back, once, and not before Slurm has said so twice."""
+"""Tasks that are gone are brought back, and not before Slurm has said so twice."""
 
 import pytest
 from groups import A, B, C, running, training
@@ -50,6 +50,15 @@ def test_a_held_task_is_brought_back_once():
     assert says(m, held(B.task), 11.9) == []
     assert says(m, held(B.task), 12.0) == [(B.task,)]
     assert says(m, held(B.task), 20.0) == []
+
+
+def test_a_task_that_does_not_move_is_brought_back_again():
+    """Slurm may not have answered; until it has ended for good."""
+    m = lost()
+    state = TaskState(B.task, "NODE_FAIL")
+    when = [now for now in range(10, 100) if says(m, state, float(now))]
+    assert when == [12, 29, 46, 63]
+    assert when[-1] - when[0] < GIVE_UP_S
 
 
 def test_a_task_that_is_not_held_any_more_was_only_just_queued():

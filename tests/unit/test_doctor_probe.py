@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.doctor import asked, job, judge_network, judge_nodes, judge_signals, report
+from hpc_elastic.doctor.course import Course
 from hpc_elastic.doctor.evidence import Ending, Evidence, Report, lived, received, was_orphaned
 from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
 from hpc_elastic.doctor.folder import Folder
@@ -218,6 +219,50 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
     assert lived(place, 0) == {"agent": 10.5, "worker": None}
     assert received(place, "agent", 0, "SIGUSR2") is None
     assert not was_orphaned(place, 0)
+
+
+class Waiting:
+    """A probe none of whose tasks has started."""
+
+    job_id, num_nodes, has_ended = "7", 1, False
+
+    def states(self):
+        """Say so."""
+        return {}
+
+    def end(self):
+        """Keep that."""
+        self.has_ended = True
+        return []
+
+
+def test_a_probe_is_ended_though_nobody_listens_any_more():
+    """`doctor --probe | head`."""
+
+    def say(_):
+        raise BrokenPipeError
+
+    probe = Waiting()
+    with pytest.raises(BrokenPipeError):
+        Course(probe, notice="USR2", kill_wait_s=1.0, say=say).run(60.0)
+    assert probe.has_ended
+
+
+def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):
+    """Its tasks are not told to end, they are ended."""
+    cancelled = []
+
+    class Client:
+        def cancel(self, names):
+            cancelled.extend(names)
+
+        kill = cancel
+
+        def tasks(self, _):
+            return {}
+
+    place = Place(tmp_path / "gone" / "probe")
+    assert job.ProbeJob("7", 1, place, Client()).end() == [] and cancelled == ["7"]
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -114,17 +114,19 @@ def test_a_group_of_several_ranks_stays_in_step(monkeypatch):
 def test_a_quorum_that_breaks_while_it_is_entered_is_replaced(monkeypatch):
     """The abort reaches configure, whenever it comes, and nothing is lost by it."""
     played = make(monkeypatch, place(), place(2, size=1, cohort=(0, 1)))
+    reached = []
 
     def hang_once():
         played.group.during_configure = lambda: None
         played.link.breaks()
         played.group.aborted.clear()
-        assert played.group.aborted.wait(5.0)
+        reached.append(played.group.aborted.wait(30.0))
         raise RuntimeError("aborted")
 
     played.group.during_configure = hang_once
     assert one_step(played.manager)[1]
     assert [c[0] for c in played.group.configured] == [1, 2]
+    assert reached == [True]
 
 
 def test_what_fails_here_alone_is_told_and_tried_again(monkeypatch):

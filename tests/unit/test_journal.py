@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
@@ -173,3 +174,28 @@ def test_a_result_is_tried_until_it_is_written(run, monkeypatch):
     monkeypatch.setattr(module, "_RETRY_S", 0.01)
     write(run, publish(ended("succeeded")))
     assert tries == [run.result] * 3 and run.result.exists()
+
+
+def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
+    """And the result right after it: no node waits for what is out of date. No progress is lost."""
+    written, answers = [], threading.Event()
+    real = module.write_atomic
+
+    def hang(path, text) -> None:
+        written.append(path)
+        assert answers.wait(30)
+        real(path, text)
+
+    async def hand_over(journal: Journal) -> None:
+        for step in range(1000):
+            journal.status({"step": step})
+            journal.progress([{"time": float(step)}])
+        asyncio.get_running_loop().call_soon(answers.set)
+        await journal.publish(ended("succeeded"))
+
+    monkeypatch.setattr(module, "write_atomic", hang)
+    write(run, hand_over)
+    assert written in ([run.status, run.status, run.result], [run.status, run.result])
+    assert json.loads(run.status.read_text())["step"] == 999
+    lines = run.progress.read_text().splitlines()
+    assert [json.loads(line)["time"] for line in lines] == list(map(float, range(1000)))

@@ -1,18 +1,20 @@
 """launcher=local: the queue of this machine, and its processes."""
 
+import errno
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
-from hpc_elastic.errors import ConfigError
+from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.rundir import Entry, Submission
-from hpc_elastic.submit import local, session
+from hpc_elastic.submit import local, resume, session
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import Prepared, prepare
 
@@ -47,6 +49,14 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def listed(sweep: Path) -> dict:
@@ -116,7 +126,120 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
     local.end_processes([process], stop_after_s=0.1)
     child = int((tmp_path / "pid").read_text().rstrip("."))
     assert process.returncode == -9
-    until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+    until(lambda: gone(child))
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """The agents that were started: the second is so at the second try only, as when fork fails."""
+    spawn, made, tries = local.LocalHandle._spawn, [], []
+
+    def sometimes(self, task):
+        tries.append(task)
+        if len(tries) == 2:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        made.append(spawn(self, task))
+        return made[-1]
+
+    monkeypatch.setattr(local.LocalHandle, "_spawn", sometimes)
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def test_a_task_that_can_not_be_started_now_is_started_later(tmp_path, processes, caplog):
+    """The queue outlives a failure, and tells of it once."""
+    submitted = session.submit(prepared(tmp_path, *[settings(1, max_agents=1)] * 3))
+    until(lambda: all(run.paths.result.exists() for run in submitted.runs))
+    submitted.handle.close()
+    assert len(processes) == 3
+    (told,) = [r.message for r in caplog.records if "Resource temporarily" in r.message]
+    assert "tried again" in told
+
+
+def test_a_start_that_fails_leaves_no_process(tmp_path, processes):
+    """Those that had been started would train without a launcher."""
+    with pytest.raises(SubmissionError, match="Resource temporarily unavailable"):
+        session.submit(prepared(tmp_path, settings(2, env={"PLOT": "hang"})))
+    assert [process.poll() for process in processes] == [-15]
+    assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
+
+
+def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, capsys):
+    """Nor what fails after that of a run that is resumed."""
+
+    def fail(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("hpc_elastic.known_runs.add", fail)
+    plan = prepared(tmp_path, settings(1, env={"PLOT": "hang"}))
+    with pytest.raises(RuntimeError, match="planted"):
+        session.submit(plan)
+    monkeypatch.setattr(resume, "_note", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        resume.resume(tmp_path / "0", [])
+    assert capsys.readouterr().err.count("the runs were ended") == 2
+    assert [task["state"] for task in listed(tmp_path).values()] == ["ENDED"] * 2
+    assert all(gone(task["pid"]) for task in listed(tmp_path).values())
+
+
+class Ending:
+    """An agent and its run, which end after the run has been looked at."""
+
+    pid, over = 1, False
+
+    def poll(self):
+        """Return its exit code."""
+        return 0 if self.over else None
+
+    @property
+    def is_over(self):
+        """Whether the run was over until now."""
+        before, self.over = self.over, True
+        return before
+
+
+def queue_of(folder: Path, *tasks: local.LocalTask, places: int = 1) -> local.LocalHandle:
+    """Return a queue that was not started."""
+    Submission(folder).logs.mkdir()
+    command = local.task_command
+    return local.LocalHandle(tasks, folder, max_agents=places, stop_after_s=1, command=command)
+
+
+def test_no_task_starts_in_a_run_that_ends_at_this_moment(tmp_path, monkeypatch):
+    """The place of its last agent is free only once its result is seen."""
+    agent = Ending()
+    first, second = (
+        local.LocalTask(f"7_{i}", 7, i, tmp_path / "array-0.json", agent, cpus=1) for i in range(2)
+    )
+    first.process = agent
+    monkeypatch.setattr(local.LocalHandle, "_spawn", lambda *_: pytest.fail("it was started"))
+    queue = queue_of(tmp_path, first, second)
+    queue._tick()
+    queue._tick()
+    assert second.skipped
+
+
+def test_what_was_started_is_written_down_though_the_next_can_not_be(tmp_path, processes):
+    """Whoever cancels the run at this moment finds it."""
+    run = SimpleNamespace(is_over=False)
+    array = tmp_path / "array-0.json"
+    tasks = [local.LocalTask(f"7_{i}", 7, i, array, run, cpus=1) for i in range(2)]
+    with pytest.raises(BlockingIOError):
+        queue_of(tmp_path, *tasks, places=2)._tick()
+    table = json.loads((tmp_path / "local-tasks.json").read_text())
+    assert [table[task.name]["pid"] for task in tasks] == [processes[0].pid, None]
+
+
+def test_a_table_that_could_not_be_written_is_written_later(tmp_path, monkeypatch):
+    """Also if nothing has changed since: whoever cancels the run has nothing else."""
+    queue = queue_of(tmp_path, local.LocalTask("7_0", 7, 0, tmp_path, None, cpus=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError("full")))
+        queue._write()
+    queue._write()
+    assert "7_0" in json.loads((tmp_path / "local-tasks.json").read_text())
 
 
 def test_the_environment_is_that_of_an_array_task(tmp_path):

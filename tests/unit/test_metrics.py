@@ -54,6 +54,7 @@ def test_the_file_parses_and_says_what_is_known(tmp_path):
     file = tmp_path / "metrics" / "7_1.prom"
     exporter = Exporter(file, LABELS, lambda: Sample(step=12, loss=0.5, restarts=1))
     exporter.close()
+    exporter._thread.join(60)
     assert read(file.read_text()) == {
         "hpc_elastic_step": 12.0, "hpc_elastic_loss": 0.5, "hpc_elastic_restarts_total": 1.0,
     }  # fmt: skip
@@ -70,6 +71,7 @@ def test_the_port_is_loopbacks_and_one_that_is_taken_is_no_error(tmp_path, caplo
         assert answer.status == 200
     first.close()
     second.close()
+    second._thread.join(60)
     assert f"no metrics on port {port}" in caplog.text
     assert read((tmp_path / "b.prom").read_text())["hpc_elastic_step"] == 2.0
 

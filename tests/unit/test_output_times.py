@@ -110,8 +110,9 @@ def test_the_last_words_of_a_round_are_timed(times, tmp_path):
     eventually(lambda: out not in {Path(file.path) for file in psutil.Process().open_files()})
 
 
-def test_the_end_of_the_agent_is_the_last_look(times, tmp_path):
+def test_the_end_of_the_agent_is_the_last_look(times, tmp_path, monkeypatch):
     """What was written just before is timed, too."""
+    monkeypatch.setattr(output_times, "_JOIN_S", 60.0)
     out = tmp_path / "agent.log"
     keeper = times(out)
     out.write_bytes(b"hello\n")
@@ -147,6 +148,24 @@ def test_a_disk_that_is_full_is_complained_of_once_and_costs_the_times_only(
         full = False
         eventually(lambda: Index(out).covered == 6)
     assert caplog.text.count("less exact") == 1
+
+
+def test_a_quota_that_is_told_of_at_the_close_costs_one_file_only(times, tmp_path, monkeypatch):
+    """The times of the others go on (NFS)."""
+
+    def close(_):
+        raise OSError(122, "Disk quota exceeded")
+
+    keeper = times(tmp_path / "agent.log")
+    out = tmp_path / "out"
+    keeper.new_round([out])
+    out.write_bytes(b"hello\n")
+    eventually(lambda: Index(out).covered == 6)
+    monkeypatch.setattr(IndexWriter, "close", close)
+    keeper.new_round([])
+    eventually(lambda: not keeper._over)
+    (tmp_path / "agent.log").write_bytes(b"hello\n")
+    eventually(lambda: Index(tmp_path / "agent.log").covered == 6)
 
 
 def test_files_that_do_not_come_are_looked_for_ever_more_rarely(tmp_path, monkeypatch):

@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -133,11 +136,40 @@ def test_an_nvidia_smi_that_hangs_is_a_problem(nvidia_smi, monkeypatch):
     assert "does not answer" in check_gpus(["0"], shared=False).reason
 
 
+def test_an_nvidia_smi_that_can_not_be_killed_is_one_too(nvidia_smi, monkeypatch):
+    """It hangs in the driver, and the kernel does not let it go."""
+    started = []
+
+    class Started(subprocess.Popen):
+        """A process that no signal ends."""
+
+        def __init__(self, *args, **options) -> None:
+            started.append(self)
+            super().__init__(*args, **options)
+
+        def kill(self) -> None:
+            """Do nothing."""
+
+    monkeypatch.setattr(preflight, "_NVIDIA_SMI_S", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    nvidia_smi("exec sleep 15")
+    with monkeypatch.context() as kernel:
+        kernel.setattr(os, "killpg", lambda *_: None)
+        before = time.monotonic()
+        problem = check_gpus(["0"], shared=False)
+        took_s = time.monotonic() - before
+    (process,) = started
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert "does not answer" in problem.reason and took_s < 10
+
+
 def test_a_check_that_hangs_or_fails_says_nothing(tmp_path, monkeypatch):
     """The file system may hang for a while; the run is not to be kept waiting."""
     over = threading.Event()
     monkeypatch.setattr(preflight, "_WAIT_S", 0.1)
-    monkeypatch.setattr(preflight, "check_logs", lambda _: over.wait(30))
+    waited = Problem("space", "it was waited for", is_nodes=False)
+    monkeypatch.setattr(preflight, "check_logs", lambda _: None if over.wait(30) else waited)
     monkeypatch.setattr(preflight, "check_shm", lambda: 1 // 0)
     assert Preflight(tmp_path, [], shared=True).problems() == []
     over.set()

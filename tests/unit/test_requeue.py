@@ -1,5 +1,6 @@
 """How a task goes that was told to, and how it gives its node back."""
 
+import errno
 import signal
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from arrays import run_of
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.decision import Departure, Reason
 from hpc_elastic.slurm.requeue import (
@@ -26,13 +28,17 @@ DISABLED = SlurmCommandError(["scontrol"], 1, "7_0: Requested operation is prese
 
 
 class Client:
-    """Stands for Slurm: says one state of the task, and keeps what it was told."""
+    """Stands for Slurm: says one state of the task, and keeps what it was told.
 
-    def __init__(self, state, *fails, error=DOWN):
+    What fails does so always; if it `recovers`, as often as it is named.
+    """
+
+    def __init__(self, state, *fails, error=DOWN, recovers=False):
         self.told = []
         self._state = state
-        self._fails = fails
+        self._fails = list(fails)
         self._error = error
+        self._recovers = recovers
 
     def tasks(self, job_ids):
         """Return the one task."""
@@ -63,6 +69,8 @@ class Client:
         if threading.current_thread() is threading.main_thread():
             assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN or what == "tasks"
         if what in self._fails:
+            if self._recovers:
+                self._fails.remove(what)
             raise self._error
         self.told.append((what, *about))
         return True
@@ -71,7 +79,7 @@ class Client:
 @pytest.fixture(autouse=True)
 def handler(monkeypatch):
     """Put a SIGTERM handler in place, and return it; no test waits to be killed."""
-    monkeypatch.setattr(requeue.time, "sleep", lambda _: None)
+    monkeypatch.setattr(requeue.time, "sleep", lambda _: None)  # neither between two tries
 
     def handle(*_):
         """Be a handler."""
@@ -110,6 +118,29 @@ def test_a_task_that_was_cancelled_is_left_alone():
     assert depart("7_0", client, attempt=0) is Departure.EXIT
     assert give_back("7_0", client, 60, attempt=0) is Departure.EXIT
     assert {what for what, *_ in client.told} == {"tasks"}
+
+
+@pytest.mark.parametrize("fails", ["tasks", "requeue"])
+def test_what_fails_is_tried_again(fails):
+    """The controller may be slow just when all tasks of a run ask it."""
+    client = Client(TaskState("7_0", "RUNNING"), *[fails] * 3, recovers=True)
+    assert depart("7_0", client) is Departure.REQUEUE
+    client = Client(TaskState("7_0", "RUNNING"), *[fails] * 3, recovers=True)
+    assert give_back("7_0", client, 60) is Departure.REQUEUE
+
+
+def test_a_run_directory_that_fails_is_looked_at_again(tmp_path, monkeypatch):
+    """It may be away for a moment, just then."""
+    run = run_of(tmp_path, "7", [(0, 0)])
+    answers = iter([OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "io")])
+
+    def is_over(_):
+        if error := next(answers, None):
+            raise error
+        return False
+
+    monkeypatch.setattr(RunDir, "is_over", property(is_over))
+    assert depart("7_0", Client(TaskState("7_0", "RUNNING")), run=run) is Departure.REQUEUE
 
 
 @pytest.mark.parametrize("fails", ["tasks", "requeue"])

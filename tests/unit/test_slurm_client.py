@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic import commands
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import command as slurm_command
 from hpc_elastic.slurm.client import SlurmClient, is_refused
@@ -52,7 +53,13 @@ def test_a_command_that_fails_keeps_what_it_said(command):
     assert caught.value.exit_code == 3
 
 
-def test_a_command_that_does_not_answer_is_given_up(command, tmp_path):
+@pytest.fixture
+def reaped(monkeypatch) -> None:
+    """What was killed is reaped, however busy the machine is."""
+    monkeypatch.setattr(commands, "_REAP_S", 60.0)
+
+
+def test_a_command_that_does_not_answer_is_given_up(command, tmp_path, reaped):
     """A dead controller may not hang the run."""
     command("sinfo", "sleep 60")
     client = SlurmClient(0.1, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
@@ -82,10 +89,10 @@ def test_what_squeue_may_have_lost_is_asked_for_again(command):
     assert (tasks["7_1"].restarts, tasks["7_1"].reason) == (1, "BeginTime")
 
 
-def test_what_does_not_answer_is_killed_with_all_it_started(command, tmp_path):
+def test_what_does_not_answer_is_killed_with_all_it_started(command, tmp_path, reaped):
     """A site's squeue is a script around the real one; no process and no zombie stays."""
     command("squeue", f"sleep 600 & echo $! $$ > {tmp_path}/pids; wait")
-    client = SlurmClient(2, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    client = SlurmClient(10, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     with pytest.raises(SlurmCommandError, match=r"`squeue .*-j 7` could not be run: no answer"):
         client.tasks(["7"])
     pids = (tmp_path / "pids").read_text().split()
@@ -290,6 +297,13 @@ def test_nodes_that_are_avoided_already_need_no_call(command, tmp_path):
     command("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     command.client.exclude(["7_1"], ["n9"])
     assert command.calls() == ["-o show job 7"] * 2
+
+
+def test_records_that_can_not_be_read_are_slurms_failure(command):
+    """Who asks is prepared for that."""
+    command("scontrol", "echo 'JobId=7 JobState=PENDING ExcNodeList=n[1-'")
+    with pytest.raises(SlurmCommandError, match="scontrol"):
+        command.client.exclude(["7"], ["n9"])
 
 
 def test_a_script_is_submitted_again_for_one_element(command, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,7 +60,8 @@ TALKS = "import sys\nprint('imported')\nprint('warned', file=sys.stderr)\n"
 WAITS = """
 import time
 from pathlib import Path
-end = time.monotonic() + 60
+Path("began").touch()
+end = time.monotonic() + 300
 while not Path("go").exists() and time.monotonic() < end:
     time.sleep(0.02)
 """
@@ -72,9 +74,9 @@ sys.modules["torch"].cuda = types.SimpleNamespace(is_initialized=lambda: True)
 
 def until(condition: Callable[[], object]) -> None:
     """Wait for something that other processes do."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < end, "nothing happened for a minute"
+        assert time.monotonic() < end, "nothing happened for five minutes"
         time.sleep(0.01)
 
 
@@ -206,6 +208,7 @@ def test_a_spare_that_still_imports_is_used(node, make_spares):
     node.entry("imported", "xml.dom.minidom", preload=("waits", "xml.dom.minidom"))
     spares = make_spares(ready=False)
     (pid,) = pids(spares)
+    until((node.folder / "began").exists)
     processes = node.start(spares)
     assert processes.pids() == {0: pid}
     (node.folder / "go").touch()
@@ -332,6 +335,7 @@ def test_spares_die_with_their_agent(node, module):
     agent = (
         "import sys, time; from hpc_elastic.agent.spares import Spares\n"
         "spares = Spares(1, sys.argv[1:]); spares.fill(paced=False)\n"
+        f"spares.await_imports({300 if module == 'json' else 0})\n"
         "print(spares._spares[0].process.pid, flush=True)\n"
         "if sys.argv[-1].endswith('run'): sys.stdin.read()\n"
     )
@@ -340,6 +344,7 @@ def test_spares_die_with_their_agent(node, module):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         pid = int(process.stdout.readline())
+        until((node.folder / "began").exists if module == "waits" else lambda: True)
         process.kill()
     until(lambda: is_gone(pid))
 
@@ -350,6 +355,28 @@ def test_a_spare_that_can_not_be_started_is_done_without(node, caplog):
     spares.fill(paced=False)
     assert "no spare for slot 0" in caplog.text
     assert spares.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
+
+
+def test_a_spare_for_which_no_descriptor_is_left_is_done_without(node, monkeypatch, caplog):
+    """Beside workers that train; nor does a working directory that is gone end them."""
+
+    def fails(*_):
+        raise OSError(24, "Too many open files")
+
+    node.entry("who")
+    monkeypatch.setattr(socket, "socketpair", fails)
+    spares = Spares(1, node.command)
+    spares.fill(paced=True)
+    assert "no spare for slot 0" in caplog.text and not spares.pids
+    monkeypatch.undo()
+    (node.folder / "gone").mkdir()
+    monkeypatch.chdir(node.folder / "gone")
+    (node.folder / "gone").rmdir()
+    spares.fill(paced=False)
+    process = spares.take(0, node.command, os.environ, (1, 2))
+    assert process is not None
+    process.kill()
+    process.wait()
 
 
 def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):

@@ -239,7 +239,8 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
     assert not others.left()
     others.end([TaskState("7_0", "RUNNING")])
     others.kill([TaskState("7_0", "RUNNING")])
-    assert sleeper.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.5)
     tasks.end(tasks.left().values())
     sleeper.wait(20)
     assert not tasks.left()

@@ -208,6 +208,26 @@ def test_an_attempt_that_was_cut_off_without_a_word_ends_when_the_run_was_last_h
     assert unknown.nodes[0].ended_by is None, "nobody says that it has"
 
 
+def test_a_run_that_is_let_go_on_counts_on():
+    """In tasks of another name; what was killed before it has no part in what comes after."""
+    killed = [e | {"time": e["time"] + 1, "task": B} for e in ALONE if e["kind"] != "round"]
+    failed = [*ALONE, *killed, told(60, "end", status="failed")]
+    again = [
+        task(99, "9_0"), told(100, "resume", "resume"), told(104, "joined", "9_0"),
+        closed(105, 2, ("9_0", 0)) | {"task": "9_0"}, trains(110, 2, 12, "9_0"),
+    ]  # fmt: skip
+    points = [point(50, 1, 11), point(150, 2, 20)]
+    found = account([*failed, *again], points, now=160, running={"9_0"})
+    check(found)
+    ends = {node.task: (node.end, node.ended_by) for node in found.nodes}
+    assert ends == {A: (60, "end"), B: (60, "end"), "9_0": (160, None)}
+    assert found.sizes[-1].nodes == 1
+    dead = account([*ALONE, *again], points, now=160, running={"9_0"})
+    check(dead)
+    assert {node.task: node.ended_by for node in dead.nodes} == {A: "silence", "9_0": None}
+    assert next(node.end for node in dead.nodes if node.task == A) == 50
+
+
 def test_a_node_that_comes_back_after_it_was_given_up_is_the_same_attempt():
     """It was cut off for a while."""
     events = [*TWO, told(50, "gone", B), told(50, "stop"), told(55, "joined", B)]

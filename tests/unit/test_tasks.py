@@ -4,6 +4,7 @@ import json
 import os
 import socket
 
+import pytest
 from arrays import run_of
 
 from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, task_names, tasks_of
@@ -156,15 +157,18 @@ def test_without_the_launchers_table_nobody_knows(tmp_path):
 class LeadersClient(FakeClient):
     """Takes what a leader tells Slurm about tasks that are to come back."""
 
-    def __init__(self, states, *, refuses=()):
+    def __init__(self, states, *, refuses=(), fails=()):
         super().__init__(states)
+        self._fails = fails
         self.requeued: list[str] = []
         self.excluded: list[tuple[list[str], list[str]]] = []
         self.submitted: list[int | None] = []
         self._refuses = refuses
 
     def requeue(self, task):
-        """Requeue, or refuse to."""
+        """Requeue, or refuse to, or do not answer."""
+        if task in self._fails:
+            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
         if task in self._refuses:
             says = "Requested operation is presently disabled"
             raise SlurmCommandError(["scontrol"], 1, says)
@@ -203,6 +207,16 @@ def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
     assert client.submitted == [3]
     assert client.postponed == [(["70_0", "70_2"], 2)]
     assert task_names(run.load())[3] == "99_3"
+
+
+def test_a_task_for_which_slurm_does_not_answer_costs_the_others_nothing(tmp_path):
+    """They are requeued, and may start soon; the failure is told."""
+    run = run_of(tmp_path, "70", [(0, i) for i in range(3)])
+    client = LeadersClient([TaskState(f"70_{i}", "NODE_FAIL") for i in range(3)], fails=["70_1"])
+    with pytest.raises(SlurmCommandError, match="no answer"):
+        SlurmTasks(run.load(), client).bring_back(run, ["70_0", "70_1", "70_2"])
+    assert client.requeued == ["70_0", "70_2"]
+    assert client.postponed == [(["70_0", "70_2"], 2)]
 
 
 def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):

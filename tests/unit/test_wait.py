@@ -1,5 +1,6 @@
 """Waiting: when a run has ended, what is told of it, and what is shown meanwhile."""
 
+import errno
 import io
 import json
 from dataclasses import replace
@@ -7,7 +8,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
+from hpc_elastic.rundir import read_json
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import TrackedRun
 from hpc_elastic.submit.outcome import Outcome, lost, read_outcome, tail
@@ -23,7 +25,7 @@ from hpc_elastic.submit.progress import (
     worth_a_line,
 )
 from hpc_elastic.submit.session import overrides_label
-from hpc_elastic.submit.wait import GRACE_S, Waiter, judge
+from hpc_elastic.submit.wait import GRACE_S, UNREADABLE_S, Waiter, judge
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
 PENDING = TaskState("7_1", "PENDING", "Resources")
@@ -255,6 +257,59 @@ def test_silence_of_slurm_is_told_once_and_ends_no_run(run):
     watch.wait()
     assert ["connection refused" in said for said in shown.said] == [True, False]
     assert shown.said[1] == "Slurm answers again"
+
+
+def test_tasks_that_can_not_be_looked_up_end_no_wait(run):
+    """A table of a local launch, or the records of replacements, on a file system that is away."""
+    failures = [RunDirectoryError("table: stale"), OSError("stale")]
+    script, shown = Script([*failures, [RUNNING]]), Shown()
+    watch = waiter(script, [run], shown)
+    for _ in range(3):
+        watch.look()
+    assert shown.said == [
+        "the tasks can not be looked up, the runs are not affected: table: stale",
+        "the tasks can be looked up again",
+    ]
+
+
+@pytest.mark.parametrize("reader", ["wait", "outcome"])
+def test_one_failed_read_of_status_or_result_ends_no_wait(run, monkeypatch, reader):
+    """On NFS a file that is replaced between its opening and its reading is stale."""
+    write(run, status="succeeded", restarts=0)
+    stale = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def reads(path):
+        if stale:
+            raise stale.pop()
+        return read_json(path)
+
+    monkeypatch.setattr(f"hpc_elastic.submit.{reader}.read_json", reads)
+    script, shown = Script([[RUNNING]]), Shown()
+    (outcome,) = waiter(script, [run], shown).wait()
+    assert outcome.status == "succeeded" and not stale and not shown.said
+
+
+def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch, tmp_path):
+    """For all together, and not for a moment; a result that may be there is not given up."""
+    other = replace(run, dir=tmp_path / "1", tasks=("7_2",))
+    other.dir.mkdir()
+    script, shown = Script([[]]), Shown()
+    watch = waiter(script, [run, other], shown)
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hpc_elastic.submit.outcome.read_json", refuse)
+        for _ in range(4):
+            watch.look()
+            script.now += UNREADABLE_S - 1
+    (said,) = shown.said
+    assert said.startswith("2 of 2 runs can not be read") and "Permission denied" in said
+    for each in (run, other):
+        write(each, status="succeeded", restarts=0)
+    assert [outcome.status for outcome in watch.wait()] == ["succeeded"] * 2
+    assert shown.said[1:] == ["the runs can be read again"]
 
 
 def test_a_task_that_fails_while_others_wait_is_told_at_once(run):

@@ -85,7 +85,7 @@ class Job:
             "TORCHELASTIC_ERROR_FILE": str(self.files.error),
         }  # fmt: skip
         argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
 
     @property
     def files(self) -> WorkerFiles:

@@ -81,8 +81,14 @@ class Controller:
     def serve(self, listener: socket.socket) -> None:
         """Give each connection a thread (a thread of its own)."""
         while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=self._serve_one, args=(connection,), daemon=True).start()
+            try:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._serve_one, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError) as e:  # no descriptor, or no thread, is left for now
+                if listener.fileno() < 0:
+                    return
+                print(f"a command has to wait: {e}", file=sys.stderr, flush=True)
+                time.sleep(_TICK_S)
 
     def _serve_one(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, srun.Gone):

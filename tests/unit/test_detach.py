@@ -1,0 +1,83 @@
+"""`hpc-elastic submit` of local runs: their launcher goes on, with a stand-in for agents."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpc_elastic.submit import detach
+
+ROOT = Path(__file__).parents[2]
+FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
+DEADLINE_S = 60.0
+SCRIPT = f"""
+import sys
+import hydra
+from hpc_elastic.submit import local
+
+local.task_command = lambda file: [sys.executable, {FAKE_TASK!r}, str(file)]
+
+@hydra.main(version_base=None, config_path=".", config_name="config")
+def main(cfg):
+    raise AssertionError("runs in workers only")
+
+if __name__ == "__main__":
+    main()
+"""
+QUICK = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_s=0.1"]
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Return a function that runs Python with these arguments beside the user's script."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config.yaml").write_text("lr: 0.1\nhydra: {sweep: {dir: out}}\n")
+
+    def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+        return subprocess.run(
+            [sys.executable, *argv, *QUICK], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    return run
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended, reaped or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_launcher_of_a_sweep_of_several_batches_goes_on_to_the_last(call, tmp_path):
+    """The command has returned by the second; what it was told of is the first."""
+    sweep = ["-m", "lr=1,2,3,4", "hydra.sweeper.max_batch_size=2", "launcher.max_agents=1"]
+    done = call("-m", "hpc_elastic", "submit", "--json", "train.py", *sweep)
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert len(told["runs"]) == 2
+    deadline = time.monotonic() + DEADLINE_S
+    while not gone(told["pid"]):
+        assert time.monotonic() < deadline, "the launcher goes on"
+        time.sleep(0.05)
+    log = Path(told["log"]).read_text()
+    results = [tmp_path / "out" / str(number) / "result.json" for number in range(4)]
+    assert all(result.exists() for result in results) and "Error" not in log, log
+
+
+def test_a_launcher_that_can_not_tell_what_it_has_started_ends_it(call, tmp_path):
+    """Nobody would know of it."""
+    report = {detach.VARIABLE: str(tmp_path / "missing" / "report")}
+    done = call("train.py", "+launcher.env.PLOT=hang", **report)
+    assert done.returncode == 1
+    submission = tmp_path / "out" / ".hpc_elastic"
+    log = (submission / "launcher-0.log").read_text()
+    assert "the runs were ended" in log and "FileNotFoundError" in log
+    (task,) = json.loads((submission / "local-tasks.json").read_text()).values()
+    assert task["state"] == "ENDED" and gone(task["pid"])

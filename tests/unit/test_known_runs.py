@@ -1,0 +1,78 @@
+"""The list of the runs that this user has submitted."""
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from arrays import run_of
+
+from hpc_elastic import known_runs
+from hpc_elastic.cli.list import listed
+from hpc_elastic.cli.options import find_run
+from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.rundir import Entry, RunDir
+from hpc_elastic.submit import resume
+from hpc_elastic.submit.plan import PlannedRun, make_plan
+from hpc_elastic.submit.prepare import prepare
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Four known runs, the newest last; one was deleted, and one can not be looked at."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = {name: run_of(tmp_path, "7", [(0, 0), (0, 1)], name) for name in ("old", "new", "bad")}
+    known_runs.add({name: tmp_path / name for name in ("old", "deleted", "new", "bad")})
+    stat = Path.stat
+
+    def stale(self, **options):
+        if made["bad"].path in self.parents:
+            raise OSError(errno.ESTALE, "Stale file handle", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stale)
+    return made
+
+
+def test_a_run_that_can_not_be_looked_at_hides_no_other(runs, monkeypatch):
+    """It is listed with the reason, and stays the last one: `cancel last` ends no other run."""
+    assert [run.run_id for run in known_runs.newest_first()] == ["bad", "new", "old"]
+    assert find_run("last") == runs["bad"].path
+    load = RunDir.load
+    monkeypatch.setattr(
+        RunDir,
+        "load",
+        lambda self: self.spec.stat() and load(self),  # as a read would fail
+    )
+    queue = SimpleNamespace(of=lambda spec: {})
+    found = {run.run_id: run for run in listed(list(known_runs.newest_first()), lambda _: queue)}
+    assert "Stale" in found["bad"].problem and found["new"].problem is None
+
+
+def test_an_account_without_a_home_directory_costs_the_list_only(monkeypatch):
+    """In a container, under a user id that nobody knows."""
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", fail)
+    known_runs.add({"r": Path("/r")})
+    assert list(known_runs.newest_first()) == []
+
+
+def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monkeypatch):
+    """Its tasks are in the queue by then."""
+
+    def fail():
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    settings = RunSettings(NodeRange(1, 1), 1, LocalSettings())
+    plan = make_plan([PlannedRun(tmp_path / "0", settings)], tmp_path / ".hpc_elastic",
+                     max_array_size=9)  # fmt: skip
+    prepared = prepare(plan, Entry("function", "main", module="x"), name="train")
+    run = RunDir(tmp_path / "0")
+    resumption = resume.Resumption(run, run.load(), settings, prepared, 1, None)
+    monkeypatch.setattr(known_runs, "newest_first", fail)
+    submitted = resume._note(resumption, SimpleNamespace(job_ids=["7"]))
+    assert [tracked.tasks for tracked in submitted.runs] == [("7_0",)]

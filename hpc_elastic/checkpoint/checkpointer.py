@@ -22,16 +22,16 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
 from hpc_elastic import control
 from hpc_elastic.checkpoint import rng
 from hpc_elastic.checkpoint.group import Group
+from hpc_elastic.checkpoint.options import Options
 from hpc_elastic.checkpoint.restoring import Restorer
 from hpc_elastic.checkpoint.retention import Retention
 from hpc_elastic.checkpoint.saving import Context, Save
@@ -48,36 +48,6 @@ _NICENESS = 19
 """Of the thread that writes: it gets what the training leaves of the cores."""
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a Checkpointer works.
-
-    Attributes:
-        asynchronous: Write behind the training's back. Otherwise `Checkpointer.save` returns when
-            all is committed.
-        when_busy: What a save does while an earlier one is still being written: ``wait`` for it,
-            or ``skip`` the new one.
-        rng: Save and restore the random number generators of each rank (`rng`).
-        strict: Refuse to restore a checkpoint that has other keys than the state.
-        replicated: Who writes what all ranks have: ``spread`` over all, or the ``first``.
-        timeout_s: How long one rank waits for another to finish writing, more than 0.
-    """
-
-    asynchronous: bool = True
-    when_busy: Literal["wait", "skip"] = "wait"
-    rng: bool = True
-    strict: bool = True
-    replicated: Literal["spread", "first"] = "spread"
-    timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
-            if getattr(self, key) not in allowed:
-                raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
-        if not self.timeout_s > 0:
-            raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")
 
 
 class Checkpointer:
@@ -139,7 +109,9 @@ class Checkpointer:
             num_bytes = self._expected_bytes(flat)
             self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
         near = None if self._tier is None else self._tier.store
-        self._context = Context(store, self._group, rule, self._options.timeout_s, near=near)
+        self._context = Context(
+            store, self._group, rule, self._options.timeout_s, near=near, is_held=_is_held
+        )
         self._snapshots = Snapshots()
         self._save: Save | None = None
         self._committed: int | None = None
@@ -176,13 +148,12 @@ class Checkpointer:
 
     def _save_now(self, step: int, urgent: bool | None) -> bool:
         begin = time.monotonic()
-        urgent = control.save_is_urgent() if urgent is None else urgent
-        waits = urgent or not self._options.asynchronous
-        save = self._new_save(step, urgent=urgent)
+        save = self._new_save(step, urgent)
+        waits = save.urgent or not self._options.asynchronous
         if not self._is_saved_already(save, waits=waits):
             if not self._finish_earlier(save):
                 return False
-            self._fill(save, waits=waits)
+            self._fill(save, waits=waits and not save.looks_out)
             self._begin(save, waits=waits)
         self.blocked_s = time.monotonic() - begin
         control.note_blocked(self.blocked_s)
@@ -208,6 +179,7 @@ class Checkpointer:
         """
         begin = time.monotonic()
         self._settle()
+        self._stop_looking_out()
         context = self._context
         restorer = Restorer(context.store, self._group, context.damaged, self._tier)
         with control.busy():
@@ -232,8 +204,9 @@ class Checkpointer:
                 were.
         """
         self._settle()
-        save, self._save = self._save, None
+        save = self._save
         if save is not None and save.problem is not None:
+            self._save = None
             raise save.problem
 
     def close(self) -> None:
@@ -241,6 +214,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._stop_looking_out()
             if self._tier is not None:
                 self._tier.close()
 
@@ -263,12 +237,18 @@ class Checkpointer:
 
     # ---- one save -------------------------------------------------------------------------
 
-    def _new_save(self, step: int, *, urgent: bool) -> Save:
-        number = next(self._numbers)
-        to_store = self._tier is None or self._tier.shared_due(number, urgent=urgent)
+    def _new_save(self, step: int, urgent: bool | None) -> Save:
+        number, for_hold = next(self._numbers), urgent is None and _is_held()
+        if urgent is None:
+            urgent = for_hold or control.save_is_urgent()
+        is_due = self._tier is None or self._tier.shared_due(number, urgent=False)
+        to_store = is_due or urgent
+        may_hear = self._group.world_size > 1 and control.own_page() is not None
         return Save(
-            self._context, step, number, None, urgent, to_store, committed=self._note_commit
-        )
+            self._context, step, number, None, urgent, to_store,
+            for_hold=for_hold and not is_due, looks_out=may_hear and not to_store,
+            committed=self._note_commit,
+        )  # fmt: skip
 
     def _is_saved_already(self, save: Save, *, waits: bool) -> bool:
         """Whether the step is committed, or being written; if it has to be, wait for it."""
@@ -280,23 +260,30 @@ class Checkpointer:
                 earlier.wait()
             if not earlier.error:
                 return True
+        if earlier is not None and earlier.step == save.step and earlier.looks_out:
+            return earlier.store_now()  # every rank does, so none of them saves it anew alone
         return save.step == self._stored
 
     def _finish_earlier(self, save: Save) -> bool:
         """See that no earlier save is under way; False if the new one is skipped instead."""
         earlier = self._save
-        if earlier is None or self.is_idle:
+        if earlier is None or earlier.is_done:
+            self._stop_looking_out()
             return True
         if save.urgent:
             earlier.make_way()
         elif self._options.when_busy == "skip":
             reason = f"step {earlier.step} is still being written"
             _log.warning("the checkpoint of step %d is skipped: %s", save.step, reason)
-            threading.Thread(target=save.leave_mark, args=(reason,)).start()
+            try:
+                threading.Thread(target=save.leave_mark, args=(reason,)).start()
+            except RuntimeError:
+                save.leave_mark(reason)
             return False
         else:
             _log.info("step %d waits for step %d to be written", save.step, earlier.step)
         earlier.wait()
+        self._stop_looking_out()
         return True
 
     def _fill(self, save: Save, *, waits: bool) -> None:
@@ -309,7 +296,7 @@ class Checkpointer:
 
     def _begin(self, save: Save, *, waits: bool) -> None:
         self._save = save
-        if waits:
+        if waits and not save.looks_out:
             self._run(save)
             return
         # Not a daemon: the program's end waits for it.
@@ -320,7 +307,10 @@ class Checkpointer:
             thread.start()
         except RuntimeError as e:
             _log.warning("%s: step %d is written at once", e, save.step)
+            save.looks_out = False
             self._run(save)
+        if waits:
+            save.wait()
 
     def _run_behind(self, save: Save) -> None:
         os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
@@ -334,12 +324,13 @@ class Checkpointer:
                 _log.error("%s; the earlier ones are as they were", save.problem)
             elif save.error is not None:
                 _log.info("%s", save.error)
+            save.look_out()
         finally:
             save.end()
 
     def _note_commit(self, step: int) -> None:
         self._committed = step
-        if self._save is None or self._save.to_store:
+        if self._save is None or self._save.is_stored:
             self._stored = step
         control.announce_boundary(step=step)
 
@@ -347,6 +338,10 @@ class Checkpointer:
         if self._save is not None:
             with control.busy():
                 self._save.wait()
+
+    def _stop_looking_out(self) -> None:
+        if self._save is not None and self._save.is_done:
+            self._save.stop()
 
     def _expected_bytes(self, flat: Flat) -> int:
         """Estimate the size of this rank's part once the optimizers have their states."""
@@ -363,6 +358,12 @@ def _coming_bytes(item: object) -> int:
     copies = 2 if "betas" in item.defaults else int(bool(item.defaults.get("momentum")))
     num_bytes: int = sum(p.nbytes for group in item.param_groups for p in group["params"])
     return copies * num_bytes
+
+
+def _is_held() -> bool:
+    """Tell whether the agent has asked this worker to stay at a checkpoint."""
+    page = control.own_page()
+    return page is not None and page.is_held
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:

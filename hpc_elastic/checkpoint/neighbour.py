@@ -130,9 +130,19 @@ class Receiver:
             if not self._places.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(
-                target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
-            ).start()
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection, which has a place, in a thread of its own."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as e:
+            _log.warning("a copy is not taken: %s", e)
+            sock.close()
+            self._places.release()
 
     def _serve(self, sock: socket.socket) -> None:
         try:

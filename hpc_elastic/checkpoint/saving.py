@@ -7,10 +7,19 @@ is new for each save. A rank's part counts once ``part-<rank>.json`` is there. R
 parts, writes the manifest, asks the fence, and renames the folder: that is the commit. The others
 look at the directory until the staging folder is gone; then the step is there, or was given up.
 
-A rank that fails, or skips a save because it is busy, removes what it wrote and leaves
-``failed-<rank>.json``. Rank 0 that sees one gives the step up, and says so in the same way; so
-nobody waits for what will not come. If even that can not be written, they wait for `timeout_s`. A
-folder that was given up is removed at rank 0's next save.
+A rank that can not write its part, or skips a save because it is busy, leaves
+``failed-<rank>.json`` and removes what it wrote. Rank 0 that sees one gives the step up, and says
+so in the same way; so nobody waits for what will not come. If even that can not be written, they
+wait for `timeout_s`. A folder that was given up is removed at rank 0's next save. A part that is
+complete is rank 0's to commit: whoever only tires of waiting for that leaves it where it is.
+
+With near memory, most saves stay there (`to_store`), but one goes to the directory if the group is
+about to change. The ranks learn of that within moments of each other, and no step is agreed on: the
+save of one rank may begin right after the news, and that of another right before. So a rank whose
+save stayed near *looks out* until its next one, from the thread that wrote it, for its training may
+stand in a collective by then: at the news it stores its part after all. A rank that can not, since
+it has no image any more, leaves its mark. Should the news be taken back before all have heard it,
+who waits for the others soon gives up.
 
 Nothing here is collective, and everything runs in whatever thread calls `Save.run`.
 """
@@ -18,12 +27,11 @@ Nothing here is collective, and everything runs in whatever thread calls `Save.r
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +40,7 @@ from hpc_elastic.checkpoint import retention
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.manifest import MANIFEST, Part, merge, name_ranks
 from hpc_elastic.checkpoint.retention import Retention
+from hpc_elastic.checkpoint.staging import Staging
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.checkpoint.writer import Image, write_part, write_text
 from hpc_elastic.errors import CheckpointError
@@ -47,10 +56,14 @@ _LOOK_S = (0.002, 0.25)
 """Seconds between two looks at the directory, at first and at most."""
 _LOOKS_TO_BE_SURE = 4
 """A listing may miss a folder that is renamed meanwhile."""
+_LOOK_OUT_S = 0.05
+"""Seconds between two looks at whether the group is about to change."""
+_LET_GO_S = 5.0
+"""How long the others are waited for once it is not about to change any more."""
 
 
 class AbandonedSaveError(CheckpointError):
-    """A save was given up in favour of an urgent one."""
+    """A save was given up: an urgent one took its place, or its reason is gone."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,7 @@ class Context:
         rule: What is kept of the earlier ones.
         timeout_s: How long one rank waits for another.
         near: Stores a part in near memory (`tiers`); None without it.
+        is_held: Tells whether this rank has heard that the group is about to change.
         damaged: Steps that did not verify when the state was restored.
     """
 
@@ -72,6 +86,7 @@ class Context:
     timeout_s: float
     damaged: set[int] = field(default_factory=set)
     near: Callable[[int, Callable[[Path], Part]], object] | None = None
+    is_held: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -85,7 +100,10 @@ class Save:
         image: This rank's part.
         urgent: Leave out what can wait.
         to_store: Whether it goes to the shared directory; otherwise to near memory only.
+        for_hold: Whether it goes there only because the group is about to change.
+        looks_out: Whether it is stored later, if the group is about to change then.
         committed: Called once the step is known to be committed.
+        is_stored: Whether it is known to be committed in the shared directory.
     """
 
     context: Context
@@ -94,15 +112,20 @@ class Save:
     image: Image | None
     urgent: bool
     to_store: bool = True
+    for_hold: bool = False
+    looks_out: bool = False
     committed: Callable[[int], object] = lambda step: None
+    is_stored: bool = False
     error: CheckpointError | None = None
     _done: threading.Event = field(default_factory=threading.Event)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _called: threading.Event = field(default_factory=threading.Event)
     _give_up: threading.Event = field(default_factory=threading.Event)
     _written: int = 0
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, well or not; it may still look out."""
         return self._done.is_set()
 
     @property
@@ -111,8 +134,19 @@ class Save:
         return None if isinstance(self.error, AbandonedSaveError) else self.error
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until it has ended; it may still look out."""
         self._done.wait()
+
+    def store_now(self) -> bool:
+        """Do at once what it looks out for; tell whether it is stored."""
+        self._called.set()
+        self._over.wait()
+        return self.is_stored
+
+    def stop(self) -> None:
+        """End the look-out of a save that is done, and whatever came of it."""
+        self._give_up.set()
+        self._over.wait()
 
     def make_way(self) -> None:
         """End soon, for an urgent save: finish if almost all is written, else give up.
@@ -139,19 +173,24 @@ class Save:
             self.error = CheckpointError(f"{self._what}: {e!r}")
             self.error.__cause__ = e
 
+    def look_out(self) -> None:
+        """Store what stayed near, should the group be about to change (in a thread of its own)."""
+        if not self.looks_out:
+            return
+        if self.error is None and self._hears():
+            self._store_after_all()
+        elif self.error is not None or self.context.is_held():
+            self.leave_mark(str(self.error or "it is at a later step"))
+
     def end(self) -> None:
         """Let those go on who wait."""
         self.image = None
         self._done.set()
+        self._over.set()
 
     def leave_mark(self, reason: str) -> None:
         """Tell the other ranks that this one does not take part in the save."""
-        if self.context.group.world_size == 1:
-            return
-        with contextlib.suppress(OSError):
-            self._staging.mkdir(exist_ok=True)
-            name = f"failed-{self.context.group.rank}.json"
-            write_text(self._staging / name, json.dumps({"reason": reason}), sync=False)
+        self._staging.leave_mark(reason)
 
     @property
     def _what(self) -> str:
@@ -160,8 +199,9 @@ class Save:
         )
 
     @property
-    def _staging(self) -> Path:
-        return self.context.store.staging(self.step, self.context.group.token, self.number)
+    def _staging(self) -> Staging:
+        store, group = self.context.store, self.context.group
+        return Staging(store, store.staging(self.step, group.token, self.number), group)
 
     def _run(self) -> None:
         assert self.image is not None
@@ -169,12 +209,27 @@ class Save:
         if self.context.near is not None and not self.urgent:
             self._write_near(image)
         if self.to_store:
-            try:
-                self._write_and_commit(image)
-            except BaseException as e:
-                self._clean_up(str(e))
-                raise
+            self._store(image)
         self.committed(self.step)
+
+    def _hears(self) -> bool:
+        """Wait until the group is about to change; False if the look-out has to end before."""
+        self._done.set()
+        while not (self._called.is_set() or self.context.is_held()):
+            if self._give_up.wait(_LOOK_OUT_S) or not threading.main_thread().is_alive():
+                return False
+        return True
+
+    def _store_after_all(self) -> None:
+        assert self.image is not None
+        self.for_hold = not self._called.is_set()
+        try:
+            self._store(self.image)
+            self.committed(self.step)
+        except AbandonedSaveError:
+            _log.info("step %d stays in near memory only", self.step)
+        except Exception as e:  # the save itself was good
+            _log.warning("step %d stays in near memory only: %s", self.step, e)
 
     def _write_near(self, image: Image) -> None:
         near, step = self.context.near, self.step
@@ -186,26 +241,43 @@ class Save:
                 raise
             _log.warning("step %d is not in near memory: %s", step, e)
 
-    def _write_and_commit(self, image: Image) -> None:
+    def _store(self, image: Image) -> None:
+        """Write this rank's part, and see it committed."""
+        is_first = self.context.group.rank == 0
+        try:
+            part = self._write_part(image)
+            if is_first:
+                self._commit(part)
+        except BaseException as e:
+            self._staging.take_back(str(e))
+            raise
+        if not is_first:
+            self._await_commit()
+        self.is_stored = True
+
+    def _write_part(self, image: Image) -> Part:
         context = self.context
         if context.group.rank == 0 and not self.urgent:
             context.store.sweep(context.group.token, self.number)
-        self._staging.mkdir(exist_ok=True)
-        part = self._write(self._staging, image, sync=True)
-        if context.group.rank != 0:
-            self._await_commit()
-            return
+        self._staging.folder.mkdir(exist_ok=True)
+        return self._write(self._staging.folder, image, sync=True)
+
+    def _commit(self, part: Part) -> None:
+        """Make one checkpoint of all ranks' parts (rank 0)."""
+        context, folder = self.context, self._staging.folder
         manifest = merge(
             [part, *self._await_parts()],
             step=self.step,
             world_size=context.group.world_size,
             created=time.time(),
         )
-        write_text(self._staging / MANIFEST, manifest.to_json())
-        context.store.commit(self._staging, self.step)
+        write_text(folder / MANIFEST, manifest.to_json())
+        self._see_that_all_stands()
+        context.store.commit(folder, self.step)
         context.damaged.discard(self.step)
         if not self.urgent:
-            self._retire()
+            with contextlib.suppress(OSError):  # committed is committed
+                self._retire()
 
     def _write(self, folder: Path, image: Image, *, sync: bool) -> Part:
         self._written = 0
@@ -218,54 +290,84 @@ class Save:
 
     def _await_parts(self) -> Iterator[Part]:
         """Give the other ranks' parts as they come (rank 0)."""
-        missing = set(range(1, self.context.group.world_size))
+        staging = self._staging
+        missing = set(staging.others)
         for names in self._looks("parts", lambda: sorted(missing)):
-            failed = [rank for rank in missing if f"failed-{rank}.json" in names]
-            if failed:
-                reason = _reason(self._staging / f"failed-{failed[0]}.json")
-                raise CheckpointError(f"{self._what}: rank {failed[0]} gave up: {reason}")
+            self._see_that_none_failed(names, staging.others)
             for rank in [rank for rank in missing if f"part-{rank}.json" in names]:
-                yield Part.from_json((self._staging / f"part-{rank}.json").read_text())
+                yield staging.part(rank)
                 missing.discard(rank)
             if not missing:
                 return
 
+    def _see_that_none_failed(self, names: Container[str], ranks: Iterable[int]) -> None:
+        failure = self._staging.failure(names, ranks)
+        if failure is not None:
+            raise CheckpointError(f"{self._what}: {failure}")
+
+    def _see_that_all_stands(self) -> None:
+        """Raise if a rank has taken its part back since it was read (rank 0)."""
+        names, others = self._staging.names(), self._staging.others
+        self._see_that_none_failed(names, others)
+        gone = [rank for rank in others if f"part-{rank}.json" not in names]
+        if gone:
+            raise CheckpointError(f"{self._what}: the part of rank {name_ranks(gone)} is gone")
+
     def _await_commit(self) -> None:
         """Return once the step is there (other ranks)."""
         store, looks = self.context.store, 0
-        for names in self._looks("the commit", lambda: [0]):
-            if "failed-0.json" in names:
-                reason = _reason(self._staging / "failed-0.json")
-                raise CheckpointError(f"{self._what}: rank 0 gave up: {reason}")
+        for names in self._looks("commit", lambda: [0]):
+            failure = self._staging.failure(names, [0])
+            if failure is not None:
+                self._staging.take_back(failure)
+                raise CheckpointError(f"{self._what}: {failure}")
             if names:
                 continue
-            if self.step in store.steps():
-                return
-            looks += 1
+            with contextlib.suppress(OSError):
+                if self.step in store.steps():
+                    return
+                looks += 1
             if looks == _LOOKS_TO_BE_SURE:
                 fence.check()
                 raise CheckpointError(f"{self._what}: rank 0 gave up")
 
-    def _looks(self, what: str, missing: Callable[[], list[int]]) -> Iterator[list[str]]:
+    def _looks(self, what: str, missing: Callable[[], list[int]]) -> Iterator[set[str]]:
         """Give the names in the staging folder, again and again, for as long as it is allowed.
 
-        The folder is opened anew each time, which makes a client of NFS ask the server.
+        A look that fails, as with too many open files, is no reason to end.
         """
         deadline = time.monotonic() + self.context.timeout_s
         pause, longest = _LOOK_S
+        problem = ""
         while time.monotonic() < deadline:
-            yield _names_in(self._staging)
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-            if not threading.main_thread().is_alive():
-                deadline = min(deadline, time.monotonic() + EXIT_PATIENCE_S)
-            if self._give_up.is_set():
+            try:
+                names = self._staging.names()
+            except OSError as e:
+                problem = f" ({e})"
+            else:
+                yield names
+            if self._give_up.wait(pause):
                 raise AbandonedSaveError(f"{self._what}: an urgent one took its place")
+            pause = min(2 * pause, longest)
+            deadline = min(deadline, time.monotonic() + self._patience_s)
+        if self._is_pointless:
+            raise AbandonedSaveError(f"{self._what}: the group is not about to change any more")
         raise CheckpointError(
             f"{self._what}: no {what} from rank {name_ranks(missing())} within "
-            f"{self.context.timeout_s:g} s. Every rank has to call save(), at the same steps, and "
-            "the directory has to be on a file system that all of them share"
+            f"{self.context.timeout_s:g} s{problem}. Every rank has to call save(), at the same "
+            "steps, and the directory has to be on a file system that all of them share"
         )
+
+    @property
+    def _is_pointless(self) -> bool:
+        return self.for_hold and not self.context.is_held()
+
+    @property
+    def _patience_s(self) -> float:
+        """For how long from now the others are waited for at most."""
+        if self._is_pointless:
+            return _LET_GO_S
+        return math.inf if threading.main_thread().is_alive() else EXIT_PATIENCE_S
 
     def _retire(self) -> None:
         """Remove the checkpoints that are not kept any more (rank 0)."""
@@ -277,30 +379,3 @@ class Save:
             _log.info("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
                 store.remove(store.folder(step))
-
-    def _clean_up(self, reason: str) -> None:
-        """Remove what this rank has written; the folder too, if it is alone."""
-        with contextlib.suppress(OSError):
-            if self.context.group.world_size == 1:
-                self.context.store.remove(self._staging)
-                return
-            rank = self.context.group.rank
-            for name in (f"shard-{rank}.safetensors", f"part-{rank}.json"):
-                (self._staging / name).unlink(missing_ok=True)
-        self.leave_mark(reason)
-
-
-def _names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none if it is not there."""
-    try:
-        with os.scandir(folder) as entries:
-            return [".", *(entry.name for entry in entries)]
-    except FileNotFoundError:
-        return []
-
-
-def _reason(mark: Path) -> str:
-    try:
-        return str(json.loads(mark.read_text())["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "no reason given"

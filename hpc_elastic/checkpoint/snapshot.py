@@ -7,6 +7,7 @@ a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -32,7 +33,9 @@ class HostBuffer:
 
     def warm_up(self, num_bytes: int) -> None:
         """Make the memory in the background; ends early if the program does."""
-        threading.Thread(target=self.reserve, args=(num_bytes,), name="checkpoint-warm-up").start()
+        thread = threading.Thread(target=self.reserve, args=(num_bytes,), name="checkpoint-warm-up")
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: the first save makes it
+            thread.start()
 
     def reserve(self, num_bytes: int) -> mmap.mmap:
         """Return memory of at least a size, every page of it touched."""

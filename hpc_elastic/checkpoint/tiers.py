@@ -54,7 +54,8 @@ class Tiers:
         memory: A folder on a memory file system, or a local disk; by default the folder of the
             node's agent in ``/dev/shm``.
         shared_every: The first save of a process goes to the shared directory, and every so many
-            after it; at least 1. Urgent ones always do.
+            after it; at least 1. Urgent ones always do, and so does the newest one as soon as
+            the group is about to change.
         copies: Whether each save goes to a neighbour node, too.
     """
 
@@ -95,7 +96,7 @@ class MemoryTier:
             self._memory = Memory.of(base, words[0], directory)
             self._key = derive_key(_run_secret(), words[1:])
             self._receiver = Receiver(self._memory, self._key, own_addresses())
-        except (OSError, ConfigError) as e:
+        except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
             error = e
         if not group.all_say(error is None):
             raise error or CheckpointError("another rank can not use its memory; its log says why")

@@ -213,7 +213,10 @@ class Ledger:
             _log.warning("%s: not written for now: %s", self._path, e)
             return
         if sync:
-            threading.Thread(target=self._sync, daemon=True).start()
+            try:
+                threading.Thread(target=self._sync, daemon=True).start()
+            except RuntimeError:  # no thread is to be had
+                self._sync()
 
     def _close_span(self) -> None:
         if self._span is not None:

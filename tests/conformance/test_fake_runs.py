@@ -30,7 +30,7 @@ def sweep(cluster, tmp_path) -> Iterator[Sweep]:
     text = (ROOT / "train.py").read_text().replace(", total_steps=total_steps", "")
     script.write_text(unhurried(text, tmp_path))
     shutil.copy(ROOT / "train.yaml", tmp_path)
-    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "epochs=10", "pause_s=0.25")
+    started = Sweep(tmp_path, cluster.env, script, "nodes=1:3", "epochs=5", "pause_s=0.25")
     yield started
     if started.process.poll() is None:
         started.process.kill()

@@ -2,6 +2,8 @@
 
 import logging
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
+from group import eventually
 from savers import names_in
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options, saving
+from hpc_elastic.checkpoint import Checkpointer, Options, saving, staging
 from hpc_elastic.checkpoint.store import Store, read_manifest, verify
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
 
@@ -126,15 +129,18 @@ def test_one_rank_that_fails_ends_the_attempt_on_all(tmp_path, culprit, asynchro
     assert names_in(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def one_skips(rank: int, folder: Path) -> list[str]:
-    """Rank 1 is busy still when step 2 comes."""
+def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
+    """Rank 1 is busy still when step 2 comes; it may be that no thread is to be had then."""
     c = Checkpointer(folder, state(), options=Options(when_busy="skip", timeout_s=PATIENCE_S))
     c.save(1)
     said = [outcome(c)]
     busy = rank == 1
     if busy:
         c._save = saving.Save(c._context, 1, 99, None, urgent=False)
-    said.append(str(c.save(2)))
+    with pytest.MonkeyPatch.context() as m:
+        if busy and not threads:
+            m.setattr(threading.Thread, "start", no_thread)
+        said.append(str(c.save(2)))
     if busy:
         c._save.end()
         c._save = None
@@ -143,9 +149,15 @@ def one_skips(rank: int, folder: Path) -> list[str]:
     return [*said, outcome(c)]
 
 
-def test_a_step_that_one_rank_skips_is_nobodys(tmp_path):
+def no_thread(_: threading.Thread) -> None:
+    """Stand for a limit of processes that is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_step_that_one_rank_skips_is_nobodys(tmp_path, threads):
     """The others learn it at once, with the reason."""
-    said = run_ranks(one_skips, 2, tmp_path)
+    said = run_ranks(one_skips, 2, tmp_path, threads)
     assert said[1] == ["committed", "False", "committed", "committed"]
     assert said[0][:2] == ["committed", "True"] and said[0][3] == "committed"
     assert "rank 1 gave up: step 1 is still being written" in said[0][2]
@@ -167,6 +179,60 @@ def test_a_rank_that_does_not_save_is_named(tmp_path):
     said = run_ranks(one_is_absent, 2, tmp_path)
     assert "no parts from rank 1 within 0.5 s. Every rank has to call save()" in said[0]
     assert Store(tmp_path).steps() == []
+
+
+def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
+    """Rank 2 does not save before rank 1 has written its part and has had trouble."""
+    timeout_s = 1.0 if rank == 1 and trouble == "time-out" else PATIENCE_S
+    c = Checkpointer(folder / "c", state(), options=Options(timeout_s=timeout_s))
+    dist.barrier()
+    if rank == 2:
+        eventually((folder / "trouble").exists)
+        c.save(1)
+    elif rank == 1 and trouble == "open files":
+        names = staging.Staging.names
+
+        def fail_once(self: staging.Staging) -> set[str]:
+            staging.Staging.names = names
+            (folder / "trouble").touch()
+            raise OSError(24, "Too many open files")
+
+        staging.Staging.names = fail_once
+        c.save(1)
+    else:
+        c.save(1)
+    if rank == 1 and trouble == "taken back":
+        eventually(lambda: list(folder.glob("c/.staging-*/part-1.json")))
+        time.sleep(1.0)  # rank 0 has read it
+        (taken,) = folder.glob("c/.staging-*/part-1.json")
+        taken.unlink()
+        (folder / "trouble").touch()
+    said = outcome(c)
+    (folder / "trouble").touch()
+    dist.barrier()
+    return said
+
+
+def test_a_part_is_committed_though_its_rank_tired_of_waiting(tmp_path):
+    """It stays where it is: rank 0 may have read it."""
+    said = run_ranks(one_is_slow, 3, tmp_path, "time-out")
+    assert (said[0], said[2]) == ("committed", "committed")
+    assert "no commit from rank 0 within 1 s" in said[1]
+    assert verify(tmp_path / "c" / "step-00000001") == []
+
+
+def test_a_look_at_the_directory_that_fails_ends_no_save(tmp_path):
+    """As with too many open files, for a moment."""
+    assert run_ranks(one_is_slow, 3, tmp_path, "open files") == ["committed"] * 3
+    assert verify(tmp_path / "c" / "step-00000001") == []
+
+
+def test_nothing_is_committed_of_which_a_part_was_taken_back(tmp_path):
+    """Even if rank 0 had read it."""
+    said = run_ranks(one_is_slow, 3, tmp_path, "taken back")
+    assert "the part of rank 1 is gone" in said[0]
+    assert all("rank 0 gave up" in other for other in said[1:])
+    assert Store(tmp_path / "c").steps() == []
 
 
 def all_fenced(rank: int, folder: Path, records: Path) -> str:

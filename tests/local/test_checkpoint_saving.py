@@ -147,6 +147,31 @@ def test_the_error_of_the_training_goes_before_that_of_a_save(tmp_path, monkeypa
         raise ZeroDivisionError
 
 
+def no_thread(_: threading.Thread) -> None:
+    """Stand for a limit of processes that is reached."""
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_a_save_is_written_at_once(tmp_path, monkeypatch, caplog):
+    """A want of threads ends no training."""
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    counter = Counter()
+    c = checkpointer(tmp_path, counter)
+    assert save_at(c, counter, 1)
+    assert Store(tmp_path).steps() == [1]
+    assert "can't start new thread: step 1 is written at once" in caplog.text
+    c.close()
+
+
+def test_what_is_committed_has_not_failed(tmp_path, monkeypatch):
+    """Though it can not be seen which older ones are to go."""
+    counter = Counter()
+    monkeypatch.setattr(saving.Save, "_retire", lambda _: fail(0))
+    with checkpointer(tmp_path, counter) as c:
+        save_at(c, counter, 1)
+    assert c.failures == 0 and names_in(tmp_path) == ["step-00000001"]
+
+
 def test_buffers_are_used_again(tmp_path):
     """So only the first save meets fresh memory, and that is made in the background."""
     counter = Counter()

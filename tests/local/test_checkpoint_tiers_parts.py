@@ -25,7 +25,7 @@ from hpc_elastic.checkpoint.memory import (
     free_bytes,
     remove_leftovers,
 )
-from hpc_elastic.checkpoint.neighbour import Receiver, _Channel, push
+from hpc_elastic.checkpoint.neighbour import _MAX_CONNECTIONS, Receiver, _Channel, push
 from hpc_elastic.checkpoint.peers import Peer, choose_neighbour
 from hpc_elastic.checkpoint.tiers import complete, lacking_room
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
@@ -133,6 +133,24 @@ def test_a_want_of_open_files_passes(tmp_path, memory, receiver, caplog):
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
+
+
+def test_a_want_of_threads_passes(tmp_path, memory, receiver, monkeypatch, caplog):
+    """Copies are taken again as soon as there are some: the refused ones have kept no place."""
+    part(tmp_path / "here")
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", no_thread)
+        for _ in range(_MAX_CONNECTIONS):
+            with pytest.raises((CheckpointError, OSError)):
+                push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    assert "a copy is not taken: can't start new thread" in caplog.text
+    push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
+    assert memory.saves() == {SAVE: [1]}
+
+
+def no_thread(_: threading.Thread) -> None:
+    """Stand for a limit of processes that is reached."""
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path, memory, receiver):

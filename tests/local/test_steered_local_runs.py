@@ -120,7 +120,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs):
     """On two nodes, then on one; meanwhile old checkpoints go, and the one that it needs stays."""
-    told = runs.submit("nodes=2", "epochs=20")
+    told = runs.submit("nodes=2", "epochs=10")
     run_id = told["runs"][0]["run_id"]
     eventually(lambda: len(runs.steps()) > 1, within_s=120)
     assert "goes on" in runs.call("clean", run_id, "--keep-last", "0", "--yes", code=1).stderr

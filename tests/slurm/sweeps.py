@@ -20,7 +20,7 @@ from hpc_elastic.story.kinds import problems
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "120"))
-SLOWLY = ("epochs=16", "pause_s=0.25")  # two minutes, unless the test lets it hurry
+SLOWLY = ("epochs=8", "pause_s=0.25")  # a minute, unless the test lets it hurry
 _PAUSE = "time.sleep(cfg.pause_s)"
 
 

@@ -8,7 +8,7 @@ from sweeps import SLOWLY, Sweep, busy, eventually, hosts, leader_host
 
 GANG = "launcher.gang=true"
 QUICK = ("epochs=2", "pause_s=0")
-LIGHT = ("epochs=8", "pause_s=0.25")
+LIGHT = ("epochs=3", "pause_s=0.25")
 
 
 def queue(slurm) -> list[str]:

@@ -36,7 +36,7 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert s.result()["restarts"] == 0 and s.value() > 0.95
     logged = epochs_by_round(s.run())
     assert all(len(set(epochs)) == len(epochs) for epochs in logged.values())
-    assert max(max(epochs) for epochs in logged.values() if epochs) == 15
+    assert max(max(epochs) for epochs in logged.values() if epochs) == 7
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,25 @@ def test_a_ledger_takes_a_line_for_many_steps(run):
     sampler.state_dict()
     _, lines = lines_of(run, 0)
     assert lines[1:] == ["[1,20000,0,0,64,16]"]
+
+
+def test_a_want_of_threads_ends_no_training(run, monkeypatch):
+    """What is saved is synced all the same."""
+    run.form_group()
+    sampler = ElasticSampler(100, 3, batch=ElasticBatch(4, None, 0, 1))
+    next(sampler.batches(Loader(sampler)))
+    book, synced = sampler._book.ledger, []
+    book.add(1, 0, 0, 4)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    sampler.state_dict()
+    assert synced == [book._file]
+    assert lines_of(run, 0)[1][1:] == ["[1,1,0,0,0,4]"]
+
+
+def no_thread(_):
+    """Stand for a limit of processes that is reached."""
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_step_is_not_written_before_it_was_made(run, monkeypatch):

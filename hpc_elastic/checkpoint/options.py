@@ -1,0 +1,38 @@
+"""How a Checkpointer works, as its user wishes (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpc_elastic.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a Checkpointer works.
+
+    Attributes:
+        asynchronous: Write behind the training's back. Otherwise `Checkpointer.save` returns when
+            all is committed.
+        when_busy: What a save does while an earlier one is still being written: ``wait`` for it,
+            or ``skip`` the new one.
+        rng: Save and restore the random number generators of each rank (`rng`).
+        strict: Refuse to restore a checkpoint that has other keys than the state.
+        replicated: Who writes what all ranks have: ``spread`` over all, or the ``first``.
+        timeout_s: How long one rank waits for another to finish writing, more than 0.
+    """
+
+    asynchronous: bool = True
+    when_busy: Literal["wait", "skip"] = "wait"
+    rng: bool = True
+    strict: bool = True
+    replicated: Literal["spread", "first"] = "spread"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
+            if getattr(self, key) not in allowed:
+                raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
+        if not self.timeout_s > 0:
+            raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")

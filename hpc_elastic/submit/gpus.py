@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from hpc_elastic import commands
 from hpc_elastic.config import Nproc
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.submit.plan import PlannedRun, counted
@@ -90,9 +91,7 @@ def require_enough(runs: Iterable[PlannedRun], gpus: Sequence[str]) -> None:
 @cache
 def _count() -> int:
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        done = commands.run(["nvidia-smi", "-L"], timeout_s=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return len(list(_PROC.iterdir())) if _PROC.is_dir() else 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

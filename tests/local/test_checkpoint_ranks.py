@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from group import eventually
 from savers import names_in
+from scarcity import no_thread
 from torch import nn
 
 from hpc_elastic.checkpoint import Checkpointer, Options, saving, staging
@@ -147,11 +148,6 @@ def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
     said.append(outcome(c))
     c.save(3)
     return [*said, outcome(c)]
-
-
-def no_thread(_: threading.Thread) -> None:
-    """Stand for a limit of processes that is reached."""
-    raise RuntimeError("can't start new thread")
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from savers import Counter, checkpointer, names_in, restored, save_at
+from scarcity import no_thread
 
 from hpc_elastic import control
 from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
@@ -145,11 +146,6 @@ def test_the_error_of_the_training_goes_before_that_of_a_save(tmp_path, monkeypa
     with pytest.raises(ZeroDivisionError), checkpointer(tmp_path, counter) as c:
         save_at(c, counter, 1)
         raise ZeroDivisionError
-
-
-def no_thread(_: threading.Thread) -> None:
-    """Stand for a limit of processes that is reached."""
-    raise RuntimeError("can't start new thread")
 
 
 def test_without_a_thread_a_save_is_written_at_once(tmp_path, monkeypatch, caplog):

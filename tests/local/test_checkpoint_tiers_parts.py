@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from group import eventually
+from scarcity import no_descriptors, no_thread
 
 from hpc_elastic.checkpoint import Tiers
 from hpc_elastic.checkpoint.gathering import Nodes
@@ -123,14 +123,9 @@ def test_a_stranger_gets_nowhere(tmp_path, memory, receiver):
 def test_a_want_of_open_files_passes(tmp_path, memory, receiver, caplog):
     """Copies are taken again as soon as there are some."""
     part(tmp_path / "here")
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as waiting:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
-        try:
-            waiting.connect(receiver.address)
-            eventually(lambda: "no copy can be taken for now" in caplog.text)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    with socket.socket() as waiting, no_descriptors():
+        waiting.connect(receiver.address)
+        eventually(lambda: "no copy can be taken for now" in caplog.text)
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
 
@@ -146,11 +141,6 @@ def test_a_want_of_threads_passes(tmp_path, memory, receiver, monkeypatch, caplo
     assert "a copy is not taken: can't start new thread" in caplog.text
     push(receiver.address, KEY, SAVE, tmp_path / "here", 1)
     assert memory.saves() == {SAVE: [1]}
-
-
-def no_thread(_: threading.Thread) -> None:
-    """Stand for a limit of processes that is reached."""
-    raise RuntimeError("can't start new thread")
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path, memory, receiver):

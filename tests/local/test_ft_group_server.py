@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import socket
 import threading
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from ft_group import PATIENCE_S, ask_of
 from ft_place import Place, Q, until
+from scarcity import no_descriptors
 
 from hpc_elastic.ft.link import GroupServerGoneError, Link
 from hpc_elastic.ft.protocol import (
@@ -290,14 +290,9 @@ def test_impostors_are_refused(place):
 def test_a_want_of_open_files_passes(place, caplog):
     """Workers are taken again as soon as there are some."""
     server = place.serve()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket(socket.AF_UNIX) as waiting:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
-        try:
-            waiting.connect(str(server.path))
-            until(lambda: "no worker can be taken for now" in caplog.text)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    with socket.socket(socket.AF_UNIX) as waiting, no_descriptors():
+        waiting.connect(str(server.path))
+        until(lambda: "no worker can be taken for now" in caplog.text)
     place.in_quorum(place.link())
 
 

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from ended import is_gone
 
 from hpc_elastic.submit import detach
 
@@ -47,14 +47,6 @@ def call(tmp_path):
     return run
 
 
-def gone(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_the_launcher_of_a_sweep_of_several_batches_goes_on_to_the_last(call, tmp_path):
     """The command has returned by the second; what it was told of is the first."""
     sweep = ["-m", "lr=1,2,3,4", "hydra.sweeper.max_batch_size=2", "launcher.max_agents=1"]
@@ -63,7 +55,7 @@ def test_the_launcher_of_a_sweep_of_several_batches_goes_on_to_the_last(call, tm
     (told,) = json.loads(done.stdout)
     assert len(told["runs"]) == 2
     deadline = time.monotonic() + DEADLINE_S
-    while not gone(told["pid"]):
+    while not is_gone(told["pid"]):
         assert time.monotonic() < deadline, "the launcher goes on"
         time.sleep(0.05)
     log = Path(told["log"]).read_text()
@@ -80,4 +72,4 @@ def test_a_launcher_that_can_not_tell_what_it_has_started_ends_it(call, tmp_path
     log = (submission / "launcher-0.log").read_text()
     assert "the runs were ended" in log and "FileNotFoundError" in log
     (task,) = json.loads((submission / "local-tasks.json").read_text()).values()
-    assert task["state"] == "ENDED" and gone(task["pid"])
+    assert task["state"] == "ENDED" and is_gone(task["pid"])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from ended import is_gone
 
 from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
@@ -49,14 +50,6 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process has ended, reaped or not."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def listed(sweep: Path) -> dict:
@@ -126,7 +119,7 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
     local.end_processes([process], stop_after_s=0.1)
     child = int((tmp_path / "pid").read_text().rstrip("."))
     assert process.returncode == -9
-    until(lambda: gone(child))
+    until(lambda: is_gone(child))
 
 
 @pytest.fixture
@@ -181,7 +174,7 @@ def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, cap
         resume.resume(tmp_path / "0", [])
     assert capsys.readouterr().err.count("the runs were ended") == 2
     assert [task["state"] for task in listed(tmp_path).values()] == ["ENDED"] * 2
-    assert all(gone(task["pid"]) for task in listed(tmp_path).values())
+    assert all(is_gone(task["pid"]) for task in listed(tmp_path).values())
 
 
 class Ending:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ended import is_gone
 from torch.distributed.elastic.multiprocessing import start_processes
 
 from hpc_elastic.agent.prewarm import fits
@@ -157,15 +158,6 @@ def all_ready(spares: Spares, slots: int) -> bool:
 def pids(spares: Spares) -> list[int]:
     """The spares' processes."""
     return [s.process.pid for s in spares._spares.values()]
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; nobody may have asked for its exit code yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state in "ZX"
 
 
 @pytest.mark.parametrize("paced", [False, True])

@@ -91,6 +91,7 @@ def launch(
     from hpc_elastic.submit.entry import entry_of
     from hpc_elastic.submit.freeze import require_writable
     from hpc_elastic.submit.plan import PlannedRun
+    from hpc_elastic.submit.processes import terminated_as_interrupt
 
     config = {
         "nodes": nodes,
@@ -109,11 +110,12 @@ def launch(
     if checked.launcher.dry_run:
         session.announce(prepared)
         return LaunchResult({}, path)
-    submitted = session.submit(prepared)
-    if not checked.launcher.wait:
-        session.announce(prepared, submitted)
-        return LaunchResult({}, path)
-    (outcome,) = session.wait(submitted)
+    with terminated_as_interrupt():
+        submitted = session.submit(prepared)
+        if not checked.launcher.wait:
+            session.announce(prepared, submitted)
+            return LaunchResult({}, path)
+        (outcome,) = session.wait(submitted)
     if outcome.error is not None:
         raise outcome.error
     return LaunchResult(outcome.values, path, outcome.restarts)

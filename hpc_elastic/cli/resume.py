@@ -82,14 +82,16 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     def work(tell: Callable[[dict[str, Any]], None]) -> None:
         from hpc_elastic.submit import session
+        from hpc_elastic.submit.processes import terminated_as_interrupt
         from hpc_elastic.submit.resume import as_json, resume
 
-        resumption, submitted = resume(run, overrides)
-        with session.let_go_on_failure(submitted.handle):
-            log = detach.log_of(resumption.prepared.plan)
-            detach.leave_terminal(log)
-            tell(as_json(resumption, submitted.handle.job_ids, log=log))
-        session.wait(submitted)
+        with terminated_as_interrupt():
+            resumption, submitted = resume(run, overrides)
+            with session.let_go_on_failure(submitted.handle):
+                log = detach.log_of(resumption.prepared.plan)
+                detach.leave_terminal(log)
+                tell(as_json(resumption, submitted.handle.job_ids, log=log))
+            session.wait(submitted)
 
     told = detach.in_background(work)
     if "error" in told or not told:

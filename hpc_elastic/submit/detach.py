@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,5 +135,6 @@ def _call(work: Callable[[Callable[[dict[str, Any]], None]], None], writes: int)
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with suppress(OSError):  # its log is on a full disk
+                stream.flush()
         os._exit(code)

@@ -1,7 +1,8 @@
 """What a person sees of the runs: a live table on a terminal, lines on change elsewhere.
 
-Everything here writes to one rich console. Nothing decides anything: `row_of` puts into words
-what status.json and the scheduler say, and the displays show it.
+Everything here writes to one rich console, and no run ends because that can not be written to
+(`Unfailing`). Nothing decides anything: `row_of` puts into words what status.json and the scheduler
+say, and the displays show it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import TrackedRun
@@ -26,6 +27,8 @@ _COLUMNS = ("run", "overrides", "tasks", "state", "nodes", "step", "loss", "rest
 _WRAPPED = ("run", "overrides", "tasks", "result")
 """Columns that take several lines where the terminal is narrow; the others are kept whole."""
 _REASON_WIDTH = len("(Resources),")
+_LOG_WIDTH = 160
+"""Columns of the tables in a log file, where rich would assume 80."""
 _CHROME_LINES = 6
 """Lines of the table that are no runs, and of the prompt around it."""
 
@@ -121,6 +124,48 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Unfailing:
+    """A text stream on which writing does not fail: on a full disk the text is lost instead.
+
+    So is what is written to a terminal that was closed. Only a reader who has gone away
+    (`BrokenPipeError`) still ends the program: ``| head`` means that.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write if that is possible; return how many characters were taken."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Pass on what was written if that is possible."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
+
+
+def console_for(stream: TextIO) -> Console:
+    """Return the console of all that is shown while runs go on, and of how they ended."""
+    from rich.console import Console
+
+    console = Console(file=cast(TextIO, Unfailing(stream)))
+    if not console.is_terminal:
+        console.width = max(console.width, _LOG_WIDTH)
+    return console
 
 
 def choose_display(console: Console) -> Display:

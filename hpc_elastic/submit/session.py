@@ -22,8 +22,6 @@ RENDERED = "rendered: "
 """How a dry run begins the line with the path of each script; `hpc-elastic render` reads it."""
 
 _UNLIMITED = 1 << 30
-_LOG_WIDTH = 160
-"""Columns of the tables in a log file, where rich would assume 80."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +127,11 @@ def wait(submitted: Submitted) -> list[Outcome]:
         SystemExit: Ctrl-C or SIGTERM. Slurm's runs go on, local ones are ended; which of the two,
             and how to come back, was printed.
     """
-    from rich.console import Console
-
     from hpc_elastic.submit.processes import terminated_as_interrupt
-    from hpc_elastic.submit.progress import choose_display, places, results_table
+    from hpc_elastic.submit.progress import choose_display, console_for, places, results_table
     from hpc_elastic.submit.wait import Waiter
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _LOG_WIDTH)
+    console = console_for(sys.stdout)
     try:
         with terminated_as_interrupt(), choose_display(console) as display:
             waiter = Waiter(submitted.handle, submitted.runs, display, poll_s=submitted.poll_s)

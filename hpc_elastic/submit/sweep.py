@@ -37,6 +37,7 @@ from hpc_elastic.submit.frozen import remembered_grammar
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import PlannedRun
 from hpc_elastic.submit.prepare import Prepared
+from hpc_elastic.submit.processes import terminated_as_interrupt
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,16 @@ def launch_sweep(
     if prepared.plan.launcher.dry_run:
         session.announce(prepared)
         return [_returned(job) for job in jobs]
-    submitted = session.submit(prepared)
-    with session.let_go_on_failure(submitted.handle):
-        if detached:
-            _detach(prepared, submitted)
-        elif not prepared.plan.launcher.wait:
-            session.announce(prepared, submitted)
-    if prepared.plan.backend == "slurm" and (detached or not prepared.plan.launcher.wait):
-        return [_returned(job) for job in jobs]
-    outcomes = session.wait(submitted)
+    with terminated_as_interrupt():
+        submitted = session.submit(prepared)
+        with session.let_go_on_failure(submitted.handle):
+            if detached:
+                _detach(prepared, submitted)
+            elif not prepared.plan.launcher.wait:
+                session.announce(prepared, submitted)
+        if prepared.plan.backend == "slurm" and (detached or not prepared.plan.launcher.wait):
+            return [_returned(job) for job in jobs]
+        outcomes = session.wait(submitted)
     return [_ended(sweep, job, outcome) for job, outcome in zip(jobs, outcomes, strict=True)]
 
 

@@ -1,7 +1,10 @@
 """launcher=local: the queue of this machine, and its processes."""
 
+import contextlib
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ import psutil
 import pytest
 from ended import is_gone
 
+import hpc_elastic
 from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.rundir import Entry, Submission
@@ -157,6 +161,46 @@ def test_a_start_that_fails_leaves_no_process(tmp_path, processes):
         session.submit(prepared(tmp_path, settings(2, env={"PLOT": "hang"})))
     assert [process.poll() for process in processes] == [-15]
     assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
+
+
+def train() -> None:
+    """Stand for a function to be launched; the agents' stand-in never calls it."""
+
+
+def test_sigterm_before_the_wait_leaves_no_process(tmp_path, monkeypatch, capsys):
+    """From the start of the first process on, the launcher does not end without them."""
+
+    def nobodys(signum, frame):
+        raise AssertionError("the launcher would have ended at once")
+
+    before = signal.signal(signal.SIGTERM, nobodys)
+    monkeypatch.setattr(
+        "hpc_elastic.known_runs.add", lambda runs: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hpc_elastic.launch(train, run_dir=tmp_path, nodes="1", env={"PLOT": "hang"})
+        assert signal.getsignal(signal.SIGTERM) is nobodys
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "the runs were ended" in capsys.readouterr().err
+    (task,) = listed(tmp_path).values()
+    assert task["state"] == "ENDED"
+    assert is_gone(task["pid"])
+
+
+def test_a_disk_that_is_full_does_not_end_the_wait(tmp_path, monkeypatch):
+    """The launcher's output is lost, the runs are not."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
+    monkeypatch.setattr(sys, "stdout", full)
+    try:
+        outcomes = session.wait(session.submit(prepared(tmp_path, settings(1))))
+        with pytest.raises(OSError, match="No space left"):
+            print("who writes by himself is told", flush=True)
+    finally:
+        with contextlib.suppress(OSError):
+            full.close()
+    assert [outcome.status for outcome in outcomes] == ["succeeded"]
 
 
 def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, capsys):

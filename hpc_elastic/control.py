@@ -1,11 +1,12 @@
 """The control page: one small memory page that a worker and its agent share.
 
-The worker writes its step, loss, samples and checkpoint boundaries, and when it made its first step
-and how long its checkpoints took; the agent reads them whenever it wants, and writes what it asks
-of the worker: to save at a step that all ranks agree on, to stay at its next checkpoint, and by
-when the node is to be left. No socket, no lock, no collective: a
-report costs well under a microsecond, and the agent's heartbeats do not wait for the training
-process. Each field is eight aligned bytes, written and read in one piece, with one writer.
+The worker writes its step, loss, samples and checkpoint boundaries, when it made its first step,
+how long its checkpoints took and why one was not written; the agent reads them whenever it wants,
+and writes what it asks of the worker: to save at a step that all ranks agree on, to stay at its
+next checkpoint, and by when the node is to be left. No socket, no lock, no collective: a report
+costs well under a microsecond, and the agent's heartbeats do not wait for the training process.
+Each field is eight aligned bytes, written and read in one piece, with one writer; a text is there
+before the number that tells of it.
 
 Agreeing on a step. The agent writes a *proposal*, a number and a step. A worker that comes to a
 step first publishes that it has (`ControlPage.passes`), and then looks for a proposal; at the
@@ -45,11 +46,13 @@ _STEP_BITS = 40
 (
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
     _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED, _RESTORE_S,
-    _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT,
-) = range(25)  # fmt: skip
+    _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED, _WHY_BYTES,
+) = range(28)  # fmt: skip
+_WHY_AT, _LONGEST_WHY = 2048, 1024
+"""Where on the page stands why a checkpoint was not written, and its bytes at most."""
 _BLANK = {
     field: _UNSET
-    for field in (_STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED)
+    for field in (_STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED)
 }  # fmt: skip
 _NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
 _LOOK_AGAIN_S = 0.002
@@ -63,6 +66,7 @@ class ControlPage:
             page = memoryview(mmap.mmap(f.fileno(), _SIZE))
         self._numbers = page.cast("q")  # one item is read and written in one piece
         self._floats = page.cast("d")
+        self._why = page[_WHY_AT : _WHY_AT + _LONGEST_WHY]
         self._has_begun = False
         """Whether the first step is on the page (worker)."""
 
@@ -131,6 +135,14 @@ class ControlPage:
     def blocked(self, seconds: float) -> None:
         """Publish that a checkpoint has held up the training for so long (worker)."""
         self._floats[_BLOCKED_S] += seconds
+
+    def not_saved(self, step: int, why: str) -> None:
+        """Publish that the checkpoint of a step could not be written (worker)."""
+        text = why.encode(errors="replace")[:_LONGEST_WHY]
+        self._why[: len(text)] = text
+        self._numbers[_WHY_BYTES] = len(text)
+        self._numbers[_UNSAVED] = step
+        self._numbers[_NUM_UNSAVED] += 1  # last: with it, all else is there
 
     def passes(self, step: int) -> bool:
         """Publish that a step is done; tell whether all ranks are to save there (worker).
@@ -266,7 +278,13 @@ class ControlPage:
             pulse=numbers[_PULSE],
             busy=numbers[_BUSY],
             busy_s=self._floats[_BUSY_S],
+            num_unsaved=numbers[_NUM_UNSAVED],
+            unsaved=_known(numbers[_UNSAVED]),
         )
+
+    def why_not_saved(self) -> str:
+        """Return why the last checkpoint was not written (agent)."""
+        return bytes(self._why[: self._numbers[_WHY_BYTES]]).decode(errors="replace")
 
 
 def _step_of(proposal: int) -> int:
@@ -386,6 +404,13 @@ def note_blocked(seconds: float) -> None:
     page = own_page()
     if page is not None:
         page.blocked(seconds)
+
+
+def note_not_saved(step: int, why: str) -> None:
+    """Publish that the checkpoint of a step could not be written, for the run's story."""
+    page = own_page()
+    if page is not None:
+        page.not_saved(step, why)
 
 
 def announce_boundary(*, step: int) -> None:

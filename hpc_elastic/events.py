@@ -9,9 +9,11 @@ Readers pass over what they do not know: a run may have been started by a newer 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,8 @@ VERSION = 1
 """It changes when a kind or a field changes its meaning or goes, not when one is added."""
 
 _LOGGED_CHARS = 500
+_KEPT = 1000
+"""Lines that wait for a file system to take them."""
 _LATEST = 1e11
 """Unix seconds; what claims to be later than that is no time."""
 
@@ -32,14 +36,27 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class EventLog:
-    """Appends the events of one task."""
+    """Appends the events of one task; any thread may.
+
+    What a file system does not take, because it is full or does not answer, is written with the
+    next event that it takes.
+    """
 
     path: Path
     task: str
+    _waiting: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event. A file system that fails is logged, and costs the event only."""
+        """Append one event."""
         self.append([self.line(kind, **fields)])
+
+    def write_behind(self, kind: str, **fields: Any) -> None:
+        """Append one event of now in a thread of its own: nobody waits for the file system."""
+        line = self.line(kind, **fields)
+        threading.Thread(target=self.append, args=([line],), daemon=True).start()
 
     def line(self, kind: str, **fields: Any) -> str:
         """Return the line of an event that happens now, for `append`."""
@@ -50,12 +67,26 @@ class EventLog:
         return line
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append events. A file system that fails is logged, and costs these events only."""
-        try:
-            with self.path.open("a") as f:
-                f.write("".join(f"{line}\n" for line in lines))
-        except OSError as e:
-            _log.warning("%s: %d events not written: %s", self.path, len(lines), e)
+        """Append events, and those before them that could not be written so far."""
+        with self._lock:
+            self._waiting.extend(lines)
+            del self._waiting[:-_KEPT]
+            try:
+                _append(self.path, "".join(f"{line}\n" for line in self._waiting).encode())
+            except OSError as e:
+                told = "%s: %d events not written so far: %s"
+                _log.warning(told, self.path, len(self._waiting), e)
+            else:
+                self._waiting.clear()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of it, or nothing: a disk that is nearly full takes a part."""
+    with path.open("ab", buffering=0) as f:
+        before = f.seek(0, os.SEEK_END)
+        if f.write(data) < len(data):
+            f.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @dataclass

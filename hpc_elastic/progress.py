@@ -43,5 +43,9 @@ class Progress:
     """How often it has reported anything: a sign of life, whatever the step."""
     busy_s: float = 0.0
     """How long it was at something that is no step, in all, but for what is under way."""
+    num_unsaved: int = 0
+    """How many of its checkpoints could not be written."""
+    unsaved: int | None = None
+    """The step of the last one of those."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`control.busy`)."""

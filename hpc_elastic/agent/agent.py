@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,8 @@ from hpc_elastic.agent.preemption import why_leave_now
 from hpc_elastic.agent.processes import RoundLogs, made_from
 from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
-from hpc_elastic.agent.spares import Spares
+from hpc_elastic.agent.saves import Saves
+from hpc_elastic.agent.spares import Spares, ending
 from hpc_elastic.agent.stacks import stacks_file
 from hpc_elastic.agent.stopping import event_fields
 from hpc_elastic.agent.surroundings import is_training
@@ -64,6 +66,7 @@ _log = logging.getLogger(__name__)
 
 _WARM_UP_AFTER_S = 10.0
 """Spares are started after the workers' first step, or after this long where none is reported."""
+_FIRST_RANK = 0
 _LOOK_UP_S = 0.5
 _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its spares still import."""
@@ -119,6 +122,7 @@ class RunAgent(LocalElasticAgent):
         self._boundaries: Boundaries | None = None
         self._farewell: Farewell | None = None
         self._beginning: Beginning | None = None
+        self._saves: Saves | None = None
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
         self._spares = spares
@@ -207,6 +211,7 @@ class RunAgent(LocalElasticAgent):
         """Begin to pass on what the workers of a round and their leader tell each other."""
         self._boundaries = Boundaries(self._session, pages)
         self._beginning = Beginning(self._workplace.trains, self._round.number, pages)
+        self._saves = self._look_after_saves()
         replica, notices = self._workplace.replica, self._workplace.notices
         saves_itself = self._workplace.saves_itself
         by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
@@ -215,6 +220,10 @@ class RunAgent(LocalElasticAgent):
         self._hangs = self._watch_for_hangs()
         if self._workplace.observer is not None:
             self._workplace.observer.watch(Crew(self.pages, self._pids_by_rank))
+
+    def _look_after_saves(self) -> Saves | None:
+        events, page = self._workplace.events, self.pages.get(_FIRST_RANK)
+        return None if events is None or page is None else Saves(events.write_behind, page)
 
     def _pids_by_rank(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
@@ -253,6 +262,8 @@ class RunAgent(LocalElasticAgent):
                 self._hangs.look(self._pids_by_rank(), now, done=self._awaits_leader)
         if self._beginning is not None and self._beginning.look():
             self._beginning = None
+        if self._saves is not None:
+            self._saves.look()
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
         leftovers.reap({*self._pids, *self._spares.pids})
@@ -288,13 +299,19 @@ class RunAgent(LocalElasticAgent):
 
     def _keep_spares(self) -> None:
         """Make new spares once the workers train: before, they need the CPU themselves."""
-        self._spares.tend()
+        self._tell_of_dead(self._spares.tend())
         if self._filled:
             return
         train = any((page.read().step or 0) > 0 for page in self.pages.values())
         if train or time.monotonic() - self._started_at > _WARM_UP_AFTER_S:
             self._filled = True
             self._spares.fill(paced=True)
+
+    def _tell_of_dead(self, spares: Sequence[int]) -> None:
+        """Tell of spares that ended by themselves: who takes a node sends all of them SIGTERM."""
+        found = [ending(code) for code in spares if code != -signal.SIGTERM]
+        if found and (events := self._workplace.events) is not None:
+            events.write_behind("spare lost", host=self._workplace.place.host, why=found[0])
 
     def _files(self, rank: int) -> WorkerFiles:
         return WorkerFiles(self._workplace.place.logs, self._round.number, rank)

@@ -8,7 +8,6 @@ each worker and round anyway costs a thousand nodes less, and no leader can lose
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -27,7 +26,8 @@ class Beginning:
     """The beginning of one round on one node.
 
     Args:
-        write: Writes the event.
+        write: Writes the event, and does not wait for the file system: one that hangs does not
+            concern whoever watches workers.
         round_: The number of the round.
         pages: Its workers' control pages, just made.
     """
@@ -39,17 +39,11 @@ class Beginning:
         self._started = time.time()
 
     def look(self) -> bool:
-        """Tell whether all workers have made a step; then, once, the event is being written.
-
-        In a thread of its own: a file system that hangs does not concern whoever watches workers.
-        """
+        """Tell whether all workers have made a step; then, once, the event is written."""
         workers = [page.read() for page in self._pages]
         if not workers or any(worker.first_step is None for worker in workers):
             return False
-        fields = event_fields(workers, self._started)
-        threading.Thread(
-            target=self._write, kwargs={"round": self._round, **fields}, daemon=True
-        ).start()
+        self._write(round=self._round, **event_fields(workers, self._started))
         return True
 
 

@@ -114,18 +114,25 @@ class Spares:
         while self._missing:
             self._start(self._missing.pop(0), paced=False)
 
-    def tend(self) -> None:
-        """Hear what the spares tell, bury the dead, and start the next ones."""
+    def tend(self) -> list[int]:
+        """Hear what the spares tell, bury the dead, and start the next ones.
+
+        Returns:
+            The exit codes of those that had ended by themselves.
+        """
+        dead: list[int] = []
         for slot, spare in list(self._spares.items()):
             keep = self._hear(spare)
             if (code := spare.process.poll()) is not None:
                 _log.warning("the spare of slot %d ended by itself, with exit code %d", slot, code)
+                dead.append(code)
             if not keep or code is not None:
                 self._spares.pop(slot).end()
         warming = sum(not spare.ready for spare in self._spares.values())
         while self._missing and warming < self._num_warming:
             self._start(self._missing.pop(0), paced=True)
             warming += 1
+        return dead
 
     def resize(self, slots: int) -> None:
         """Keep spares for so many slots from now on."""
@@ -227,6 +234,11 @@ class Spares:
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
+
+
+def ending(exit_code: int) -> str:
+    """Return how a process ended (pure): ``SIGKILL``, or ``exit code 1``."""
+    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _cwd() -> Path | None:

@@ -224,7 +224,7 @@ class _Node:
             stopped=partial(self._events.write, "stopped", attempt=self._task.attempt),
             settings=self._spec.agent,
             notices=self._notices,
-            trains=partial(self._events.write, "trains", attempt=self._task.attempt),
+            trains=partial(self._events.write_behind, "trains", attempt=self._task.attempt),
             saves_itself=self._spec.launcher == "slurm",
             replica=self._replica,
             times=times,

@@ -322,6 +322,7 @@ class Checkpointer:
             if save.problem is not None:
                 self.failures += 1
                 _log.error("%s; the earlier ones are as they were", save.problem)
+                control.note_not_saved(save.step, str(save.problem))
             elif save.error is not None:
                 _log.info("%s", save.error)
             save.look_out()

@@ -42,8 +42,8 @@ class Episode:
             left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
             ``resumed`` (after that), ``ended``; and what touches no group: ``left``,
             ``gave up``, ``given back``, ``parked``, ``excluded``, ``strike``, ``crash loop``,
-            ``brought back``, ``leader``, ``hang``, ``straggler``, ``preflight``, ``cancel``,
-            ``resume``.
+            ``brought back``, ``leader``, ``hang``, ``straggler``, ``preflight``, ``spare lost``,
+            ``not saved``, ``saved again``, ``cancel``, ``resume``.
         time: When it began, in Unix seconds.
         causes: What brought it about.
         nodes_before: Size of the group; None: there was none, or it does not matter.
@@ -57,7 +57,8 @@ class Episode:
             to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
             given back: nodes, hosts, all, delay_s; parked: hosts; excluded: host, hosts_left;
             strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts;
-            hang, straggler, preflight, cancel, resume: as in the event.
+            hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the event;
+            not saved: step.
         is_open: Whether it goes on still.
         has_replicas: Whether nobody was stopped because of others (``ft=true``).
     """

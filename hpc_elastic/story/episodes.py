@@ -93,6 +93,10 @@ def _brought_back(run: Chronicle, event: Event) -> Episode:
     return _aside("brought back", event, {"tasks": tasks, "hosts": hosts})
 
 
+def _not_saved(run: Chronicle, event: Event) -> Episode:
+    return _aside("not saved", event, {"step": event.get("step")})
+
+
 def _as_it_is(run: Chronicle, event: Event) -> Episode:
     common = ("v", "time", "kind", "task")
     return _aside(event["kind"], event, {k: v for k, v in event.items() if k not in common})
@@ -108,6 +112,9 @@ _ASIDES: dict[str, Callable[[Chronicle, Event], Episode | None]] = {
     "hang": _as_it_is,
     "straggler": _as_it_is,
     "preflight": _as_it_is,
+    "spare lost": _as_it_is,
+    "not saved": _not_saved,
+    "saved again": _as_it_is,
     "cancel": _as_it_is,
     "resume": _as_it_is,
 }

@@ -47,6 +47,15 @@ _OF_TASKS = (
          (_ATTEMPT, _ROUND,
           Field("step", "integer", "the last step that they have made; absent: unknown", True),
           Field("step_time", "number", "when, in Unix seconds; absent: unknown", True))),
+    Kind("spare lost", "A spare, which imports ahead for the next restart, ended by itself.",
+         "when that is seen", _TASK_OF_NODE,
+         (_HOST, Field("why", "text", "the signal that ended it, such as `SIGKILL`, or its exit "
+                       "code"))),
+    Kind("not saved", "A checkpoint could not be written; the earlier ones are as they were.",
+         "with the first one in a row", "the agent of the first rank",
+         (Field("step", "integer", "of the checkpoint"), Field("why", "text", "the error"))),
+    Kind("saved again", "Checkpoints are written again.", "with the first one after `not saved`",
+         "the agent of the first rank", (Field("step", "integer", "of the checkpoint"),)),
     Kind("left", "A node is left because of a notice.", "when its task ends", _TASK_OF_NODE,
          (Field("reason", "text", "as in `notice`"),
           Field("how", "text", "`requeue`: the task has put itself back into the queue; "

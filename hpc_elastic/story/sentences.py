@@ -209,6 +209,21 @@ def _preflight(episode: Episode) -> str:
     return f"{facts.get('host')} is not fit to join: {facts.get('reason')}{avoided}"
 
 
+def _spare_lost(episode: Episode) -> str:
+    facts = episode.facts
+    what = f"the spare process of {facts.get('host')} ended by itself ({facts.get('why')})"
+    return f"{what}: a restart takes longer there until it is replaced"
+
+
+def _not_saved(episode: Episode) -> str:
+    what = episode.text or f"the checkpoint of step {episode.facts.get('step')} was not written"
+    return f"{what}; the training goes on"
+
+
+def _saved_again(episode: Episode) -> str:
+    return f"checkpoints are written again, from step {episode.facts.get('step')} on"
+
+
 def _cancel(episode: Episode) -> str:
     return f"{episode.facts.get('user')} cancelled the run, on {episode.facts.get('host')}"
 
@@ -235,6 +250,9 @@ _SPECIAL: dict[str, Callable[[Episode], str]] = {
     "hang": _hang,
     "straggler": _straggler,
     "preflight": _preflight,
+    "spare lost": _spare_lost,
+    "not saved": _not_saved,
+    "saved again": _saved_again,
     "cancel": _cancel,
     "resume": _resume,
     "left": _left,

@@ -302,6 +302,8 @@ def test_a_save_that_failed_is_not_announced(tmp_path, page, monkeypatch):
     page.hold(5)
     assert c.save(3) is False
     assert (page.read().boundary, page.read().held) == (None, 0)
+    assert (page.read().num_unsaved, page.read().unsaved) == (1, 3)
+    assert "Input/output error" in page.why_not_saved()
 
 
 # ---- the program's end --------------------------------------------------------------------

@@ -272,9 +272,9 @@ def test_down_leaves_nothing(spare):
     spare.down()
 
 
-def test_half_finished_up_is_cleaned_by_the_next(monkeypatch):
+def test_half_finished_up_is_cleaned_by_the_next(slurm, monkeypatch):
     """An `up` that was interrupted leaves nothing that the next `up` or `down` does not know."""
-    config = SandboxConfig(name="spare", nodes=1)
+    config = SandboxConfig(name="spare", nodes=1, slurm=slurm.config.slurm)
     with monkeypatch.context() as patch:
         patch.setattr(lifecycle, "wait_nodes", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -294,9 +294,10 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def test_killed_up_is_cleaned_by_down():
+def test_killed_up_is_cleaned_by_down(slurm):
     """An `up` killed with none, two or three daemons started leaves nothing behind after `down`."""
     argv = [sys.executable, str(SCRIPT), "up", "--name", "spare", "--nodes", "2"]
+    argv += ["--slurm", slurm.config.slurm] if slurm.config.slurm else []
     for num_started in (0, 2, 3):
         with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as up:
             wait("a part of up", lambda number=num_started: started("spare") >= number)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from hpc_elastic.testing.pytest_plugin import refuse
-from hpc_elastic.testing.slurm_sandbox import SandboxError
+from hpc_elastic.testing.slurm_sandbox import SandboxError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.requirements import check
 
 MINUTES = 5
@@ -13,6 +13,15 @@ SEED = "7"
 """The same faults each time; `scripts/soak` is for others."""
 BOUND_S = 60 * MINUTES + 1500
 """Far above what a loaded machine needs for the start, the last fault and the end."""
+
+
+def release() -> list[str]:
+    """Return the option for the Slurm of the other tests; they use it meanwhile."""
+    sandbox = SlurmSandbox(os.environ.get("HPC_ELASTIC_SANDBOX", "default"))
+    if not sandbox.status()["up"]:
+        return []
+    slurm = SlurmSandbox.attach(sandbox.name).config.slurm
+    return [f"--slurm={slurm}"] if slurm else []
 
 
 def test_a_run_gets_over_five_minutes_of_faults():
@@ -24,9 +33,8 @@ def test_a_run_gets_over_five_minutes_of_faults():
     seed = os.environ.get("HPC_ELASTIC_SEED", SEED)
     print("HPC_ELASTIC_SEED =", seed)
     argv = [sys.executable, "-m", "hpc_elastic.testing.soak", f"--minutes={MINUTES}"]
-    soak = subprocess.Popen(
-        [*argv, f"--seed={seed}"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    argv += [f"--seed={seed}", *release()]
+    soak = subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         output, _ = soak.communicate(timeout=BOUND_S)
     finally:

@@ -96,13 +96,16 @@ class FakeSpares:
 
     def __init__(self) -> None:
         self.filled: list[bool] = []
+        self.dead: list[int] = []
 
     def fill(self, *, paced: bool) -> None:
         """Spares are to be made."""
         self.filled.append(paced)
 
-    def tend(self) -> None:
+    def tend(self) -> list[int]:
         """The agent looks after them."""
+        dead, self.dead = self.dead, []
+        return dead
 
     def close(self) -> None:
         """The agent ends."""
@@ -151,6 +154,21 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
     with pytest.raises(SignalException):
         training.run()
     assert training._spares.closed and ended
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(-signal.SIGKILL, "SIGKILL"), (1, "exit code 1"), (-signal.SIGTERM, None)],
+)
+def test_a_spare_that_ends_by_itself_is_told(training, code, why):
+    """Once; not where the whole node is signalled."""
+    told = []
+    events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
+    training._workplace = SimpleNamespace(events=events, place=Place("7_1", "n1", Path()))
+    training._spares.dead = [code]
+    training._keep_spares()
+    training._keep_spares()
+    assert told == ([] if why is None else [("spare lost", {"host": "n1", "why": why})])
 
 
 @pytest.mark.parametrize(

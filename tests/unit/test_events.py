@@ -1,6 +1,9 @@
 """The event log: lines, and how they are read while they are written."""
 
 import json
+import resource
+import threading
+import pytest
 
 from hpc_elastic.events import VERSION, EventLog, EventReader, read_events
 
@@ -55,3 +58,59 @@ def test_what_an_attempt_left_half_written_costs_one_event(tmp_path):
         f.write("no JSON\n[1]\n{}\n" + '{"time": "x", "kind": "k", "task": "7_0"}\n')
     log.write("c")
     assert [e["kind"] for e in read_events(tmp_path)] == ["a", "b", "c"]
+
+
+@pytest.fixture
+def longest_file():
+    """Limits how long a file may become: what is written beyond is taken in part, then refused."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, longest_file, caplog):
+    """Each event once, and whole, and in its place."""
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.write("before")
+    longest_file(log.path.stat().st_size + 9)
+    log.write("first", number=1)
+    log.write("second", number=2)
+    assert log.path.read_bytes().count(b"\n") == 1 and log.path.read_bytes().endswith(b"\n")
+    assert [e["kind"] for e in read_events(tmp_path)] == ["before"]
+    assert "not written so far" in caplog.text
+    longest_file(resource.RLIM_INFINITY)
+    log.write("after")
+    assert [e["kind"] for e in read_events(tmp_path)] == ["before", "first", "second", "after"]
+    assert len(log.path.read_bytes().splitlines()) == 4
+
+
+def test_what_waits_does_not_grow_without_end(tmp_path, monkeypatch):
+    """The oldest go first."""
+    monkeypatch.setattr("hpc_elastic.events._KEPT", 3)
+    log = EventLog(tmp_path / "events" / "7_0.jsonl", "7_0")
+    for number in range(5):
+        log.write("n", number=number)
+    log.path.parent.mkdir()
+    log.write("n", number=5)
+    assert [e["number"] for e in read_events(log.path.parent)] == [3, 4, 5]
+
+
+def test_nobody_waits_for_what_is_written_behind(tmp_path, monkeypatch):
+    """The time is that of the call."""
+    may_write, append = threading.Event(), EventLog.append
+    monkeypatch.setattr(
+        EventLog, "append", lambda log, lines: may_write.wait(60.0) and append(log, lines)
+    )
+    log = EventLog(tmp_path / "7_0.jsonl", "7_0")
+    log.write_behind("slow")
+    assert read_events(tmp_path) == []
+    writers = [t for t in threading.enumerate() if t is not threading.current_thread()]
+    may_write.set()
+    for writer in writers:
+        writer.join(60.0)
+    (event,) = read_events(tmp_path)
+    assert event["kind"] == "slow"

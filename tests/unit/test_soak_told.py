@@ -49,9 +49,26 @@ def test_every_node_that_was_hit_has_to_be_named():
 
 
 def test_of_some_faults_nothing_has_to_be_told():
-    """A spare that dies, say."""
-    fault = thrown("kill-spare", "node1")
+    """A loose cable, say: nobody noticed."""
+    fault = thrown("flap", "node1")
     assert tell(fault, [fault], []).finding is Finding.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("kind", "aside", "hosts"),
+    [("kill-spare", "spare lost", ["node2"]), ("full-disk", "not saved", [])],
+)
+def test_a_fault_that_changes_no_group_has_an_episode_of_its_own(kind, aside, hosts):
+    """Of that node, and while it lasts."""
+    fault = thrown(kind, *hosts)
+    facts = {"host": hosts[0]} if hosts else {}
+    right = Episode(aside, 101.0, facts=facts)
+    assert tell(fault, [fault], [right]).episodes == (right,)
+    others = [Episode(aside, 90.0, facts=facts), shrank("lost", "node3")]
+    if hosts:
+        others.append(Episode(aside, 101.0, facts={"host": "node3"}))
+    told = tell(fault, [fault], others)
+    assert told.finding is Finding.MISSING and aside in told.problem
 
 
 def test_what_came_on_the_heels_of_another_may_be_told_with_it():
@@ -70,7 +87,7 @@ def test_a_worker_that_was_stopped_is_told_as_a_hang():
     fault = thrown("freeze-worker", "node2")
     failed = shrank("worker failed", "node2")
     hang = Episode("hang", 101.0, facts={"ranks": [{"rank": 1, "host": "node2"}]})
-    assert "no hang" in tell(fault, [fault], [failed]).problem
+    assert "'hang'" in tell(fault, [fault], [failed]).problem
     assert tell(fault, [fault], [hang, failed]).finding is Finding.TOLD
 
 

@@ -268,9 +268,9 @@ def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplo
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: is_gone(pid))
     assert spares.take(0, node.command, dict(os.environ), (1, 2)) is None
-    spares.tend()
+    assert spares.tend() == [-signal.SIGKILL]
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
-    spares.tend()
+    assert spares.tend() == []
     assert pids(spares) == []
     assert not node.finish(node.start(spares)).is_failed()
 

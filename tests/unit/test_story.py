@@ -299,6 +299,22 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="a node that is not fit",
         ),
         pytest.param(
+            [event(10.0, "spare lost", 1, host="node1", why="SIGKILL")],
+            "the spare process of node1 ended by itself (SIGKILL): a restart takes longer there "
+            "until it is replaced",
+            id="a spare",
+        ),
+        pytest.param(
+            [event(10.0, "not saved", step=20, why="step 20 was not written: the disk is full")],
+            "step 20 was not written: the disk is full; the training goes on",
+            id="a checkpoint that can not be written",
+        ),
+        pytest.param(
+            [event(10.0, "saved again", step=40)],
+            "checkpoints are written again, from step 40 on",
+            id="checkpoints again",
+        ),
+        pytest.param(
             [node(9.0, 2), notice(9.5, 2), left(10.0, 2)],
             "node2 was preempted (SIGTERM, 5 s grace); it was in no group",
             id="a node that came and went",

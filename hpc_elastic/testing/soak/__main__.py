@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hpc_elastic.testing import disk
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox
+from hpc_elastic.testing.slurm_sandbox.releases import SUITES
 from hpc_elastic.testing.soak import report
 from hpc_elastic.testing.soak.checks import Check, checks
 from hpc_elastic.testing.soak.plan import NUM_NODES, plan
@@ -46,7 +47,8 @@ def main() -> int:
         progress.print(f"{clock} {line}", highlight=False, markup=False, soft_wrap=True)
 
     try:
-        with _folder() as folder, _sandbox(options.sandbox) as sandbox:
+        config = SandboxConfig(name=options.sandbox, nodes=NUM_NODES, slurm=options.slurm)
+        with _folder() as folder, _sandbox(config) as sandbox:
             record = play(sandbox, folder / "disk", faults, options.minutes, say)
             found = checks(record, sandbox, folder / "alone")
             _print(out, record, found)
@@ -55,7 +57,9 @@ def main() -> int:
                 with contextlib.suppress(shutil.Error):  # of files that vanish meanwhile
                     shutil.copytree(folder / "disk", folder / "kept", symlinks=True)
                 again = f"scripts/soak --seed {seed} --minutes {options.minutes:g}"
-                out.print(f"FAILED. The same faults again: {again}\nfiles: {folder / 'kept'}")
+                slurm = f" --slurm {options.slurm}" if options.slurm else ""
+                out.print(f"FAILED. The same faults again: {again}{slurm}")
+                out.print(f"files: {folder / 'kept'}")
     except SandboxError as e:
         out.print(f"soak: {e}", markup=False)
         return 2
@@ -87,13 +91,14 @@ def _folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _sandbox(name: str) -> Iterator[SlurmSandbox]:
+def _sandbox(config: SandboxConfig) -> Iterator[SlurmSandbox]:
     """Bring a sandbox up, whose nodes see the disk, and down again whatever happens."""
+    name = config.name
     if SlurmSandbox(name).status()["up"]:
         raise SandboxError(f"sandbox {name} is up, and does not see the disk: --sandbox NEW_NAME")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        yield SlurmSandbox.up(SandboxConfig(name=name, nodes=NUM_NODES))
+        yield SlurmSandbox.up(config)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would leave half of it
@@ -109,6 +114,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="of the faults; default: another one each time")
     parser.add_argument("--sandbox", default="soak", help="its name (default soak)")
+    parser.add_argument(
+        "--slurm", choices=sorted(SUITES), help="the release of Slurm; default: the machine's own"
+    )
     parser.add_argument("--plan", action="store_true", help="print the faults, and do nothing")
     parser.add_argument("--width", type=int, default=160, help="of the tables")
     return parser.parse_args()

@@ -249,7 +249,18 @@ def _slurmctld(t: _Throw) -> Hit:
 
 
 def _full_disk(t: _Throw) -> Hit:
+    """Let no checkpoint be written, and see that one was tried."""
     t.stage.undo.enter_context(disk.full(t.stage.disk))
+    nodes = t.stage.sandbox.nodes
+    wait_until(
+        "a checkpoint that can not be written",
+        lambda: any(
+            processes.num_unsaved(worker)
+            for node in nodes
+            for worker in processes.workers_on(t.stage.sandbox, node)
+        ),
+        _PATIENCE_S,
+    )
     return Hit()
 
 

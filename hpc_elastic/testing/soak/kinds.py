@@ -1,8 +1,8 @@
 """The kinds of faults, and what the run's story has to say of each (pure).
 
 A fault is explained if an episode that begins while it lasts has a cause that is one of the kind's
-`tells`, and that names a host that was hit. Some faults a run gets over without a word, and is
-right to: such a kind tells nothing.
+`tells`, and that names a host that was hit, or is itself of the kind's `aside`. Two kinds of faults
+a run gets over without noticing anything, and without a word: those have neither.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class Kind:
         name: In the plan and in the table.
         what: What is done, for people; ``{hosts}`` is where.
         tells: What a cause in the story may be called, see `hpc_elastic.story.causes`; empty: the
-            run says nothing, whatever it notices of it.
+            group does not change for it.
+        aside: The kind of an episode of its own that the story has of it; empty: it has none.
+        told_late: Whether the run can tell of it only once it is over.
         lasts_s: Between which seconds it lasts, where it lasts at all; longer, if the run is to
             notice it and has not.
         takes_s: How long a run needs to get over it on an idle machine, about.
         costs_task: Whether the task that was hit does not come back.
         strikes: Whether it is held against a host: two strikes, and the run avoids it.
         pairs: Whether it may come on the heels of another, or have another on its own.
-        hangs: Whether the story has an episode of its own for it, of a hang.
         asks_slurm: Whether Slurm is needed to throw it.
         stops_slurm: Whether Slurm does not answer while it lasts.
     """
@@ -36,12 +37,13 @@ class Kind:
     name: str
     what: str
     tells: frozenset[str] = frozenset()
+    aside: str = ""
+    told_late: bool = False
     lasts_s: tuple[float, float] = (0.0, 0.0)
     takes_s: float = 15.0
     costs_task: bool = False
     strikes: bool = False
     pairs: bool = False
-    hangs: bool = False
     asks_slurm: bool = False
     stops_slurm: bool = False
 
@@ -49,19 +51,20 @@ class Kind:
 _ALL = (
     Kind(
         "preempt", "{hosts} taken by a job of higher priority",
-        frozenset({"preempted", "signalled"}), (2.0, 8.0), 30.0, pairs=True, asks_slurm=True,
+        frozenset({"preempted", "signalled"}), lasts_s=(2.0, 8.0), takes_s=30.0, pairs=True,
+        asks_slurm=True,
     ),
     Kind(
         "preempt-all", "all nodes taken by a job of higher priority",
-        frozenset({"preempted", "signalled"}), (2.0, 8.0), 35.0,
+        frozenset({"preempted", "signalled"}), lasts_s=(2.0, 8.0), takes_s=35.0,
     ),
     Kind(
         "kill-node", "power cut on {hosts}, which is started again later",
-        frozenset({"lost", "leader lost"}), (1.0, 20.0), 35.0, pairs=True,
+        frozenset({"lost", "leader lost"}), lasts_s=(1.0, 20.0), takes_s=35.0, pairs=True,
     ),
     Kind(
         "cut", "network cable of {hosts} pulled, and put back later",
-        _WENT_SILENT, (1.0, 20.0), 35.0, strikes=True, pairs=True,
+        _WENT_SILENT, lasts_s=(1.0, 20.0), takes_s=35.0, strikes=True, pairs=True,
     ),
     Kind(
         "flap", "network cable of {hosts} with a loose contact", lasts_s=(2.0, 6.0), takes_s=12.0,
@@ -69,11 +72,11 @@ _ALL = (
     ),
     Kind(
         "freeze-node", "every process of {hosts} stopped, and continued later",
-        _WENT_SILENT, (1.0, 20.0), 35.0, strikes=True, pairs=True,
+        _WENT_SILENT, lasts_s=(1.0, 20.0), takes_s=35.0, strikes=True, pairs=True,
     ),
     Kind(
-        "freeze-worker", "the worker of {hosts} stopped (SIGSTOP)", _FAILED, takes_s=45.0,
-        hangs=True,
+        "freeze-worker", "the worker of {hosts} stopped (SIGSTOP)", _FAILED, "hang",
+        takes_s=45.0,
     ),
     Kind("kill-worker", "the worker of {hosts} killed", _FAILED, pairs=True),
     Kind(
@@ -84,7 +87,7 @@ _ALL = (
         "kill-leader", "the leader's agent, on {hosts}, killed", frozenset({"leader lost"}),
         takes_s=35.0,
     ),
-    Kind("kill-spare", "the spare of {hosts} killed", takes_s=8.0),
+    Kind("kill-spare", "the spare of {hosts} killed", aside="spare lost", takes_s=8.0),
     Kind(
         "cancel", "the task of {hosts} cancelled", frozenset({"cancelled", "signalled"}),
         takes_s=20.0, costs_task=True,
@@ -95,13 +98,16 @@ _ALL = (
     ),
     Kind(
         "drain", "{hosts} drained, its task asked to leave (USR2)", frozenset({"asked"}),
-        (1.0, 10.0), 30.0,
+        lasts_s=(1.0, 10.0), takes_s=30.0,
     ),
     Kind(
         "slurmctld", "slurmctld ended, and started again later", lasts_s=(1.0, 15.0), pairs=True,
         stops_slurm=True,
     ),
-    Kind("full-disk", "the disk of the run directory full", lasts_s=(4.0, 10.0), takes_s=20.0),
+    Kind(
+        "full-disk", "the disk of the run directory full", aside="not saved", told_late=True,
+        lasts_s=(4.0, 10.0), takes_s=20.0,
+    ),
     Kind("damage", "the newest checkpoint damaged, then the worker of {hosts} killed", _FAILED),
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _ALL}

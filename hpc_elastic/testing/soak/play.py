@@ -157,7 +157,7 @@ class _Player:
     def _is_told(self, thrown: Sequence[Thrown]) -> bool:
         """Tell whether the run has noticed, so that faults may be taken back."""
         story = self._stage.watch.story
-        found = [tell(t, thrown, story).finding for t in thrown]
+        found = [tell(t, thrown, story).finding for t in thrown if not t.fault.of.told_late]
         return Finding.MISSING not in found
 
     def _wait_until_well(self, since: int, what: str) -> None:

@@ -81,9 +81,9 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
     began = min(o.time for o in [thrown, *together])
     during = [e for e in story if began - _CLOCK_S <= e.time <= thrown.until + _CLOCK_S]
     changes = tuple(e for e in during if _is_brought_about(e))
-    if not thrown.fault.of.tells:
+    if not (thrown.fault.of.tells or thrown.fault.of.aside):
         return Told(Finding.NOTHING, changes)
-    told = tuple(e for e in during if _named(e, thrown))
+    told = tuple(e for e in during if _named(e, thrown) or _is_aside_of(e, thrown))
     problem = _what_is_missing(thrown, during, told)
     if not problem:
         return Told(Finding.TOLD, told)
@@ -95,10 +95,10 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
 def _what_is_missing(thrown: Thrown, during: Sequence[Episode], told: Sequence[Episode]) -> str:
     kind, step = thrown.fault.of, thrown.damaged_step
     unnamed = sorted(set(thrown.hosts).difference(*(_named(e, thrown) for e in told)))
-    if unnamed:
+    if kind.tells and unnamed:
         return f"no episode says of {', '.join(unnamed)}: {' or '.join(sorted(kind.tells))}"
-    if kind.hangs and not any(_is_hang_of(e, thrown.hosts) for e in during):
-        return f"no hang is told of {', '.join(thrown.hosts)}"
+    if kind.aside and not any(_is_aside_of(e, thrown) for e in told):
+        return f"no episode of the kind {kind.aside!r} is told of {', '.join(thrown.hosts) or 'it'}"
     if step is not None and any(e.cost.resumed_step == step for e in told):
         return f"the training went on from step {step}, which was damaged"
     return ""
@@ -110,9 +110,12 @@ def _named(episode: Episode, thrown: Thrown) -> set[str]:
     return {host for cause in causes for host in cause.hosts} & set(thrown.hosts)
 
 
-def _is_hang_of(episode: Episode, hosts: Sequence[str]) -> bool:
-    ranks = episode.facts.get("ranks") or ()
-    return episode.kind == "hang" and any(rank.get("host") in hosts for rank in ranks)
+def _is_aside_of(episode: Episode, thrown: Thrown) -> bool:
+    if episode.kind != thrown.fault.of.aside:
+        return False
+    facts = episode.facts
+    hosts = {facts.get("host"), *(rank.get("host") for rank in facts.get("ranks") or ())}
+    return not thrown.hosts or not hosts.isdisjoint(thrown.hosts)
 
 
 def _is_brought_about(episode: Episode) -> bool:

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.openmetrics.exposition import generate_latest
 
 from hpc_elastic.control import Progress
+from hpc_elastic.rundir import write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +179,8 @@ class Exporter:
             try:
                 self._sample = self._look()
                 self._file.parent.mkdir(exist_ok=True)
-                write_to_textfile(str(self._file), self._registry)
+                text = generate_latest(self._registry).decode()  # type: ignore[no-untyped-call]
+                write_atomic(self._file, text)
             except OSError as e:
                 _log.info("%s: not written: %s", self._file, e)
 

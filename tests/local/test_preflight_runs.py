@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.events import read_events
 

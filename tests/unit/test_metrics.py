@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.agent import metrics
 from hpc_elastic.agent.metrics import Exporter, Sample, Tally

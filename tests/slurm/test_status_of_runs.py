@@ -4,19 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from sweeps import Sweep, busy, eventually, hosts
+
+
+def command(slurm, *argv: str | Path, **env: str) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", *map(str, argv)],
+        env={**os.environ, **slurm.env, **env}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def status(slurm, sweep: Sweep, **env: str) -> dict:
     """What `status --json` says of a run."""
-    argv = [sys.executable, "-m", "hpc_elastic", "status", str(sweep.run()), "--json"]
-    done = subprocess.run(
-        argv, env={**os.environ, **slurm.env, **env}, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(command(slurm, "status", sweep.run(), "--json", **env))
 
 
 def test_a_run_beside_a_queue(slurm, sweep):
@@ -57,3 +64,28 @@ def test_a_run_beside_a_queue(slurm, sweep):
     assert told["node_seconds"]["useful"] == pytest.approx(
         told["goodput"] * sum(told["node_seconds"].values()), rel=0.02
     )
+    looked_at_afterwards(slurm, run, told)
+
+
+def looked_at_afterwards(slurm, sweep: Sweep, ended: dict) -> None:
+    """The other commands agree with what `status` says of a run that has ended."""
+    run, files = sweep.run(), sweep.folder.parent
+    listed = json.loads(command(slurm, "list", "--json"))
+    assert str(run) in [entry["directory"] for entry in listed]
+    assert "was preempted (SIGTERM" in command(slurm, "events", run)
+    assert all(
+        audit["holds"] for audit in json.loads(command(slurm, "audit", run, "--json")).values()
+    )
+    checkpoints = json.loads(command(slurm, "verify", run, "--json"))
+    assert [c["problems"] for c in checkpoints] == [[]] * len(checkpoints)
+    assert checkpoints[0]["step"] == ended["checkpoint"]["step"]
+    command(slurm, "export", run, "-o", files / "model.pt")
+    assert torch.load(files / "model.pt", weights_only=True)
+    report = json.loads(command(slurm, "report", run, "--format", "json"))
+    assert report["spent"]["goodput"] == pytest.approx(ended["goodput"], abs=0.02)
+    assert "preempted" in {change["cause"] for change in report["changes"]}
+    page = files / "report.html"
+    command(slurm, "report", run, "-o", page)
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+    command(slurm, "clean", run, "--keep-last", "1")
+    assert len(json.loads(command(slurm, "verify", run, "--json"))) == 1

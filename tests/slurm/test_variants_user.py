@@ -78,11 +78,13 @@ def test_a_newline_in_a_name_is_refused(user: Cluster):
 def test_preempted_tasks_come_back_where_nobody_requeues_by_default(user: Cluster):
     """JobRequeue=0; where an administrator has forbidden the requeue, another task is submitted."""
     s = user.sweep("requeue", "nodes=1:2", "launcher.partition=short", *SLOWLY)
-    for allowed in ("1", "0"):
+    for forbidden in (False, True):
         eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
         taken = next(h for h in hosts(s) if h != leader_host(s))
         task = next(e["task"] for e in reversed(s.events("task")) if e["host"] == taken)
-        user.slurm.run(["scontrol", "update", f"jobid={task}", f"requeue={allowed}"])
+        assert user.field(task, "Requeue") == "1", "the script asks for it"
+        if forbidden:
+            user.slurm.run(["scontrol", "update", f"jobid={task}", "requeue=0"])
         user.slurm.preempt([taken], for_s=1)
         eventually(lambda: s.group_sizes()[-1:] == [1], "one node goes on")
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train again")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hpc_elastic.slurm.environment import for_commands  # noqa: E402
-from hpc_elastic.slurm.outputs import SQUEUE_FORMAT  # noqa: E402
+from hpc_elastic.slurm.outputs import NODES_FORMAT, SQUEUE_FORMAT  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox.config import parse_version  # noqa: E402
@@ -37,6 +37,9 @@ COMMANDS = {
     "scontrol-node": ["scontrol", "show", "node", "node2"],
     "scontrol-no-node": ["scontrol", "show", "node", "nowhere"],
     "sinfo": ["sinfo", "-h", "-a", "-o", "%R"],
+    "sinfo-nodes": ["sinfo", "-h", "-a", "-o", NODES_FORMAT],
+    "ping": ["scontrol", "ping"],
+    "version": ["sbatch", "--version"],
     "squeue-forgotten": [*SQUEUE, "-j", "9999999"],
     "scontrol-forgotten": ["scontrol", "-o", "show", "job", "9999999"],
     "requeue-forgotten": ["scontrol", "requeue", "9999999"],
@@ -49,6 +52,12 @@ COMMANDS = {
     "sbatch-array": ["sbatch", "--array=99999", "--wrap=true"],
     "sbatch-reservation": ["sbatch", "--reservation=none", "--wrap=true"],
     "sbatch-node": ["sbatch", "-w", "nowhere", "--wrap=true"],
+    "sbatch-time": ["sbatch", "-t", "never", "--wrap=true"],
+    "sbatch-cpus": ["sbatch", "-c", "999", "--wrap=true"],
+    "sbatch-resource": ["sbatch", "--gres=nothing", "--wrap=true"],
+    "sbatch-parsable": ["sbatch", "--parsable", "--hold", "--wrap=true"],
+    "test-only": ["sbatch", "--test-only", "--wrap=true"],
+    "test-only-partition": ["sbatch", "--test-only", "-p", "nowhere", "--wrap=true"],
 }
 JOBS = {
     "array": ["--array=0-9:3%1", "-J", "a b='c'", "-x", "node3,node4", "-t", "1-0", "-w", "node1"],
@@ -103,6 +112,8 @@ def main() -> None:
         recorder.record(name, argv)
     _taken(recorder, jobs["taken"])
     _requeued(recorder, jobs["array"])
+    _steered(recorder, {**jobs, "over": over})
+    _nowhere(recorder)
     text = json.dumps({**jobs, "over": over}, indent=1) + "\n"
     (recorder.folder / "jobs.json").write_text(text)
     recorder.slurm.heal_all()
@@ -131,6 +142,27 @@ def _requeued(recorder: Recorder, array: str) -> None:
     recorder.wait(f"{array}_3", "RUNNING")
     recorder.record("squeue-elements", SQUEUE)
     recorder.record("squeue-sets", IN_SETS)
+
+
+def _steered(recorder: Recorder, jobs: dict[str, str]) -> None:
+    """Record what is said to a command that comes too late, or is not permitted."""
+    later = "starttime=now+60"
+    recorder.record("scancel-ended", ["scancel", jobs["over"]])
+    recorder.record("update-ended", ["scontrol", "update", f"jobid={jobs['over']}", later])
+    recorder.record("update-running", ["scontrol", "update", f"jobid={jobs['gang']}", later])
+    elements = f"jobid={jobs['array']}_[3,6]"
+    recorder.record("update-elements", ["scontrol", "update", elements, later])
+    recorder.record("requeue-requeued", ["scontrol", "requeue", jobs["taken"]])
+    recorder.slurm.run(["scontrol", "update", f"jobid={jobs['gang']}", "requeue=0"])
+    recorder.record("requeue-refused", ["scontrol", "requeue", jobs["gang"]])
+
+
+def _nowhere(recorder: Recorder) -> None:
+    """Record what is said where no partition is the default one."""
+    low = ["scontrol", "update", "partitionname=low"]
+    recorder.slurm.run([*low, "default=no"])
+    recorder.record("sbatch-no-partition", ["sbatch", "--wrap=true"])
+    recorder.slurm.run([*low, "default=yes"])
 
 
 if __name__ == "__main__":

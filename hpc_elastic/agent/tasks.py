@@ -13,8 +13,9 @@ from hpc_elastic.agent.gang import GangNodes, recorded, states_of
 from hpc_elastic.errors import SlurmCommandError, SlurmError
 from hpc_elastic.rundir import RunDir, RunSpec, Submission, read_json
 from hpc_elastic.slurm import replacement
-from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient, is_refused
+from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
+from hpc_elastic.slurm.outputs import is_refused
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 _log = logging.getLogger(__name__)

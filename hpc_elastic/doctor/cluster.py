@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Any, TypeVar
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError
-from hpc_elastic.slurm.site import Partition, SiteClient
+from hpc_elastic.slurm.outputs import Partition, is_nothing, parse_number
+from hpc_elastic.slurm.site import SiteClient
 
 _T = TypeVar("_T")
 
@@ -63,12 +63,11 @@ class Cluster:
     def setting(self, name: str) -> str:
         """Return a setting; empty if it is not known, or Slurm has none."""
         value = (self.config or {}).get(name, "")
-        return "" if value in ("(null)", "N/A") else value
+        return "" if is_nothing(value) else value
 
     def number(self, name: str) -> int | None:
         """Return a setting that begins with a number, such as ``30 sec``; None if unknown."""
-        m = re.match(r"\d+", self.setting(name))
-        return int(m[0]) if m else None
+        return parse_number(self.setting(name))
 
 
 def look(settings: SlurmSettings, folder: Path, client: SiteClient) -> Cluster:

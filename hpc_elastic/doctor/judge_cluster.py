@@ -9,7 +9,8 @@ from hpc_elastic.doctor.asked import launcher_of
 from hpc_elastic.doctor.cluster import Cluster
 from hpc_elastic.doctor.findings import Finding, Verdict, count, duration, fail, ok, unknown, warn
 from hpc_elastic.errors import near_miss
-from hpc_elastic.slurm.site import Partition, time_limit_s
+from hpc_elastic.slurm.outputs import Partition
+from hpc_elastic.slurm.site import time_limit_s
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0

@@ -20,11 +20,17 @@ from hpc_elastic.slurm.outputs import (
     SQUEUE_FORMAT,
     Preemption,
     Record,
+    is_ended,
+    is_forgotten,
+    is_not_waiting,
+    is_refused,
+    is_requeued,
+    is_unknown_node,
     lists_all,
     parse_config,
     parse_job_id,
     parse_node_address,
-    parse_partitions,
+    parse_partition_names,
     parse_preemption,
     parse_records,
     parse_squeue,
@@ -33,13 +39,6 @@ from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
-FORGOTTEN = "Invalid job id specified"
-_ENDED = (FORGOTTEN, "already completing or completed")
-_NOT_PENDING = (FORGOTTEN, "no longer pending execution", "already finished", "No error")
-"""What scontrol says of each element when one of several could not be updated."""
-
-_REQUEUED = "Job is pending execution"
-_DISABLED = "Requested operation is presently disabled"
 _IDS_A_CALL = 100
 RELEASE_DELAY_S = 2
 _BEGIN_S = 600
@@ -81,7 +80,7 @@ class SlurmClient:
         try:
             return self._squeue(ids)
         except SlurmCommandError as e:
-            if FORGOTTEN not in e.stderr:
+            if not is_forgotten(e):
                 raise
         alone = ids if len(ids) > 1 and not once else []
         return {name: task for job_id in alone for name, task in self.tasks([job_id]).items()}
@@ -126,7 +125,7 @@ class SlurmClient:
         try:
             self._run(["scancel", *ids])
         except SlurmCommandError as e:
-            if not _says_only(e, _ENDED):
+            if not is_ended(e):
                 raise
 
     def max_array_size(self) -> int:
@@ -156,7 +155,7 @@ class SlurmClient:
 
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
-        return parse_partitions(self._run(["sinfo", "-h", "-a", "-o", "%R"]))
+        return parse_partition_names(self._run(["sinfo", "-h", "-a", "-o", "%R"]))
 
     def node_address(self, node: str) -> str | None:
         """Return where the controller reaches a node: a host name or an address, as configured.
@@ -167,7 +166,7 @@ class SlurmClient:
         try:
             output = self._run(["scontrol", "show", "node", node])
         except SlurmCommandError as e:
-            if "not found" not in e.stderr:
+            if not is_unknown_node(e):
                 raise
             return None
         return parse_node_address(output)
@@ -178,7 +177,7 @@ class SlurmClient:
         One that is on its way there already is no error: the agents of a job of several nodes
         requeue it all at once. One that was cancelled comes back: look first (`decision.decide`).
         One that was submitted with ``--no-requeue`` is permitted it first, which its owner may do
-        for as long as it runs; `is_refused` tells the error where that does not help.
+        for as long as it runs; `outputs.is_refused` tells the error where that does not help.
         """
         name = queue_name(task)
         try:
@@ -193,7 +192,7 @@ class SlurmClient:
         try:
             self._run(["scontrol", "requeue", name])
         except SlurmCommandError as e:
-            if not _says_only(e, (_REQUEUED,)):
+            if not is_requeued(e):
                 raise
 
     def release(self, task: str) -> None:
@@ -256,7 +255,7 @@ class SlurmClient:
         try:
             return parse_records(self._run(argv))
         except SlurmCommandError as e:
-            if not _says_only(e, (FORGOTTEN,)):
+            if not is_forgotten(e):
                 raise
             return []
         except ValueError as e:
@@ -284,7 +283,7 @@ class SlurmClient:
         try:
             self._run(["scontrol", "update", f"jobid={task}", what])
         except SlurmCommandError as e:
-            if not _says_only(e, _NOT_PENDING):
+            if not is_not_waiting(e):
                 raise
 
     def _outside(self) -> dict[str, str]:
@@ -294,18 +293,6 @@ class SlurmClient:
     def _run(self, argv: Sequence[str]) -> str:
         """Return what a command prints."""
         return call(argv, env=self._env, timeout_s=self.timeout_s)
-
-
-def is_refused(error: SlurmCommandError) -> bool:
-    """Tell whether Slurm will not requeue a task, however often it is asked (pure)."""
-    return _DISABLED in error.stderr or "already finished" in error.stderr
-
-
-def _says_only(error: SlurmCommandError, phrases: Iterable[str]) -> bool:
-    """Tell whether a command that failed wrote no line without one of these phrases."""
-    lines = error.stderr.splitlines()
-    harmless = all(any(phrase in line for phrase in phrases) for line in lines)
-    return error.exit_code is not None and bool(lines) and harmless
 
 
 def _pending(tasks: Iterable[str], states: Mapping[str, TaskState]) -> list[str]:

@@ -4,17 +4,19 @@ squeue is asked for fields by name (``-O``), sinfo by ``-o``, and of scontrol on
 whose names have been the same from Slurm 20 to 26; ``--json`` changes its schema from release to
 release and is not used. Outputs that were recorded from three releases are the tests of this
 module. Of scontrol, values with blanks in them (a job's name, its comment) come cut off; none of
-those is used.
+those is used. Errors are told apart by their words, for exit codes tell nothing; what sbatch
+refuses has a table of its own (`hpc_elastic.submit.refusals`), from its words to our keys.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.states import TaskState
 
@@ -30,14 +32,49 @@ NO_ARRAY = "N/A"
 SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 """For squeue -O: width 0 cuts nothing."""
 
+NODES_FORMAT = "%D|%T"
+"""For sinfo -o: how many nodes are in which state."""
+
 _FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
-_NOTHING = ("", "(null)", "N/A", "None")
 _BY_PARTITION = "preempt/partition_prio"
 _DEFAULT_KILL_WAIT_S = 30
 _DATE = "%Y-%m-%dT%H:%M:%S"
 _DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
 """Days, hours, minutes and seconds."""
+
+_FORGOTTEN = "Invalid job id specified"
+_ENDED = (_FORGOTTEN, "already completing or completed")
+_NOT_WAITING = (_FORGOTTEN, "no longer pending execution", "already finished", "No error")
+"""What scontrol says of each element when one of several could not be updated."""
+
+_REQUEUED = "Job is pending execution"
+_REFUSED = ("Requested operation is presently disabled", "already finished")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, as scontrol shows it.
+
+    Attributes:
+        name: Its name.
+        state: ``UP``, ``DOWN``, ``DRAIN`` or ``INACTIVE``.
+        is_default: Whether jobs that name none come here.
+        max_time_s: Longest wall time of a job; None without a limit.
+        grace_s: Seconds between a preemption's SIGTERM and the end.
+        preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
+        num_nodes: How many nodes it has.
+        max_nodes: The most nodes of one job; None without a limit.
+    """
+
+    name: str
+    state: str = "UP"
+    is_default: bool = False
+    max_time_s: float | None = None
+    grace_s: int = 0
+    preempt_mode: str = "OFF"
+    num_nodes: int = 0
+    max_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,35 @@ def parse_rows(output: str) -> list[dict[str, str]]:
     return [dict(_FIELD.findall(line)) for line in output.splitlines() if line.strip()]
 
 
+def parse_number(value: str) -> int | None:
+    """Return the number that a value begins with, such as ``30 sec``; None if with no number."""
+    m = re.match(r"\d+", value)
+    return int(m[0]) if m else None
+
+
+def is_nothing(value: str) -> bool:
+    """Tell whether a value is what Slurm prints where it has none."""
+    return value in ("", "(null)", "N/A", "None")
+
+
+def parse_partitions(output: str) -> list[Partition]:
+    """Return the partitions in what ``scontrol -o show partition`` printed."""
+    return [_partition(row) for row in parse_rows(output) if "PartitionName" in row]
+
+
+def _partition(row: dict[str, str]) -> Partition:
+    return Partition(
+        name=row["PartitionName"],
+        state=row.get("State", "UP"),
+        is_default=row.get("Default") == "YES",
+        max_time_s=parse_time_left(row.get("MaxTime", "")),
+        grace_s=parse_number(row.get("GraceTime", "")) or 0,
+        preempt_mode=row.get("PreemptMode", "OFF"),
+        num_nodes=parse_number(row.get("TotalNodes", "")) or 0,
+        max_nodes=parse_number(row.get("MaxNodes", "")),
+    )
+
+
 def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemption:
     """Return what a task gets when it is preempted.
 
@@ -96,20 +162,19 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
             the least grace counts.
     """
     settings = parse_config(config)
-    rows = parse_rows(partitions)
     names = set(wanted.split(",")) if wanted else set()
     chosen = [
-        row
-        for row in rows
-        if row.get("PartitionName") in names or (not names and row.get("Default") == "YES")
+        partition
+        for partition in parse_partitions(partitions)
+        if partition.name in names or (not names and partition.is_default)
     ]
-    row = min(chosen, key=lambda row: _number(row.get("GraceTime"), 0), default={})
+    least = min(chosen, key=lambda partition: partition.grace_s, default=Partition(""))
     by_partition = settings.get("PreemptType") == _BY_PARTITION
-    mode = (row if by_partition else settings).get("PreemptMode", "off")
+    kill_wait_s = parse_number(settings.get("KillWait", ""))
     return Preemption(
-        grace_s=_number(row.get("GraceTime"), 0),
-        kill_wait_s=_number(settings.get("KillWait"), _DEFAULT_KILL_WAIT_S),
-        mode=_mode(mode),
+        grace_s=least.grace_s,
+        kill_wait_s=_DEFAULT_KILL_WAIT_S if kill_wait_s is None else kill_wait_s,
+        mode=_mode(least.preempt_mode if by_partition else settings.get("PreemptMode", "off")),
     )
 
 
@@ -117,11 +182,6 @@ def _mode(text: str) -> str:
     """Return one mode of ``GANG,SUSPEND`` and the like."""
     modes = [mode for mode in text.lower().split(",") if mode not in ("gang", "within")]
     return modes[0] if modes else "off"
-
-
-def _number(text: str | None, default: int) -> int:
-    m = re.match(r"\d+", text or "")
-    return int(m[0]) if m else default
 
 
 def parse_records(output: str) -> list[Record]:
@@ -138,7 +198,7 @@ def _record(fields: dict[str, str]) -> Record:
     return Record(
         tuple(_names(fields)),
         fields.get("JobState", ""),
-        () if excluded in _NOTHING else tuple(nodelist.expand(excluded)),
+        () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
     )
 
 
@@ -146,19 +206,44 @@ def _names(fields: dict[str, str]) -> Iterator[str]:
     array, indices = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "N/A")
     if array is None:
         yield fields["JobId"]
-    elif indices not in _NOTHING:
+    elif not is_nothing(indices):
         yield from (f"{array}_{index}" for index in nodelist.expand_indices(indices)[0])
 
 
-def parse_partitions(output: str) -> list[str]:
+def parse_partition_names(output: str) -> list[str]:
     """Return the names in what ``sinfo -o %R`` printed, each once."""
     return list(dict.fromkeys(output.split()))
+
+
+def parse_node_states(output: str) -> dict[str, int]:
+    """Return the number of nodes by state in what ``sinfo -h -o NODES_FORMAT`` printed.
+
+    A mark behind the state, such as ``*`` for a node that does not answer, makes it another one;
+    but for those that say how power is saved.
+    """
+    counts: dict[str, int] = {}
+    for line in output.splitlines():
+        number, _, state = line.strip().partition("|")
+        if number.isdecimal():
+            name = state.strip().rstrip("~#%+@!^-")
+            counts[name] = counts.get(name, 0) + int(number)
+    return counts
+
+
+def parse_version(output: str) -> str:
+    """Return the version in what a command printed for ``--version``, such as ``22.05.8``."""
+    return output.strip().rpartition(" ")[2]
+
+
+def parse_controllers(output: str) -> str:
+    """Return which controllers answer, in the words of ``scontrol ping``, on one line."""
+    return " ".join(output.split())
 
 
 def parse_node_address(output: str) -> str | None:
     """Return the address in what ``scontrol show node`` printed; None if it has none."""
     m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
-    return None if m is None or m[1] in (*_NOTHING, "n/a") else m[1]
+    return None if m is None or m[1] == "n/a" or is_nothing(m[1]) else m[1]
 
 
 def parse_job_id(output: str) -> str:
@@ -166,8 +251,15 @@ def parse_job_id(output: str) -> str:
     return output.strip().partition(";")[0]
 
 
+def parse_start(output: str) -> str:
+    """Return when and where a job would start, in the words of ``sbatch --test-only``."""
+    return re.sub(r"\A(sbatch: )?(Job \d+ )?", "", output.strip())
+
+
 def parse_time_left(text: str) -> float | None:
     """Return the seconds in squeue's TimeLeft, such as ``1-02:03:04`` or ``2:03``.
+
+    scontrol's MaxTime is of the same form.
 
     Returns:
         None for UNLIMITED, NOT_SET, INVALID (the limit has passed), and whatever else is no time.
@@ -263,3 +355,40 @@ def _tasks(
     )  # fmt: skip
     for name in names:
         yield replace(known, task=name)
+
+
+def is_forgotten(error: SlurmCommandError) -> bool:
+    """Tell whether squeue or scontrol know no such job, or no longer."""
+    return _FORGOTTEN in error.stderr
+
+
+def is_unknown_node(error: SlurmCommandError) -> bool:
+    """Tell whether scontrol knows no such node."""
+    return re.search(r"Node \S+ not found", error.stderr) is not None
+
+
+def is_ended(error: SlurmCommandError) -> bool:
+    """Tell whether scancel has failed only at tasks that have ended."""
+    return _says_only(error, _ENDED)
+
+
+def is_not_waiting(error: SlurmCommandError) -> bool:
+    """Tell whether ``scontrol update`` has failed only at tasks that do not wait any more."""
+    return _says_only(error, _NOT_WAITING)
+
+
+def is_requeued(error: SlurmCommandError) -> bool:
+    """Tell whether a task that ``scontrol requeue`` was told of goes to the queue already."""
+    return _says_only(error, (_REQUEUED,))
+
+
+def is_refused(error: SlurmCommandError) -> bool:
+    """Tell whether Slurm will not requeue a task, however often it is asked."""
+    return any(words in error.stderr for words in _REFUSED)
+
+
+def _says_only(error: SlurmCommandError, phrases: Iterable[str]) -> bool:
+    """Tell whether a command that failed wrote no line without one of these phrases."""
+    lines = error.stderr.splitlines()
+    harmless = all(any(phrase in line for phrase in phrases) for line in lines)
+    return error.exit_code is not None and bool(lines) and harmless

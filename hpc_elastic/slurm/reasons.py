@@ -13,6 +13,8 @@ _NODES = "ask for fewer nodes, or choose another launcher.partition"
 _REMEDIES = {
     "PartitionTimeLimit": f"the partition's time limit is shorter (`sinfo -o '%P %l'`): {_TIME}",
     "PartitionNodeLimit": f"the partition does not give that many nodes to one job: {_NODES}",
+    "PartitionConfig": "the partition's nodes are fewer, or smaller, than what is asked for "
+    "(`sinfo -o '%P %D %c %m %G'`): ask for less, or choose another launcher.partition",
     "PartitionDown": "the partition is down: choose another launcher.partition, or ask the site",
     "PartitionInactive": "the partition is off: choose another launcher.partition, or ask the site",
     "AssocMaxWallDurationPerJobLimit": f"your account's time limit is shorter: {_TIME}",

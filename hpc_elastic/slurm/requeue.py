@@ -34,8 +34,9 @@ from dataclasses import replace
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import replacement
-from hpc_elastic.slurm.client import SlurmClient, is_refused
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide, row_of
+from hpc_elastic.slurm.outputs import is_refused
 from hpc_elastic.slurm.states import job_of, queue_name
 
 _log = logging.getLogger(__name__)

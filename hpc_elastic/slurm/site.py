@@ -1,48 +1,26 @@
-"""What Slurm says of the cluster as a whole: for the doctor, on the login node and on others.
-
-Only formats that have been the same from Slurm 20 to 26 are read: ``scontrol show config``,
-``scontrol -o show partition``, and sinfo's own format strings.
-"""
+"""Asks Slurm of the cluster as a whole: for the doctor, on the login node and on others."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.command import answer
-from hpc_elastic.slurm.outputs import parse_config, parse_rows, parse_time_left
+from hpc_elastic.slurm.outputs import (
+    NODES_FORMAT,
+    Partition,
+    is_ended,
+    parse_config,
+    parse_controllers,
+    parse_node_states,
+    parse_partitions,
+    parse_start,
+    parse_version,
+)
 
 _SECONDS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
-_JOB = re.compile(r"\A(sbatch: )?(Job \d+ )?")
-_STATES_FORMAT = "%D|%T"
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition, as scontrol shows it.
-
-    Attributes:
-        name: Its name.
-        state: ``UP``, ``DOWN``, ``DRAIN`` or ``INACTIVE``.
-        is_default: Whether jobs that name none come here.
-        max_time_s: Longest wall time of a job; None without a limit.
-        grace_s: Seconds between a preemption's SIGTERM and the end.
-        preempt_mode: ``OFF``, ``REQUEUE``, ``CANCEL``, ``SUSPEND``, or several with commas.
-        num_nodes: How many nodes it has.
-        max_nodes: The most nodes of one job; None without a limit.
-    """
-
-    name: str
-    state: str = "UP"
-    is_default: bool = False
-    max_time_s: float | None = None
-    grace_s: int = 0
-    preempt_mode: str = "OFF"
-    num_nodes: int = 0
-    max_nodes: int | None = None
 
 
 class SiteClient(SlurmClient):
@@ -54,12 +32,11 @@ class SiteClient(SlurmClient):
 
     def version(self, command: str) -> str:
         """Return the version that one of Slurm's commands tells, such as ``22.05.8``."""
-        output = self._run([command, "--version"]).strip()
-        return output.rpartition(" ")[2]
+        return parse_version(self._run([command, "--version"]))
 
     def ping(self) -> str:
         """Return which controllers answer, in scontrol's words."""
-        return " ".join(self._run(["scontrol", "ping"]).split())
+        return parse_controllers(self._run(["scontrol", "ping"]))
 
     def all_partitions(self) -> list[Partition]:
         """Return the partitions, those hidden from the user included."""
@@ -72,7 +49,7 @@ class SiteClient(SlurmClient):
             partition: Name of a partition, or several with commas.
         """
         where = ["-p", partition] if partition else ["-a"]
-        return parse_node_states(self._run(["sinfo", "-h", *where, "-o", _STATES_FORMAT]))
+        return parse_node_states(self._run(["sinfo", "-h", *where, "-o", NODES_FORMAT]))
 
     def accounting_answers(self) -> None:
         """Ask sacct for nothing; it fails where there is no accounting."""
@@ -86,7 +63,7 @@ class SiteClient(SlurmClient):
         """
         argv = ["sbatch", "--test-only", script]
         output, errors = answer(argv, env=self._outside(), timeout_s=self.timeout_s)
-        return _JOB.sub("", errors.strip() or output.strip())
+        return parse_start(errors.strip() or output)
 
     def signal(self, task: str, name: str) -> None:
         """Send a signal to every process of a task's steps.
@@ -98,8 +75,15 @@ class SiteClient(SlurmClient):
         self._run(["scancel", f"--signal={name}", task])
 
     def kill(self, tasks: Sequence[str]) -> None:
-        """Send SIGKILL to every process of some tasks, their batch scripts included."""
-        self._run(["scancel", "--full", "--signal=KILL", *tasks])
+        """Send SIGKILL to every process of some tasks, their batch scripts included.
+
+        Tasks that have ended are passed over.
+        """
+        try:
+            self._run(["scancel", "--full", "--signal=KILL", *tasks])
+        except SlurmCommandError as e:
+            if not is_ended(e):
+                raise
 
 
 def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
@@ -121,43 +105,6 @@ def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
         except SlurmCommandError as e:
             problems[command] = e.stderr.strip()[:300]
     return problems
-
-
-def parse_partitions(output: str) -> list[Partition]:
-    """Return the partitions in what ``scontrol -o show partition`` printed (pure)."""
-    return [_partition(row) for row in parse_rows(output) if "PartitionName" in row]
-
-
-def _partition(row: dict[str, str]) -> Partition:
-    return Partition(
-        name=row["PartitionName"],
-        state=row.get("State", "UP"),
-        is_default=row.get("Default") == "YES",
-        max_time_s=parse_time_left(row.get("MaxTime", "")),
-        grace_s=_number(row.get("GraceTime")) or 0,
-        preempt_mode=row.get("PreemptMode", "OFF"),
-        num_nodes=_number(row.get("TotalNodes")) or 0,
-        max_nodes=_number(row.get("MaxNodes")),
-    )
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
-
-
-def parse_node_states(output: str) -> dict[str, int]:
-    """Return the number of nodes by state in what sinfo printed (pure).
-
-    A mark behind the state, such as ``*`` for a node that does not answer, makes it another one;
-    but for those that say how power is saved.
-    """
-    counts: dict[str, int] = {}
-    for line in output.splitlines():
-        number, _, state = line.strip().partition("|")
-        if number.isdecimal():
-            name = state.strip().rstrip("~#%+@!^-")
-            counts[name] = counts.get(name, 0) + int(number)
-    return counts
 
 
 def time_limit_s(text: str) -> float | None:

@@ -26,7 +26,7 @@ _RULES = (
     _Rule("invalid account", "account", "not an account of yours, or not in this partition"),
     _Rule("invalid qos", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
     _Rule("time limit", "time", "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
-    _Rule("invalid time", "time", "not a time that Slurm understands"),
+    _Rule("invalid --time", "time", "not a time that Slurm understands"),
     _Rule("invalid feature", "constraint", "no node has such features (`sinfo -o '%N %f'`)"),
     _Rule("invalid generic resource", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
     _Rule("gres", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),

@@ -8,8 +8,9 @@ import pytest
 from backends import eventually, parse_env
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.client import SlurmClient, is_refused
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.slurm.outputs import is_refused
 
 SLEEP = "sleep 600"
 OF_AN_ELEMENT = {

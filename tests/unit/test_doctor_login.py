@@ -10,7 +10,7 @@ from hpc_elastic.doctor.findings import Verdict, worst
 from hpc_elastic.doctor.folder import Folder, look
 from hpc_elastic.doctor.host import Host
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.slurm.site import Partition
+from hpc_elastic.slurm.outputs import Partition
 
 GIB = 1 << 30
 HOST = Host(

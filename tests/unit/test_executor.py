@@ -141,6 +141,7 @@ def test_a_refused_flag_is_named_by_its_key():
         ("Invalid job array specification", "MaxArraySize"),
         ("Job violates accounting/QOS policy (job submit limit, ...)", "limits"),
         ("Unable to contact slurm controller (connect failure)", "SLURM_CONF"),
+        ("Invalid time specification (pos=0): x Invalid --begin specification", "--begin"),
         ("something new", "something new"),
     ],
 )

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.config import SlurmSettings
-from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.slurm import client, outputs
+from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
+from hpc_elastic.slurm import outputs
 from hpc_elastic.slurm.states import Phase
 from hpc_elastic.submit.refusals import explain
 
 DATA = Path(__file__).parent / "data" / "slurm"
 RELEASES = sorted(path.name for path in DATA.iterdir())
+FORGOTTEN = {"squeue-forgotten", "scontrol-forgotten", "requeue-forgotten"}
 
 
 @pytest.fixture(params=RELEASES)
@@ -29,12 +30,23 @@ def jobs(recorded, request):
     return json.loads((folder / "jobs.json").read_text())
 
 
+def answer(release, name) -> tuple[int, str, str]:
+    """Return the exit code of a recorded command, its output, and its standard error."""
+    told = json.loads((DATA / release / f"{name}.json").read_text())
+    return told["exit_code"], (DATA / release / f"{name}.out").read_text(), told["stderr"]
+
+
 def failure(release, name) -> SlurmCommandError:
     """Return the error that a recorded failure is."""
-    told = json.loads((DATA / release / f"{name}.json").read_text())
-    text = told["stderr"].strip() or (DATA / release / f"{name}.out").read_text()
-    assert told["exit_code"] != 0
-    return SlurmCommandError(told["argv"], told["exit_code"], text)
+    exit_code, output, errors = answer(release, name)
+    assert exit_code != 0
+    return SlurmCommandError([name], exit_code, errors.strip() or output)
+
+
+def failures(release) -> dict[str, SlurmCommandError]:
+    """Return all that were recorded, by the name of the file."""
+    names = {path.stem for path in (DATA / release).glob("*.out")}
+    return {name: failure(release, name) for name in names if answer(release, name)[0] != 0}
 
 
 def test_three_releases_were_recorded():
@@ -110,7 +122,45 @@ def test_the_configuration_tells_of_arrays_and_preemption(recorded):
         expected = outputs.Preemption(5, 5, mode)
         assert outputs.parse_preemption(config, partitions, name) == expected
     assert outputs.parse_preemption(config, partitions, "high") == outputs.Preemption(0, 5, "off")
-    assert set(outputs.parse_partitions(recorded("sinfo"))) == {"low", "cancel", "short", "high"}
+
+
+def test_partitions_are_as_the_sandbox_has_made_them(recorded):
+    """Both commands name all; only scontrol tells more."""
+    low, cancel, short, high = outputs.parse_partitions(recorded("scontrol-partitions"))
+    assert low == outputs.Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
+    assert (cancel.preempt_mode, short.max_time_s, high.preempt_mode) == ("CANCEL", 1800.0, "OFF")
+    assert (cancel.is_default, high.grace_s) == (False, 0)
+    names = outputs.parse_partition_names(recorded("sinfo"))
+    assert set(names) == {"low", "cancel", "short", "high"} and len(names) == 4
+
+
+def test_nodes_are_counted_by_state_and_controllers_named(recorded):
+    """While every node has a job of its own."""
+    assert outputs.parse_node_states(recorded("sinfo-nodes")) == {"allocated": 4}
+    assert outputs.parse_controllers(recorded("ping")) == "Slurmctld(primary) at ctl is UP"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_commands_tell_their_release(release):
+    """Debian's name of the package is before it."""
+    _, output, _ = answer(release, "version")
+    assert outputs.parse_version(output).startswith(f"{release}.")
+
+
+def test_a_submission_tells_its_job_and_nothing_else(recorded):
+    """There is one cluster."""
+    assert outputs.parse_job_id(recorded("sbatch-parsable")).isdecimal()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_test_of_a_submission_tells_when_it_would_start(release):
+    """On standard error, without the number of a job that there is not; or it names the key."""
+    exit_code, output, errors = answer(release, "test-only")
+    words = outputs.parse_start(errors)
+    assert (exit_code, output) == (0, "")
+    assert words.startswith("to start at 2") and words.endswith("on nodes node1 in partition low")
+    error = explain(failure(release, "test-only-partition").stderr, SlurmSettings())
+    assert isinstance(error, ConfigError) and error.key == "launcher.partition"
 
 
 def test_a_node_has_its_address(recorded):
@@ -120,13 +170,27 @@ def test_a_node_has_its_address(recorded):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_what_slurm_has_forgotten_is_told_from_other_errors(release):
-    """squeue, scontrol show and scontrol requeue say so in the same words."""
-    names = ("squeue", "scontrol", "requeue")
-    for name in names:
-        told = failure(release, f"{name}-forgotten")
-        assert client.FORGOTTEN in told.stderr
-    assert "not found" in failure(release, "scontrol-no-node").stderr
+@pytest.mark.parametrize(
+    ("judge", "names"),
+    [
+        (outputs.is_forgotten, FORGOTTEN),
+        (outputs.is_ended, FORGOTTEN),
+        (outputs.is_unknown_node, {"scontrol-no-node"}),
+        (outputs.is_not_waiting, {*FORGOTTEN, "update-ended", "update-running", "update-elements"}),
+        (outputs.is_requeued, {"requeue-requeued"}),
+        (outputs.is_refused, {"requeue-refused", "update-ended"}),
+    ],
+)
+def test_what_is_no_failure_to_us_is_told_from_what_is(release, judge, names):
+    """Of all failures that were recorded, by their words."""
+    assert {name for name, error in failures(release).items() if judge(error)} == names
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", ["scancel-forgotten", "scancel-ended"])
+def test_nothing_to_cancel_is_no_failure(release, name):
+    """scancel, unlike the others, succeeds without a word."""
+    assert answer(release, name) == (0, "", "")
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -134,8 +198,11 @@ def test_what_slurm_has_forgotten_is_told_from_other_errors(release):
     ("name", "key"),
     [
         ("partition", "launcher.partition"),
+        ("no-partition", "launcher.partition"),
+        ("time", "launcher.time"),
         ("feature", "launcher.constraint"),
         ("memory", "launcher.mem"),
+        ("resource", "launcher.gpus_per_node"),
         ("node", "launcher.exclude"),
         ("reservation", "launcher.sbatch.reservation"),
     ],
@@ -143,11 +210,32 @@ def test_what_slurm_has_forgotten_is_told_from_other_errors(release):
 def test_a_refusal_names_the_key(release, name, key):
     """Whatever release refuses it."""
     error = explain(failure(release, f"sbatch-{name}").stderr, SlurmSettings())
-    assert isinstance(error, ConfigError) and key in str(error)
+    assert isinstance(error, ConfigError) and error.key == key
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_refusal_that_has_no_key_has_a_remedy(release):
-    """Array indices, and more nodes than there are."""
-    array = explain(failure(release, "sbatch-array").stderr, SlurmSettings())
-    assert "MaxArraySize" in str(array)
+@pytest.mark.parametrize(("name", "remedy"), [("array", "MaxArraySize"), ("gres", "together")])
+def test_a_refusal_that_has_no_key_has_a_remedy(release, name, remedy):
+    """Array indices, and more GPUs than a node has: no word says that it is those."""
+    error = explain(failure(release, f"sbatch-{name}").stderr, SlurmSettings())
+    assert isinstance(error, SubmissionError) and remedy in str(error)
+
+
+@pytest.mark.parametrize("release", ["22.05", "26.05"])
+def test_more_nodes_or_cpus_than_there_are_wait_for_ever(release):
+    """These take such a job, and squeue says why it waits."""
+    _, output, _ = answer(release, "sbatch-nodes")
+    job = output.split()[-1]
+    queue = outputs.parse_squeue((DATA / release / "squeue-elements.out").read_text())
+    assert (queue[job].phase, queue[job].reason) == (Phase.PENDING, "PartitionConfig")
+    assert answer(release, "sbatch-cpus")[0] == 0
+
+
+def test_more_nodes_or_cpus_than_there_are_are_refused():
+    """By one release, which names the CPUs."""
+    nodes, cpus = (
+        explain(failure("24.11", f"sbatch-{name}").stderr, SlurmSettings())
+        for name in ("nodes", "cpus")
+    )
+    assert isinstance(nodes, SubmissionError) and "together" in str(nodes)
+    assert isinstance(cpus, ConfigError) and cpus.key == "launcher.cpus_per_node"

@@ -11,8 +11,8 @@ import pytest
 from hpc_elastic import commands
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm import command as slurm_command
-from hpc_elastic.slurm.client import SlurmClient, is_refused
-from hpc_elastic.slurm.outputs import Preemption
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.outputs import Preemption, is_refused
 
 REST = "|9:00|N/A|N/A|"
 """The fields of squeue's lines between the node and the reason."""
@@ -43,6 +43,12 @@ def test_a_command_that_is_not_installed_is_said_so(tmp_path):
         SlurmClient(env={"PATH": str(tmp_path)}).partitions()
     assert caught.value.exit_code is None
     assert caught.value.argv[0] == "sinfo"
+
+
+def test_a_node_is_not_unknown_where_nobody_can_be_asked(tmp_path):
+    """That no scontrol was found does not mean that the node was not."""
+    with pytest.raises(SlurmCommandError, match="not found; is Slurm installed here"):
+        SlurmClient(env={"PATH": str(tmp_path)}).node_address("n5")
 
 
 def test_a_command_that_fails_keeps_what_it_said(command):

@@ -1,8 +1,15 @@
-"""What scontrol prints, as Slurm 22.05 printed it."""
+"""What scontrol and sinfo print, as Slurm 22.05 printed it."""
 
 import pytest
 
-from hpc_elastic.slurm.outputs import Preemption, parse_preemption, parse_records
+from hpc_elastic.slurm.outputs import (
+    Partition,
+    Preemption,
+    parse_node_states,
+    parse_partitions,
+    parse_preemption,
+    parse_records,
+)
 
 CONFIG = """
 Configuration data as of 2026-11-21T15:00:00
@@ -15,6 +22,16 @@ PartitionName=low AllowQos=ALL Default=YES GraceTime=60 PreemptMode=REQUEUE Stat
 PartitionName=cheap AllowQos=ALL Default=NO GraceTime=0 PreemptMode=CANCEL State=UP
 PartitionName=high AllowQos=ALL Default=NO GraceTime=120 PreemptMode=OFF State=UP
 """
+SITE = (
+    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES "
+    "QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=5 Hidden=NO "
+    "MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
+    "Nodes=node[1-4] PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO "
+    "OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=32 TotalNodes=4 "
+    "SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED\n"
+    "PartitionName=short Default=NO GraceTime=0 MaxNodes=2 MaxTime=1-02:00:00 Nodes=node1 "
+    "PreemptMode=OFF State=DRAIN TotalCPUs=8 TotalNodes=1\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +73,17 @@ def test_records_are_read_for_arrays_and_jobs():
     assert (array.tasks, array.excluded) == (("13_0", "13_1", "13_3"), ("node1", "node2"))
     assert (job.tasks, job.excluded, job.may_wait) == (("9",), (), False)
     assert parse_records("") == []
+
+
+def test_partitions_are_read():
+    """What is not limited is None."""
+    low, short = parse_partitions(SITE)
+    assert low == Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
+    assert short == Partition("short", "DRAIN", False, 93600.0, 0, "OFF", 1, 2)
+    assert parse_partitions("") == []
+
+
+def test_node_states_are_counted():
+    """How power is saved is not of interest; a star, no answer, is kept apart with its state."""
+    output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|drained\n\n"
+    assert parse_node_states(output) == {"idle": 3, "mixed": 3, "down*": 1, "drained": 1}

@@ -1,42 +1,12 @@
-"""What Slurm says of the cluster as a whole, in the forms that Slurm 22.05 prints."""
+"""What the doctor asks of the cluster as a whole, with scripts for Slurm's commands."""
 
+import contextlib
 import os
 
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.site import (
-    Partition,
-    SiteClient,
-    parse_node_states,
-    parse_partitions,
-    time_limit_s,
-)
-
-PARTITIONS = (
-    "PartitionName=low AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES "
-    "QoS=N/A DefaultTime=NONE DisableRootJobs=NO ExclusiveUser=NO GraceTime=5 Hidden=NO "
-    "MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 LLN=NO MaxCPUsPerNode=UNLIMITED "
-    "Nodes=node[1-4] PriorityJobFactor=1 PriorityTier=1 RootOnly=NO ReqResv=NO "
-    "OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TotalCPUs=32 TotalNodes=4 "
-    "SelectTypeParameters=NONE JobDefaults=(null) DefMemPerNode=UNLIMITED\n"
-    "PartitionName=short Default=NO GraceTime=0 MaxNodes=2 MaxTime=1-02:00:00 Nodes=node1 "
-    "PreemptMode=OFF State=DRAIN TotalCPUs=8 TotalNodes=1\n"
-)
-
-
-def test_partitions_are_read():
-    """What is not limited is None."""
-    low, short = parse_partitions(PARTITIONS)
-    assert low == Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
-    assert short == Partition("short", "DRAIN", False, 93600.0, 0, "OFF", 1, 2)
-    assert parse_partitions("") == []
-
-
-def test_node_states_are_counted():
-    """How power is saved is not of interest; a star, no answer, is kept apart with its state."""
-    output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|drained\n\n"
-    assert parse_node_states(output) == {"idle": 3, "mixed": 3, "down*": 1, "drained": 1}
+from hpc_elastic.slurm.site import SiteClient, time_limit_s
 
 
 @pytest.mark.parametrize(
@@ -107,3 +77,17 @@ def test_signals_go_to_the_steps_and_kill_to_all(command):
     command.client.signal("7_0", "USR2")
     command.client.kill(["7"])
     assert command.calls() == ["--signal=USR2 7_0", "--full --signal=KILL 7"]
+
+
+@pytest.mark.parametrize(
+    ("says", "fails"),
+    [
+        ("scancel: error: Kill job error on job id 7_0: Invalid job id specified", False),
+        ("scancel: error: Kill job error on job id 7_0: Access/permission denied", True),
+    ],
+)
+def test_a_task_that_has_just_ended_need_not_be_killed(command, says, fails):
+    """It ended in between; whoever may not kill one is told."""
+    command("scancel", f"echo '{says}' >&2; exit 1")
+    with pytest.raises(SlurmCommandError) if fails else contextlib.nullcontext():
+        command.client.kill(["7_0"])

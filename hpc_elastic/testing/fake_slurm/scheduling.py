@@ -79,9 +79,8 @@ def _not_yet(job: Job, cluster: Cluster, now: float, running: Mapping[int, int])
         return BEGIN
     if job.request.partition in cluster.closed:
         return PARTITION_DOWN
-    if job.request.num_nodes > cluster.config.nodes:
-        return "PartitionNodeLimit"
-    if job.request.cpus > cluster.config.cpus_per_node:
+    config = cluster.config
+    if job.request.num_nodes > config.nodes or job.request.cpus > config.cpus_per_node:
         return "PartitionConfig"
     if job.array is not None and job.limit and running.get(job.array, 0) >= job.limit:
         return LIMIT

@@ -14,11 +14,16 @@ from hpc_elastic.slurm.nodelist import compress
 
 _SLOW_IMPORT_S = 30.0
 _MOST_SILENT = 3
+_UNMET = (
+    "set launcher.gpus_per_node to what the partition's nodes have (`sinfo -o '%P %G'`); if that "
+    "is wrong, Admin: GresTypes in slurm.conf, and the nodes' lines in gres.conf"
+)
 
 _REASONS: tuple[tuple[str, str], ...] = (
     ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
     ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
     ("PartitionTimeLimit", "launcher.time is above the partition's limit"),
+    ("PartitionConfig", "the nodes are fewer or smaller (`sinfo -o '%P %D %c %m %G'`)"),
     ("PartitionNodeLimit", "the partition allows fewer nodes (`scontrol show partition`)"),
     ("PartitionDown", "the partition is closed: choose another one"),
     ("PartitionInactive", "the partition is closed: choose another one"),
@@ -172,15 +177,19 @@ def _outside(evidence: Evidence) -> Finding:
 
 def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
     check, why = "nodes.gpus", "one worker runs on each GPU"
-    wrong = [f for f in facts if (f.gpus_given or 0) != (f.gpus_seen or 0)]
-    if asked.gpus_per_node is None and not any(f.gpus_given or f.gpus_seen for f in facts):
+    num_asked = _num_asked(asked)
+    unmet = [f for f in facts if num_asked not in (None, f.gpus_given or 0)]
+    wrong = [f for f in facts if f in unmet or (f.gpus_given or 0) != (f.gpus_seen or 0)]
+    if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
         return ok(check, "no GPUs are asked for, and there are none", why)
     if wrong:
         found = "; ".join(
             f"{f.name}: Slurm gives {_told(f.gpus_given)}, the driver shows {_told(f.gpus_seen)}"
             for f in wrong
         )
-        if asked.gpus_per_node is None:
+        if unmet:
+            return fail(check, f"asked for {num_asked} on each node; {found}", why, _UNMET)
+        if num_asked is None:
             remedy = "say how many a run is to have: launcher.gpus_per_node"
             return warn(check, f"none are asked for; {found}", why, remedy)
         if all((f.gpus_seen or 0) > (f.gpus_given or 0) for f in wrong):
@@ -189,6 +198,14 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
         return fail(check, found, why, remedy)
     return _torch_gpus(evidence, facts)
+
+
+def _num_asked(asked: SlurmSettings) -> int | None:
+    """Return how many GPUs a node is to have, of all types together; None: nothing is said."""
+    if asked.gpus_per_node is None:
+        return None
+    kinds = str(asked.gpus_per_node).split(",")
+    return sum(int(kind.rpartition(":")[2]) for kind in kinds)
 
 
 def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:

@@ -84,7 +84,7 @@ def look(place: Place, slurm: SlurmEnvironment, wanted: str | None) -> NodeFacts
         versions=versions(),
         slurm=reachable(client, slurm.task_name),
         cpus_given=slurm.cpus_on_node,
-        gpus_given=_gpus_given(os.environ),
+        gpus_given=gpus_given(os.environ),
         gpus_seen=_gpus_seen(),
         addresses=_addresses(),
         interface=chosen.name,
@@ -116,9 +116,13 @@ def _addresses() -> dict[str, list[str]]:
     return found
 
 
-def _gpus_given(environ: Mapping[str, str]) -> int | None:
+def gpus_given(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs Slurm has given to this task (pure); None: it says nothing of GPUs."""
     given = environ.get(VARIABLE)
-    return None if given is None else len(listed(given))
+    if given is not None:
+        return len(listed(given))
+    count = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(count) if count.isdecimal() else None
 
 
 def _gpus_seen() -> int | None:

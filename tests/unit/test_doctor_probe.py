@@ -15,7 +15,7 @@ from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
 from hpc_elastic.doctor.folder import Folder
 from hpc_elastic.doctor.hello import Hello
 from hpc_elastic.doctor.host import Host
-from hpc_elastic.doctor.node import NodeFacts, count_devices
+from hpc_elastic.doctor.node import NodeFacts, count_devices, gpus_given
 from hpc_elastic.doctor.peers import Meeting, Sight
 from hpc_elastic.doctor.place import Place
 
@@ -110,6 +110,12 @@ BAD = [
     (with_node(slurm={"squeue": "not found"}), "nodes.slurm", "warn", "install Slurm's commands"),
     (with_node(slurm={"squeue": "Unable to contact"}), "nodes.slurm", "warn", "network.reach"),
     (replace(GOOD, outside={"n0": "not found"}), "nodes.slurm_outside", "warn", "not found"),
+    (with_node(gpus_given=2, gpus_seen=2), "nodes.gpus", "fail",
+     "asked for 4 on each node; n1: Slurm gives 2, the driver shows 2"),
+    (with_node(gpus_given=None, gpus_seen=None), "nodes.gpus", "fail", "n1: Slurm gives none"),
+    (with_node(gpus_given=0, gpus_seen=4), "nodes.gpus", "fail", "n1: Slurm gives none"),
+    (with_node(gpus_given=8, gpus_seen=8), "nodes.gpus", "fail", "n1: Slurm gives 8"),
+    (with_node(gpus_given=2, gpus_seen=2), "nodes.gpus", "fail", "sinfo -o '%P %G'"),
     (with_node(gpus_seen=2), "nodes.gpus", "fail", "n1: Slurm gives 4, the driver shows 2"),
     (with_node(gpus_seen=8), "nodes.gpus", "warn", "ConstrainDevices"),
     (with_node(hello=Hello(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail", "torch does not see"),
@@ -187,11 +193,45 @@ def test_gpus_that_nobody_asked_for():
     assert found.verdict.value == "warn" and "gpus_per_node" in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "given", "verdict"),
+    [
+        (2, 2, "ok"),
+        (2, None, "fail"),
+        ("a100:2", 2, "ok"),
+        ("a100:2", 1, "fail"),
+        ("a100:2", 4, "fail"),
+        ("a100:2,h100:1", 3, "ok"),
+        ("a100:2,h100:1", 2, "fail"),
+    ],
+)
+def test_gpus_that_are_given_are_those_asked_for(asked_for, given, verdict):
+    """As many on every node, of all types together."""
+    reports = {i: result(i, gpus_given=given, gpus_seen=given) for i in (0, 1)}
+    found = findings(replace(GOOD, reports=reports), SlurmSettings(gpus_per_node=asked_for))
+    assert found["nodes.gpus"].verdict.value == verdict
+    assert verdict == "ok" or "n0: Slurm gives" in found["nodes.gpus"].found
+
+
 def test_slices_of_gpus_count_as_gpus():
     """As Slurm gives them."""
     whole = "GPU 0: NVIDIA H100 (UUID: GPU-1)\nGPU 1: NVIDIA H100 (UUID: GPU-2)\n"
     assert count_devices(whole) == 2
     assert count_devices(whole + "  MIG 1g.10gb Device 0: (UUID: MIG-1)\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "number"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),  # Slurm does not set the former at every site
+        ({}, None),
+    ],
+)
+def test_what_slurm_gives_is_in_the_environment(environ, number):
+    """CUDA's variable, or else Slurm's count."""
+    assert gpus_given(environ) == number
     assert count_devices("No devices were found\n") == 0
 
 

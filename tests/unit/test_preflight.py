@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -18,6 +19,8 @@ from hpc_elastic.agent.preflight import (
     check_arithmetic,
     check_clock,
     check_gpus,
+    check_logs,
+    check_shm,
     granted_gpus,
     judge_clock,
     judge_gpus,
@@ -98,6 +101,49 @@ def test_this_node_counts_right_and_its_clock_is_that_of_its_disk(tmp_path):
     """Real arithmetic, a real file."""
     assert check_arithmetic() is None and check_clock(tmp_path) is None
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Set the free space of every file system, in MiB."""
+
+    def leave(mib: int) -> None:
+        usage = SimpleNamespace(free=mib << 20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    return leave
+
+
+@pytest.mark.parametrize(("mib", "fit"), [(0, False), (15, False), (16, True), (1000, True)])
+def test_shared_memory_that_is_full_is_the_nodes_own(free, mib, fit):
+    """Loaders and control pages live there."""
+    free(mib)
+    reason = f"/dev/shm has {mib} MiB free, and 16 are needed"
+    assert check_shm() == (None if fit else Problem("space", reason, is_nodes=True))
+
+
+@pytest.mark.parametrize(("mib", "fit"), [(63, False), (64, True)])
+def test_logs_need_space(free, tmp_path, mib, fit):
+    """On the shared file system, which is no fault of the node's."""
+    free(mib)
+    reason = f"{tmp_path} has {mib} MiB free, and 64 are needed"
+    assert check_logs(tmp_path) == (None if fit else Problem("space", reason, is_nodes=False))
+
+
+def test_a_node_without_space_is_not_fit(free, tmp_path):
+    """Its own memory, and the shared disk."""
+    free(1)
+    found = Preflight(tmp_path, [], shared=True).problems()
+    assert [(p.check, p.is_nodes) for p in found] == [("space", True), ("space", False)]
+    assert "/dev/shm" in found[0].reason and str(tmp_path) in found[1].reason
+
+
+def test_a_full_shared_disk_does_not_hide_a_wrong_clock(free, tmp_path, monkeypatch):
+    """What is only told comes after what is the node's own."""
+    free(32)
+    clock = Problem("clock", "behind")
+    monkeypatch.setattr(preflight, "check_clock", lambda _: clock)
+    assert Preflight(tmp_path, [], shared=True).problems() == [clock]
 
 
 @pytest.fixture

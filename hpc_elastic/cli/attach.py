@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_elastic.cli.options import SweepName
+from hpc_elastic.cli import options
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import SUBMISSION, RunDir, Submission, read_json
+from hpc_elastic.rundir import SUBMISSION, ArrayFiles, RunDir, Submission, read_json
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
 
+if TYPE_CHECKING:
+    from hpc_elastic.submit.outcome import Outcome
 
-@click.command(
-    epilog="\b\nExamples:\n  hpc-elastic attach last\n"
-    "  hpc-elastic attach multirun/2030-01-31/12-00-00",
-)
-@click.argument("sweep", type=SweepName(), metavar="SWEEP_DIR")
+_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic attach last
+  hpc-elastic attach multirun/2030-01-31/12-00-00
+  hpc-elastic attach last --json | jq '.[] | .run_id, .values."0"'
+
+\b
+--json prints the runs as a list of objects once all have ended, and shows their progress on
+standard error:
+  run_id, run   the run's id and directory
+  status        "succeeded", "failed", "cancelled", or "lost": no result, and its tasks are gone
+  values        what the workers have returned, by global rank; NaN and infinities are null
+  restarts      how many it has spent
+  error         why it has not succeeded, else null
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("sweep", type=options.SweepName(), metavar="SWEEP_DIR")
 @click.option("--poll-s", default=1.0, show_default=True, help="Interval in seconds.")
-def command(sweep: Path, poll_s: float) -> int:
+@options.as_json
+def command(sweep: Path, poll_s: float, as_json: bool) -> int:
     """Show the progress of submitted runs, as the launcher does, until they end.
 
     SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
     The exit code is 1 if a run failed, was cancelled, or has left no result though its tasks are
     gone.
     """
-    return attach(sweep, poll_s)
+    return attach(sweep, poll_s, as_json=as_json)
 
 
-def attach(sweep: Path, poll_s: float) -> int:
+def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
     """Show progress until all runs of the sweep have ended.
+
+    Args:
+        sweep: Its directory, or that of one of its runs.
+        poll_s: Seconds between two looks.
+        as_json: Print the outcomes as JSON; all else goes to standard error.
 
     Returns:
         0 if all succeeded, else 1.
@@ -57,11 +83,25 @@ def attach(sweep: Path, poll_s: float) -> int:
     else:
         host = RunDir(runs[0].dir).load().provenance.get("host")
         handle = LocalView(submission, list(job_ids.values()), host == socket.gethostname())
-    outcomes = session.wait(session.Submitted(handle, runs, poll_s))
+    run_ids = [run.paths.load().run_id for run in runs]
+    out = sys.stderr if as_json else sys.stdout
+    outcomes = session.wait(session.Submitted(handle, runs, poll_s), out)
     failed = [outcome.error for outcome in outcomes if outcome.error]
     for error in failed:
-        print(f"\n{error}")
+        print(f"\n{error}", file=out)
+    if as_json:
+        told = [_as_json(*pair) for pair in zip(run_ids, outcomes, strict=True)]
+        print(json.dumps(told, indent=2))
     return 1 if failed else 0
+
+
+def _as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
+    values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
+    return {
+        "run_id": run_id, "run": str(outcome.run.dir), "status": outcome.status,
+        "values": values, "restarts": outcome.restarts,
+        "error": None if outcome.error is None else str(outcome.error),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,23 +165,27 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
         RunDirectoryError: a file of the sweep is missing.
     """
     runs, launcher = [], "slurm"
-    for path in dict.fromkeys(_run_dirs(submission, job_ids)):
+    tasks = [path for k in job_ids for path in run_dirs(Submission(submission).array(k))]
+    for path in dict.fromkeys(tasks):
         spec = RunDir(path).load()
         launcher = spec.launcher
         runs.append(TrackedRun(path, _label(path), tuple(spec.task_names(job_ids)), submission))
     return runs, launcher
 
 
-def _run_dirs(submission: Path, job_ids: Mapping[int, str]) -> Iterator[Path]:
-    for number in job_ids:
-        file = Submission(submission).array(number).tasks
-        array = read_json(file)
-        if array is None:
-            raise RunDirectoryError(f"{submission} has no {file.name}")
-        try:
-            yield from [Path(run["dir"]) for run in array["runs"]]
-        except (KeyError, TypeError) as e:
-            raise RunDirectoryError(f"{file} is damaged: it names no runs") from e
+def run_dirs(array: ArrayFiles) -> list[Path]:
+    """Return the run directory of each task of an array.
+
+    Raises:
+        RunDirectoryError: its file is missing, or damaged.
+    """
+    found = read_json(array.tasks)
+    if found is None:
+        raise RunDirectoryError(f"{array.tasks.parent} has no {array.tasks.name}")
+    try:
+        return [Path(run["dir"]) for run in found["runs"]]
+    except (KeyError, TypeError) as e:
+        raise RunDirectoryError(f"{array.tasks} is damaged: it names no runs") from e
 
 
 def _label(run: Path) -> str:

@@ -17,7 +17,31 @@ _COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
 _ALWAYS_SHOWN = ("once", "twice", "never")
 
 
-@click.command(epilog="\b\nExamples:\n  hpc-elastic audit last\n  hpc-elastic audit runs/7 --json")
+_HELP = """
+\b
+Examples:
+  hpc-elastic audit last
+  hpc-elastic audit runs/7 --json | jq '.[].holds'
+
+\b
+--json prints one object, which has one for each sampler, by its name:
+  holds              whether every sample was trained exactly once, as far as it has come
+  name               of the sampler
+  dataset_len        samples of an epoch
+  epochs             a list; of each epoch, from 0, how many samples were trained once, twice or
+                     never, are left to come, were dropped at its end, padded its last batch, or
+                     were trained elsewhere, before the run's first state:
+                     epoch, once, twice, never, left, dropped, padded, elsewhere
+  last_step          of the surviving history
+  stretches          how often a group began to train
+  replayed_steps     written down and thrown away
+  replayed_samples   of these steps
+  open_samples       of steps that not all ranks have written down yet
+  problems           why it does not hold, each a sentence
+"""
+
+
+@click.command(epilog=_HELP)
 @options.run
 @options.as_json
 def command(run: Path, as_json: bool) -> int:

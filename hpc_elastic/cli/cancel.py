@@ -65,6 +65,8 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
         return 0
     if not yes and sys.stdin.isatty() and not click.confirm(_question(standing), err=True):
         click.echo("not cancelled", err=True)
+        if as_json:
+            print(json.dumps(cancel.as_json(standing, None), indent=2))
         return 1
     bound = cancel.bound_s(standing.spec) if wait_s is None else wait_s
     if not as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,11 +15,25 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.verify import find_checkpoints
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointNotFoundError
 
+_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic export last --key model -o model.pt
+  hpc-elastic export runs/7 --step 1000 -o all.pt
 
-@click.command(
-    epilog="\b\nExamples:\n  hpc-elastic export last --key model -o model.pt\n"
-    "  hpc-elastic export runs/7 --step 1000 -o all.pt",
-)
+\b
+--json prints one object:
+  run           what was given for it
+  checkpoint    the folder that was read
+  step          that it holds
+  key           that was written; null: all of them
+  file          that was written
+  num_bytes     its size
+  num_tensors   in it
+"""
+
+
+@click.command(epilog=_EXAMPLES)
 @options.checkpoints
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
@@ -26,16 +41,21 @@ from hpc_elastic.errors import CheckpointCorruptError, CheckpointNotFoundError
 )  # fmt: skip
 @click.option("--step", type=int, metavar="N", help="This step instead of the newest.")
 @click.option("--key", metavar="KEY", help="One key of the Checkpointer's state, such as model.")
-def command(run: Path, output: Path, step: int | None, key: str | None) -> int:
+@options.as_json
+def command(run: Path, output: Path, step: int | None, key: str | None, as_json: bool) -> int:
     """Write the newest good checkpoint of a run as one file of whole tensors.
 
     It is for torch.load(FILE, weights_only=True). RUN is a run, its directory of checkpoints, or
-    one checkpoint.
+    one checkpoint. A damaged one is passed over, and named on standard error.
+
+    The exit code is 1 if nothing was written.
     """
-    return export(run, output, step=step, key=key)
+    return export(run, output, step=step, key=key, as_json=as_json)
 
 
-def export(run: Path, output: Path, *, step: int | None, key: str | None) -> int:
+def export(
+    run: Path, output: Path, *, step: int | None, key: str | None, as_json: bool = False
+) -> int:
     """Write a checkpoint to a file, and say which.
 
     Args:
@@ -43,6 +63,7 @@ def export(run: Path, output: Path, *, step: int | None, key: str | None) -> int
         output: The file.
         step: Which checkpoint; None takes the newest that is good.
         key: One key of the state; None for all.
+        as_json: Say it as JSON on standard output.
 
     Returns:
         0.
@@ -56,6 +77,14 @@ def export(run: Path, output: Path, *, step: int | None, key: str | None) -> int
     from hpc_elastic.checkpoint.export import export as write
 
     num_tensors = write(manifest, folder, output, key)
+    if as_json:
+        told = {
+            "run": str(run.absolute()), "checkpoint": str(folder.absolute()),
+            "step": manifest.step, "key": key, "file": str(output.absolute()),
+            "num_bytes": output.stat().st_size, "num_tensors": num_tensors,
+        }  # fmt: skip
+        print(json.dumps(told, indent=2))
+        return 0
     what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
     print(f"wrote {what} to {output}: {num_tensors} tensors", file=sys.stderr)
     return 0

@@ -46,12 +46,13 @@ class Saved:
 
     Attributes:
         step: The step that it holds.
-        time: Unix seconds at which it was committed; None where its files are elsewhere.
+        time: Unix seconds at which it was committed; where its files are elsewhere, at which the
+            leader first knew of it.
         kept: How many lie in the run's directory.
     """
 
     step: int
-    time: float | None
+    time: float
     kept: int
 
 
@@ -118,7 +119,7 @@ class Facts:
             "samples": status.samples, "steps_per_s": self.pace.steps_per_s,
             "samples_per_s": self.pace.samples_per_s, "remaining_s": self.pace.remaining_s,
             "checkpoint": None if saved is None else {
-                **asdict(saved), "age_s": saved.time and max(0.0, self.now - saved.time),
+                **asdict(saved), "age_s": max(0.0, self.now - saved.time),
             },
             "restarts": self.restarts[0], "max_restarts": self.restarts[1],
             "departures": dict(self.departures),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ _POLL_S = 0.2
 _LAST_WORDS_S = 2.0
 """What the agents write after the end is waited for until nothing came for so long."""
 _LAST_WORDS_AT_MOST_S = 15.0
+_COLOURLESS = ("dumb", "unknown")
+"""Kinds of terminals."""
 
 _EXAMPLES = """\b
 Examples:
@@ -204,6 +207,7 @@ class _Output:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._on_terminal = sys.stdout.isatty() and not as_json
+        self._is_plain = self._on_terminal and not takes_colours(os.environ)
         self._writer = Writer(on_terminal=self._on_terminal, now=time.time())
         self.num_lines = 0
 
@@ -214,8 +218,15 @@ class _Output:
         for line in lines:
             self.num_lines += 1
             rows = [as_json(line)] if self._as_json else self._writer.rows([line])
+            if self._is_plain:
+                rows = map(click.unstyle, rows)
             sys.stdout.writelines(f"{row}\n" for row in rows)
         sys.stdout.flush()
+
+
+def takes_colours(environ: Mapping[str, str]) -> bool:
+    """Tell whether a terminal is to have colours, as rich does for the other commands (pure)."""
+    return not environ.get("NO_COLOR") and environ.get("TERM", "").lower() not in _COLOURLESS
 
 
 def show(run: RunDir, query: Query, out: _Output) -> int:

@@ -6,6 +6,7 @@ Nothing here needs a server, a running leader or all of the files. What is missi
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +124,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
         restarts=_restarts(spec, status, found.result),
         tasks=_tasks(found, named, {node.task: node.ended_by for node in spent.nodes}),
         pace=rates(points) if lives else Rates(),
-        saved=_saved(found.run, last),
+        saved=_saved(found.run, points),
         departures=Counter(node.ended_by for node in spent.nodes if node.ended_by),
         account=spent,
         ended=ended,
@@ -180,17 +181,36 @@ def _submitted(spec: RunSpec | None) -> float | None:
         return None
 
 
-def _saved(run: Path, last: Point | None) -> Saved | None:
-    """Return the newest checkpoint in the customary folder, else the last that was announced."""
-    store = Store(run / "checkpoints")
+def _saved(run: Path, points: Sequence[Point]) -> Saved | None:
+    """Return the newest checkpoint: of the customary folder, or announced, and kept elsewhere."""
+    there = _on_disk(Store(run / "checkpoints"))
+    announced = _announced(points)
+    if announced is None or (there is not None and there.step >= announced):
+        return there
+    told = next(p.time for p in points if p.checkpoint == announced)
+    return Saved(announced, told, 0 if there is None else there.kept)
+
+
+def _announced(points: Sequence[Point]) -> int | None:
+    """Return the last step whose checkpoint was announced; one that was lost with its nodes is not.
+
+    Who goes on from before that step did not find it.
+    """
+    lowest = math.inf
+    for point in reversed(points):
+        lowest = min(lowest, math.inf if point.step is None else point.step)
+        if point.checkpoint is not None and point.checkpoint <= lowest:
+            return point.checkpoint
+    return None
+
+
+def _on_disk(store: Store) -> Saved | None:
     try:
         steps = store.steps()
-        if steps:
-            return Saved(steps[0], store.folder(steps[0]).stat().st_mtime, len(steps))
-    except OSError:
-        pass
-    announced = None if last is None else last.checkpoint
-    return None if announced is None else Saved(announced, None, 0)
+        committed = store.folder(steps[0]).stat().st_mtime if steps else 0.0
+    except OSError:  # removed meanwhile, or a server that is away
+        return None
+    return Saved(steps[0], committed, len(steps)) if steps else None
 
 
 # ---- deciding (pure) -----------------------------------------------------------------------

@@ -3,10 +3,7 @@
 ``--help`` answers in the time that Python takes to start, on a login node whose file system is
 slow, too: what the list of commands says stands here, and nothing else does.
 
-Exit codes, of all commands: 0 it was done, and what was asked for holds; 1 it failed, or does not
-hold (standard error says why); 2 the arguments are wrong; 130 it was interrupted. ``render`` and
-``submit`` hand on the exit code of the user's script. What fails under ``--json`` prints an object
-with the key ``error`` besides, so that whoever reads standard output always finds JSON there.
+``hpc-elastic --help`` tells the exit codes (`_HELP`); each command's own, what they mean for it.
 """
 
 from __future__ import annotations
@@ -25,6 +22,32 @@ from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, near_miss
 
 INTERRUPTED = 130
+_SIGNALLED = 128
+"""And the number of the signal, as shells have it."""
+
+_HELP = """
+RUN is a run directory, a run's id as `hpc-elastic list` shows it, or `last`. Each command's --help
+has examples, and the keys of its --json.
+
+\b
+Exit codes:
+  0    it was done, and what was asked for holds
+  1    it failed: standard error says why; so does, with --json, an object with
+       the key error on standard output. Or what was asked for does not hold:
+         attach; status --watch; logs, events --follow
+                  a run has not succeeded
+         logs     there is nothing to show
+         cancel   it was not confirmed, or tasks are left
+         clean    something could not be removed
+         doctor   a check failed
+         audit    a sample was left out or trained twice, or nobody can tell
+         verify   a checkpoint is damaged
+  2    the arguments are wrong: nothing was done
+  130  it was interrupted; 0 of lighthouse, which is ended so
+
+submit and render hand on the exit code of a script that fails, and 128 and the number of a signal
+that ends it; standard output is empty then.
+"""
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Submit": {
@@ -81,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    return code if isinstance(code, int) else 0
+    if not isinstance(code, int):
+        return 0
+    return code if code >= 0 else _SIGNALLED - code
 
 
 def _print_what_can_be_printed() -> None:
@@ -162,8 +187,7 @@ class _Program(click.Group):
 @click.group(
     cls=_Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="RUN is a run directory, a run's id as `hpc-elastic list` shows it, or `last`. "
-    "Each command's --help has examples. With --json, what fails is an object with the key error.",
+    epilog=_HELP,
 )
 @click.version_option(package_name="hpc_elastic", prog_name="hpc-elastic")
 def program() -> None:

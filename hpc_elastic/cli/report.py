@@ -43,6 +43,13 @@ html and png need `pip install 'hpc_elastic[report]'`; json needs nothing. The f
 you alone, as the run's configuration can: `chmod a+r` it to hand it around.
 
 \b
+--json says what was written, and needs -o FILE; the report itself is JSON with --format json:
+  run_id, run   the run's id and directory
+  file          that was written
+  format        "html", "png" or "json"
+  num_bytes     its size
+
+\b
 Examples:
   hpc-elastic report last -o report.html
   hpc-elastic report runs/7 -o report.png
@@ -60,7 +67,8 @@ Examples:
     "--format", "form", type=click.Choice(_FORMATS),
     help="Default: as FILE ends, else html.",
 )  # fmt: skip
-def command(run: Path, output: Path | None, form: str | None) -> int:
+@options.as_json
+def command(run: Path, output: Path | None, form: str | None, as_json: bool) -> int:
     """Write a report of a run: where its time went, its nodes, training, faults and checkpoints.
 
     Everything is read from the run's directory, and Slurm is asked once. The run may go on, may
@@ -68,15 +76,24 @@ def command(run: Path, output: Path | None, form: str | None) -> int:
     has become of the run.
     """
     form = form or _by_name(output)
-    if output is None and form != "json":
+    to_file = output is not None and str(output) != _STANDARD_OUTPUT
+    if (output is None and form != "json") or (as_json and not to_file):
         raise click.UsageError(f"say where to write it, such as -o report.{form}")
-    text = render(report_of(run), form)
-    if output is None or str(output) == _STANDARD_OUTPUT:
+    report = report_of(run)
+    text = render(report, form)
+    if output is None or not to_file:
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
         return 0
     _write(output, text)
-    print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
+    if as_json:
+        told = {
+            "run_id": report.about.run_id, "run": str(run),
+            "file": str(output.absolute()), "format": form, "num_bytes": len(text),
+        }  # fmt: skip
+        print(json.dumps(told, indent=2))
+    else:
+        print(f"wrote {output}: {len(text) / 1e6:.1f} MB", file=sys.stderr)
     return 0
 
 

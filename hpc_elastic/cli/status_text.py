@@ -149,10 +149,8 @@ def _checkpoint(facts: Facts, width: int) -> RenderableType | None:
     saved = facts.saved
     if saved is None:
         return None if facts.status is None or facts.status.step is None else Text("none yet")
-    text = Text(f"step {saved.step:,}")
-    if saved.time is not None:
-        text.append(f", {duration(facts.now - saved.time)} ago ({saved.kept} kept)")
-    return text
+    kept = f" ({saved.kept} kept)" if saved.kept else ""
+    return Text(f"step {saved.step:,}, {duration(facts.now - saved.time)} ago{kept}")
 
 
 def _nodes(facts: Facts, width: int) -> RenderableType | None:

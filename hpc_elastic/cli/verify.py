@@ -41,9 +41,25 @@ class Finding:
     problems: tuple[str, ...] = ()
 
 
-@click.command(
-    epilog="\b\nExamples:\n  hpc-elastic verify last\n  hpc-elastic verify runs/7 --json"
-)
+_HELP = """
+\b
+Examples:
+  hpc-elastic verify last
+  hpc-elastic verify runs/7 --json | jq '.[] | select(.problems == []) | .step'
+
+\b
+--json prints one object for each checkpoint, in a list, the newest first; null is what can not be
+read:
+  folder       its directory
+  step         that it holds
+  num_bytes    what its files should have together
+  world_size   ranks that wrote it
+  created      Unix seconds
+  problems     what is wrong with it, each a sentence; [] if it is good
+"""
+
+
+@click.command(epilog=_HELP)
 @options.checkpoints
 @options.as_json
 def command(run: Path, as_json: bool) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from hpc_elastic import known_runs
 from hpc_elastic.config import RunSettings, SlurmSettings
@@ -120,8 +121,12 @@ def let_go_on_failure(handle: Handle) -> Iterator[None]:
         raise
 
 
-def wait(submitted: Submitted) -> list[Outcome]:
+def wait(submitted: Submitted, out: TextIO | None = None) -> list[Outcome]:
     """Show progress until all runs have ended, then how each did.
+
+    Args:
+        submitted: The runs.
+        out: Where it is shown; None: on standard output.
 
     Raises:
         SystemExit: Ctrl-C or SIGTERM. Slurm's runs go on, local ones are ended; which of the two,
@@ -131,7 +136,7 @@ def wait(submitted: Submitted) -> list[Outcome]:
     from hpc_elastic.submit.progress import choose_display, console_for, places, results_table
     from hpc_elastic.submit.wait import Waiter
 
-    console = console_for(sys.stdout)
+    console = console_for(out or sys.stdout)
     try:
         with terminated_as_interrupt(), choose_display(console) as display:
             waiter = Waiter(submitted.handle, submitted.runs, display, poll_s=submitted.poll_s)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
@@ -97,6 +98,23 @@ def test_an_export_passes_over_a_damaged_checkpoint(run, tmp_path, capsys):
     assert main(["export", str(run), "-o", str(tmp_path / "x.pt")]) == 0
     said = capsys.readouterr().err
     assert "step-00000020 is damaged" in said and "wrote step 10" in said
+
+
+def test_an_export_tells_scripts_what_it_wrote(run, tmp_path, capsys):
+    """Standard output has nothing else; what was passed over is said beside it."""
+    flip_a_bit(run / "checkpoints/step-00000020/shard-1.safetensors")
+    file = tmp_path / "x.pt"
+    assert main(["export", str(run), "--key", "model", "-o", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told == {
+        "run": str(run), "checkpoint": str(run / "checkpoints/step-00000010"), "step": 10,
+        "key": "model", "file": str(file), "num_bytes": file.stat().st_size,
+        "num_tensors": len(torch.load(file, weights_only=True)),
+    }  # fmt: skip
+    assert "step-00000020 is damaged" in err
+    assert main(["export", "--help"]) == 0
+    assert set(told) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize(

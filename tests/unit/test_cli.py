@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from hpc_elastic.cli.attach import LocalView, find_submission, read_job_ids, rea
 from hpc_elastic.cli.main import main
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
-from hpc_elastic.rundir import Entry, Submission
+from hpc_elastic.rundir import Entry, RunDir, Submission
 from hpc_elastic.submit import local
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import prepare
@@ -28,6 +30,11 @@ def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [sys.executable, *args], cwd=cwd, env=environ, capture_output=True, text=True, check=False
     )
+
+
+def words(text: str) -> set[str]:
+    """The words of a text, such as a help that is to name keys."""
+    return set(re.findall(r"\w+", text))
 
 
 @pytest.fixture
@@ -96,6 +103,27 @@ def test_render_of_several_arrays_needs_a_directory(script, tmp_path, no_slurm):
     assert names == ["array-0.sbatch", "array-1.sbatch"]
 
 
+def test_render_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm, capsys):
+    """Several scripts need no directory then; where one is given, the copies are named."""
+    render = ["-m", "hpc_elastic", "render", "--json", "train.py", "+launcher=slurm", "nodes=1:3"]
+    two = [*render, "hydra.sweep.dir=out", "launcher.partition=gpu,cpu"]
+    told = json.loads(python(*two, cwd=tmp_path, **no_slurm).stdout)
+    assert len(told) == 2
+    for number, entry in enumerate(told):
+        assert entry["script"] == str(tmp_path / f"out/.hpc_elastic/array-{number}.sbatch")
+        assert (entry["sweep"], entry["tasks"]) == (str(tmp_path / "out"), 3)
+        ((run_id, run),) = [run.values() for run in entry["runs"]]
+        assert (
+            run == str(tmp_path / "out" / str(number)) and RunDir(Path(run)).load().run_id == run_id
+        )
+    assert main(["render", "--help"]) == 0
+    assert {*told[0], *told[0]["runs"][0]} <= words(capsys.readouterr().out)
+    copied = python(*render, "hydra.sweep.dir=2", "-o", "scripts", cwd=tmp_path, **no_slurm)
+    (entry,) = json.loads(copied.stdout)
+    assert entry["script"] == str(tmp_path / "scripts" / "array-0.sbatch")
+    assert entry["runs"][0]["run"] == str(tmp_path / "2" / "0")
+
+
 def test_render_without_slurm_launcher_says_what_is_missing(script, tmp_path):
     """launcher=local has no batch script."""
     render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=local", "nodes=1"]
@@ -104,9 +132,13 @@ def test_render_without_slurm_launcher_says_what_is_missing(script, tmp_path):
 
 
 def test_render_hands_on_the_failure_of_the_script(tmp_path):
-    """The user's own error is shown, and its exit code returned."""
+    """The user's own error is shown, and its exit code returned; of a signal, as a shell does."""
+    render = ["-m", "hpc_elastic", "render", "--json", "train.py"]
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
-    assert python("-m", "hpc_elastic", "render", "train.py", cwd=tmp_path).returncode == 7
+    done = python(*render, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "")
+    (tmp_path / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert python(*render, cwd=tmp_path).returncode == 128 + signal.SIGKILL
 
 
 def test_attach_wants_a_sweep_directory(tmp_path, capsys):
@@ -165,6 +197,68 @@ def test_attach_waits_and_tells_how_runs_ended(sweep, capsys):
     (sweep / "1" / "result.json").write_text(json.dumps({"status": "failed", "failure": failure}))
     assert main(["attach", str(sweep)]) == 1
     assert "host n9: exit code 3" in capsys.readouterr().out
+
+
+def test_attach_tells_scripts_how_runs_ended(sweep, capsys):
+    """Standard output has the outcomes, and nothing else; what people see goes to the other."""
+    results = sweep / "0" / "results" / "round-1"
+    results.mkdir(parents=True)
+    for rank, value in enumerate(["0.5", '{"loss": NaN}']):
+        (results / f"rank-{rank}.json").write_text(value)
+    result = {"status": "succeeded", "restarts": 1, "results": "results/round-1"}
+    (sweep / "0" / "result.json").write_text(json.dumps(result))
+    failed = {"status": "failed", "failure": {"host": "n9", "exit_code": 3}}
+    (sweep / "1" / "result.json").write_text(json.dumps(failed))
+    assert main(["attach", "--json", str(sweep)]) == 1
+    out, err = capsys.readouterr()
+    good, bad = json.loads(out)
+    assert good == {
+        "run_id": RunDir(sweep / "0").load().run_id, "run": str(sweep / "0"),
+        "status": "succeeded", "values": {"0": 0.5, "1": {"loss": None}}, "restarts": 1,
+        "error": None,
+    }  # fmt: skip
+    assert (bad["status"], bad["values"], bad["restarts"]) == ("failed", {}, 0)
+    assert "host n9: exit code 3" in bad["error"] and "host n9: exit code 3" in err
+    assert "[0]: succeeded" in err and "runs in" in err
+    assert main(["attach", "--help"]) == 0
+    assert set(good) <= words(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["list"], 0),
+        (["list", "--json"], 0),
+        (["status", "nowhere"], 1),
+        (["status", "nowhere", "--json"], 1),
+        (["status"], 2),
+        (["status", "last", "--jason"], 2),
+        (["list", "--limit", "0"], 2),
+        (["sttaus", "last"], 2),
+        ([], 2),
+    ],
+)
+def test_exit_codes_are_as_the_help_says(argv, code, capsys):
+    """Done, failed, wrong arguments; what fails with --json says so as JSON too."""
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert bool(err) == (code != 0)
+    if code == 1:
+        assert (list(json.loads(out)) == ["error"]) if "--json" in argv else out == ""
+    main(["--help"])
+    assert re.search(rf"^    {code}  +\w", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
+    """As a shell would say of it."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_elastic.known_runs.newest_first", interrupt)
+    assert main(["list"]) == 130
+    main(["--help"])
+    assert re.search("^    130  it was interrupted", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):

@@ -3,6 +3,7 @@
 import json
 import resource
 import threading
+
 import pytest
 
 from hpc_elastic.events import VERSION, EventLog, EventReader, read_events

@@ -2,24 +2,33 @@
 
 import re
 import shlex
+from dataclasses import fields
 
 import click
 import pytest
 
+from hpc_elastic.cli import list as listing
 from hpc_elastic.cli import options
 from hpc_elastic.cli.main import program
+from hpc_elastic.cli.verify import Finding
+from hpc_elastic.data.audit import EpochProof, Proof
 
 NAMES = program.list_commands(click.Context(program))
 
 
-def examples(name: str) -> list[list[str]]:
-    """The arguments of a command's examples, without what a shell makes of their ends."""
+def help_of(name: str) -> str:
+    """What `hpc-elastic NAME --help` prints."""
     context = click.Context(program, info_name="hpc-elastic")
     command = program.get_command(context, name)
     assert command is not None
-    text = command.get_help(click.Context(command, context, info_name=name))
+    return command.get_help(click.Context(command, context, info_name=name))
+
+
+def examples(name: str) -> list[list[str]]:
+    """The arguments of a command's examples, without what a shell makes of their ends."""
     usage = f"hpc-elastic {name} "
-    lines = [m[1] for m in re.finditer(rf"^  .*?({re.escape(usage)}.*)$", text, re.MULTILINE)]
+    found = re.finditer(rf"^  .*?({re.escape(usage)}.*)$", help_of(name), re.MULTILINE)
+    lines = [m[1] for m in found]
     ends = re.compile(r" {2,}.*| \|.*| >.*|\)\"'.*")
     return [shlex.split(ends.sub("", line))[2:] for line in lines]
 
@@ -40,3 +49,22 @@ def test_the_examples_of_a_command_are_taken_by_it(name, tmp_path, monkeypatch):
         if len(given) < len(arguments):
             given += ["."]
         command.make_context(name, given, parent=context)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("completion", "lighthouse")])
+def test_every_command_that_tells_something_tells_it_to_scripts(name):
+    """With --json; the help says what is printed then, besides that there is the option."""
+    text = help_of(name)
+    assert re.search(r"^  --json  ", text, re.MULTILINE)
+    described = r"--json (prints|says)|With --json,?\s+(one|a\s+list|each)|[Kk]eys of --json"
+    assert re.search(described, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("audit", (Proof, EpochProof)), ("verify", (Finding,)), ("list", (listing.Listed,))],
+)
+def test_the_help_names_the_keys_of_json(name, kinds):
+    """All of them."""
+    words = set(re.findall(r"\w+", help_of(name)))
+    assert {field.name for kind in kinds for field in fields(kind)} <= words

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 import sys
 import zlib
@@ -312,6 +313,24 @@ def test_the_format_follows_the_name(run, tmp_path, capsys):
         assert (tmp_path / name).read_bytes().lstrip().startswith(begin)
     assert main(["report", str(run.path), "-o", str(tmp_path / "no" / "r.json")]) == 1
     assert "name another file" in capsys.readouterr().err
+
+
+def test_scripts_are_told_what_was_written(run, tmp_path, capsys):
+    """Where, and how large; the report itself would be JSON as well, so that a file is needed."""
+    argv = ["report", str(run.path), "--json"]
+    assert main([*argv, "-o", str(tmp_path / "r.html")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    file = tmp_path / "r.html"
+    assert told == {
+        "run_id": run.load().run_id, "run": str(run.path), "file": str(file), "format": "html",
+        "num_bytes": file.stat().st_size,
+    }  # fmt: skip
+    for to_standard_output in (["--format", "json"], ["--format", "json", "-o", "-"], []):
+        assert main([*argv, *to_standard_output]) == 2
+        out, err = capsys.readouterr()
+        assert "-o report." in err and out == ""
+    assert main(["report", "--help"]) == 0
+    assert set(told) <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 def test_a_packed_picture_is_the_same_picture():

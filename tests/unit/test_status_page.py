@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,6 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     )
     assert told["steps_per_s"] == pytest.approx(1.0, rel=0.05)
     assert told["remaining_s"] == pytest.approx(600, rel=0.05)
-    assert told["checkpoint"] == {"step": 390, "time": None, "kept": 0, "age_s": None}
     assert told["goodput"] == pytest.approx(120 / 130, abs=0.02)
     runs, waits = told["tasks"]
     assert (runs["node"], runs["attempt"], runs["ranks"]) == ("node1", 1, [0, 3])
@@ -103,6 +103,54 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
         assert "400 of 1,000" in text and "PENDING (Resources) in 10 min" in text
         assert "2 h" in text and "0 to 3" in text and "1 of 1–2 nodes, 4 workers" in text
     assert line(facts).startswith("training, 1 of 2 nodes, step 400 of 1,000, loss 0.25")
+
+
+def announced(run: RunDir, *told: int | tuple[int, int] | None, begin: float) -> None:
+    """Lines of the progress, ten seconds apart: of the checkpoint's step, and of the training's."""
+    pairs = [t if isinstance(t, tuple) else (t, None) for t in told]
+    lines = [
+        {"time": begin + 10 * i, "checkpoint": saved, "step": step}
+        for i, (saved, step) in enumerate(pairs)
+    ]
+    run.progress.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def saved(run: RunDir, step: int, at: float) -> None:
+    """A checkpoint in the customary folder, committed then."""
+    folder = run.path / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    os.utime(folder, (at, at))
+
+
+@pytest.mark.parametrize(
+    ("told", "there", "step", "age_s", "kept"),
+    [
+        ([], {}, None, None, 0),
+        ([], {5: 400, 10: 300}, 10, 300, 2),
+        ([None, 10, 10, 20, 20], {}, 20, 170, 0),  # first told of 30 s after the first line
+        ([10, 20, 20], {10: 195, 20: 191}, 20, 191, 2),  # told of a while after it was committed
+        ([10, 20, None], {10: 195}, 20, 190, 1),  # in the nodes' memory, say
+        ([10, 10], {10: 199, 20: 150}, 20, 150, 2),  # the leader has not heard of it yet
+        ([(20, 25), (20, 29), (20, 12)], {10: 300}, 10, 300, 1),  # it died with its nodes
+        ([(20, 25), (20, 21)], {10: 300}, 20, 200, 1),  # nodes died, and it did not
+    ],
+)
+def test_the_newest_checkpoint_is_told_with_its_age(tmp_path, told, there, step, age_s, kept):
+    """Since it was committed; of one that lies elsewhere, since it was first told of."""
+    run, now = made(tmp_path), time.time()
+    announced(run, *told, begin=now - 200)
+    for at_step, age in there.items():
+        saved(run, at_step, now - age)
+    facts = look(run.path, slurm(RUNS, WAITS))
+    found = facts.to_json()["checkpoint"]
+    if step is None:
+        assert found is None
+        return
+    assert (found["step"], found["kept"]) == (step, kept)
+    assert found["age_s"] == pytest.approx(facts.now - now + age_s, abs=1e-3)
+    assert found["time"] == pytest.approx(now - age_s, abs=1e-3)
+    assert f"step {step}, {duration(found['age_s'])} ago" in shown(facts)
+    assert (f"({kept} kept)" in shown(facts)) == bool(kept)
 
 
 def test_tasks_that_wait_alike_are_one_line(tmp_path):

@@ -1,0 +1,168 @@
+"""What the commands do on a terminal: they ask, watch until Ctrl-C, and have colours."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from arrays import run_of
+from output_files import make_run
+from terminals import CTRL_C, PATIENCE_S, Terminal
+
+from hpc_elastic import known_runs
+from hpc_elastic.rundir import RunDir, Submission
+from hpc_elastic.submit.processes import started
+
+COLOUR = re.compile(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;\d+)*m")
+ASKED = "[y/N]"
+
+
+@pytest.fixture
+def terminal(tmp_path, request):
+    """Starts a command on a terminal; it does not outlive the test."""
+
+    def start(*arguments: str | Path, **environ: str) -> Terminal:
+        made = Terminal(*arguments, cwd=tmp_path, environ=environ)
+        request.addfinalizer(lambda: made.__exit__())
+        return made
+
+    return start
+
+
+def local_run(folder: Path, **entry) -> RunDir:
+    """A run of one process, as its launcher has written that down."""
+    run = run_of(folder, "7", [(0, 0)], launcher="local")
+    table = {"7_0": {"state": "RUNNING", "launcher": None, "launcher_started": None, **entry}}
+    Submission(folder / ".hpc_elastic").local_tasks.write_text(json.dumps(table))
+    return run
+
+
+# ---- cancel asks -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def agent():
+    """A process that stands for a run's only task."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def run(tmp_path, agent) -> RunDir:
+    """Its run."""
+    known = {"pid": agent.pid, "started": started(agent.pid), "host": socket.gethostname()}
+    return local_run(tmp_path, **known)
+
+
+@pytest.mark.parametrize(("answer", "code"), [("n\r", 1), ("\r", 1), (f"{CTRL_C}\r", 130)])
+def test_a_run_is_left_alone_where_its_end_is_not_confirmed(terminal, run, agent, answer, code):
+    """It is said what would be cancelled.
+
+    A Ctrl-C that comes just before Python reads takes effect behind the line that it reads.
+    """
+    shown = terminal("cancel", run.path)
+    shown.until(ASKED)
+    assert f"Cancel r: 1 running (on {socket.gethostname()})?" in shown.shown
+    shown.type(answer)
+    assert shown.end() == code, shown.shown
+    assert ("not cancelled" in shown.shown) == (code == 1)
+    assert agent.poll() is None and not run.cancelled.exists() and shown.is_restored
+
+
+def test_a_script_is_told_that_nothing_was_cancelled(terminal, run, agent):
+    """Whoever reads JSON finds it."""
+    shown = terminal("cancel", run.path, "--json")
+    shown.until(ASKED)
+    shown.type("n\r")
+    assert shown.end() == 1
+    told = json.loads(shown.shown[shown.shown.rindex("{") :])
+    assert (told["run_id"], told["cancelled"], told["left"]) == ("r", [], [])
+    assert agent.poll() is None
+
+
+def test_a_run_is_cancelled_once_that_is_confirmed(terminal, run, agent):
+    """By who sits there."""
+    shown = terminal("cancel", run.path)
+    shown.until(ASKED)
+    shown.type("y\r")
+    assert shown.end() == 0, shown.shown
+    assert agent.wait(PATIENCE_S) == -signal.SIGTERM and run.cancelled.exists()
+    assert "hpc-elastic resume" in shown.shown
+
+
+def test_who_says_yes_is_not_asked(terminal, run, agent):
+    """On a terminal either."""
+    shown = terminal("cancel", run.path, "--yes")
+    assert shown.end() == 0, shown.shown
+    assert ASKED not in shown.shown and agent.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_nobody_is_asked_where_no_terminal_is(run, agent):
+    """As in a script, or a job."""
+    argv = [sys.executable, "-m", "hpc_elastic", "cancel", str(run.path)]
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0 and ASKED not in done.stdout + done.stderr
+    assert agent.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+# ---- status is watched -------------------------------------------------------------------
+
+
+def test_a_watch_ends_with_ctrl_c_and_leaves_the_terminal_as_it_was(terminal, tmp_path):
+    """The page is redrawn in place, without a cursor, as long as it lasts."""
+    shown = terminal("status", local_run(tmp_path).path, "--watch", "--every", "0.1")
+    shown.until("● starting")
+    assert not shown.is_restored, "the cursor is hidden"
+    shown.type(CTRL_C)
+    assert shown.end() == 130, shown.shown
+    assert shown.is_restored and "Traceback" not in shown.shown
+
+
+@pytest.mark.parametrize(("status", "code"), [("succeeded", 0), ("failed", 1)])
+def test_a_watch_ends_with_the_run(terminal, tmp_path, status, code):
+    """Its exit code says how that ended."""
+    run = local_run(tmp_path)
+    shown = terminal("status", run.path, "--watch", "--every", "0.1")
+    shown.until("● starting")
+    run.result.write_text(json.dumps({"status": status}))
+    assert shown.end() == code, shown.shown
+    assert f"● {status}" in shown.shown and shown.is_restored
+
+
+# ---- colours -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["status", "list", "logs", "doctor"])
+def test_colours_are_for_terminals_that_want_them(terminal, tmp_path, monkeypatch, command):
+    """Not for a pipe, nor where NO_COLOR is set, nor where the terminal has none."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", str(tmp_path / "no-slurm"))
+    run = make_run(tmp_path)
+    run.result.write_text(json.dumps({"status": "succeeded"}))
+    (run.attempt("7_0", 0) / "round-1.rank-0.out").write_text("\x1b[32mthe script's own\x1b[0m\n")
+    known_runs.add({"id": run.path})
+    argv = [command, *([str(run.path)] if command in ("status", "logs") else [])]
+    code = int(command == "doctor")  # there is no Slurm
+
+    def printed(**environ: str) -> str:
+        shown = terminal(*argv, **environ)
+        assert shown.end() == code, shown.shown
+        return shown.shown
+
+    assert COLOUR.search(printed())
+    plain = printed(NO_COLOR="1")
+    assert len(plain) > 20 and not COLOUR.search(plain)
+    assert "\x1b" not in printed(TERM="dumb")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", *argv], cwd=tmp_path, capture_output=True,
+        text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == code and len(done.stdout) > 20 and "\x1b" not in done.stdout

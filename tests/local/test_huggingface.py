@@ -22,12 +22,14 @@ from hpc_elastic.integrations.huggingface import (  # noqa: E402
 )
 
 
+@pytest.mark.long
 def test_the_trainer_withstands_a_kill_and_a_node_that_goes(tmp_path):
     """Nothing is lost but what the kill cost."""
     overrides = ("epochs=4", "pause_s=0.2", "save_every_s=3")
     killed_and_told_to_go("huggingface/trainer.py", tmp_path, *overrides, num_steps=4 * 30)
 
 
+@pytest.mark.long
 def test_accelerate_goes_on_without_a_node(tmp_path):
     """One of two nodes is told to go: the other goes on from the step that both have saved."""
     overrides = ("nodes=1:2", "epochs=2", "pause_s=0.1", "save_every_s=1000")

@@ -20,6 +20,7 @@ from hpc_elastic.integrations.lightning import (  # noqa: E402
 )
 
 
+@pytest.mark.long
 def test_a_killed_worker_and_a_node_that_goes(tmp_path):
     """Nothing is lost but what the kill cost."""
     overrides = ("epochs=4", "pause_s=0.1", "save_every_s=3")

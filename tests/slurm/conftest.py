@@ -1,10 +1,19 @@
 """The fixture that starts sweeps."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from sweeps import Sweep, train_without_end
+
+
+@pytest.fixture(autouse=True)
+def _sigterm() -> Iterator[None]:
+    """Hear SIGTERM again after a test in which this process was a task, and left its node."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -144,8 +144,10 @@ def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     for run in (cancel, fixed, limited):
         ends_right(run)
         assert run.steps() == list(range(1, NUM_STEPS + 1)), "every step was made once"
-    left = slurm.run(["squeue", "-h", "-o", "%i"]).stdout
-    assert not left.strip(), "nothing stays in the queue, and what was cancelled did not come back"
+    eventually(
+        lambda: not slurm.run(["squeue", "-h", "-o", "%i"]).stdout.strip(),
+        "nothing stays in the queue, and what was cancelled did not come back",
+    )
     assert _attempts(unwanted) == 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,23 @@ def test_killed_node_loses_its_job_and_returns(slurm, tmp_path):
     slurm.start_node(2)
     release(slurm, job)
     wait("the second start", lambda: len(lines(tmp_path / "log")) == 2)
+
+
+def test_jobs_hear_signals_that_the_starter_of_their_node_ignores(slurm):
+    """A test that leaves SIGTERM ignored would make the jobs of all that follow immortal."""
+    slurm.kill_node(2)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        slurm.start_node(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = ["timeout", "20", "srun", "-w", "node2", "sh", "-c", "kill -TERM $$; exit 3"]
+    codes = []
+    wait(
+        "a step on node2",
+        lambda: codes.append(slurm.run(told, check=False).returncode) or {3, 143} & {*codes},
+    )
+    assert codes[-1] == 128 + signal.SIGTERM
 
 
 def test_paused_node_stands_still_and_goes_on(slurm, tmp_path):

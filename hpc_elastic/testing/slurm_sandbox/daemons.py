@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from .processes import Process, identify, is_alive, only_child
 from .state import State, save
 
 _START_TIMEOUT_S = 30.0
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+"""Whoever starts a daemon may ignore these; then every job under it would, and never end."""
 _GATE = 'read -r go || exit 1; exec "$@" </dev/null'
 _BECOME = """#!/bin/sh
 # become.sh NAME COMMAND...: name these namespaces, give them the sandbox's hosts, run COMMAND.
@@ -111,6 +114,7 @@ def _spawn_gated(layout: Layout, name: str, argv: Sequence[str], gate: int) -> P
             (os.POSIX_SPAWN_DUP2, 1, 2),
         ],
         setsid=True,
+        setsigdef=_SIGNALS,
     )
     process = identify(pid)
     if process is None:

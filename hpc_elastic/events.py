@@ -56,7 +56,10 @@ class EventLog:
     def write_behind(self, kind: str, **fields: Any) -> None:
         """Append one event of now in a thread of its own: nobody waits for the file system."""
         line = self.line(kind, **fields)
-        threading.Thread(target=self.append, args=([line],), daemon=True).start()
+        try:
+            threading.Thread(target=self.append, args=([line],), daemon=True).start()
+        except RuntimeError:  # no more threads: waiting is the lesser evil
+            self.append([line])
 
     def line(self, kind: str, **fields: Any) -> str:
         """Return the line of an event that happens now, for `append`."""

@@ -115,3 +115,14 @@ def test_nobody_waits_for_what_is_written_behind(tmp_path, monkeypatch):
         writer.join(60.0)
     (event,) = read_events(tmp_path)
     assert event["kind"] == "slow"
+
+
+def test_at_a_limit_of_threads_it_is_written_at_once(tmp_path, monkeypatch):
+    """The agent does not end for it."""
+
+    def refuse(thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    EventLog(tmp_path / "7_0.jsonl", "7_0").write_behind("told")
+    assert [e["kind"] for e in read_events(tmp_path)] == ["told"]

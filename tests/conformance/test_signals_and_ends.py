@@ -76,7 +76,8 @@ def test_a_task_may_requeue_itself_within_its_grace(backend, tmp_path):
     # on a slow machine the job is not back in the queue at once
     update = "scontrol update jobid=$SLURM_JOB_ID starttime=now+4"
     again = f"until {update}; do sleep 0.1; done; touch {tmp_path}/asked"
-    step = f"until {told}; do sleep 0.1; done; scontrol requeue $SLURM_JOB_ID && {{ {again}; }}; exit 1"
+    asks = f"scontrol requeue $SLURM_JOB_ID && {{ {again}; }}"
+    step = f"until {told}; do sleep 0.1; done; {asks}; exit 1"
     line = f"echo x >> {tmp_path}/starts; srun -n1 sh -c 'trap \"\" TERM; {step}'"
     job = backend.submit(line, *WHOLE)
     eventually((tmp_path / "starts").exists)

@@ -47,12 +47,15 @@ _STEP_BITS = 40
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
     _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED, _RESTORE_S,
     _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED, _WHY_BYTES,
-) = range(28)  # fmt: skip
+    _STORED,
+) = range(29)  # fmt: skip
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
 _BLANK = {
     field: _UNSET
-    for field in (_STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED)
+    for field in (
+        _STEP, _SAMPLES, _TOTAL, _BOUNDARY, _PASSED, _FIRST, _RESTORED, _UNSAVED, _STORED,
+    )
 }  # fmt: skip
 _NO_NUMBER = (_LOSS, _TIME, _LEAVE_BY, _NOTICE_BY, _FIRST_TIME, _RESTORE_S, _GOODPUT)
 _LOOK_AGAIN_S = 0.002
@@ -135,6 +138,10 @@ class ControlPage:
     def blocked(self, seconds: float) -> None:
         """Publish that a checkpoint has held up the training for so long (worker)."""
         self._floats[_BLOCKED_S] += seconds
+
+    def stored(self, step: int) -> None:
+        """Publish that the checkpoint of a step is in its directory (worker)."""
+        self._numbers[_STORED] = step
 
     def not_saved(self, step: int, why: str) -> None:
         """Publish that the checkpoint of a step could not be written (worker)."""
@@ -280,6 +287,7 @@ class ControlPage:
             busy_s=self._floats[_BUSY_S],
             num_unsaved=numbers[_NUM_UNSAVED],
             unsaved=_known(numbers[_UNSAVED]),
+            stored=_known(numbers[_STORED]),
         )
 
     def why_not_saved(self) -> str:
@@ -404,6 +412,13 @@ def note_blocked(seconds: float) -> None:
     page = own_page()
     if page is not None:
         page.blocked(seconds)
+
+
+def note_stored(step: int) -> None:
+    """Publish that the checkpoint of a step is in its directory, for the run's story."""
+    page = own_page()
+    if page is not None:
+        page.stored(step)
 
 
 def note_not_saved(step: int, why: str) -> None:

@@ -38,8 +38,8 @@ Event = dict[str, Any]
 class EventLog:
     """Appends the events of one task; any thread may.
 
-    What a file system does not take, because it is full or does not answer, is written with the
-    next event that it takes.
+    What a file system does not take, because it is full or does not answer, is written by the next
+    call that it lets through.
     """
 
     path: Path
@@ -70,15 +70,18 @@ class EventLog:
         return line
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append events, and those before them that could not be written so far."""
+        """Append events, none even, and those before them that could not be written so far."""
         with self._lock:
             self._waiting.extend(lines)
-            del self._waiting[:-_KEPT]
+            if not self._waiting:
+                return
             try:
                 _append(self.path, "".join(f"{line}\n" for line in self._waiting).encode())
             except OSError as e:
-                told = "%s: %d events not written so far: %s"
-                _log.warning(told, self.path, len(self._waiting), e)
+                num_lost = max(0, len(self._waiting) - _KEPT)
+                del self._waiting[:num_lost]
+                told = "%s: %d events not written so far, %d lost: %s"
+                _log.warning(told, self.path, len(self._waiting), num_lost, e)
             else:
                 self._waiting.clear()
 

@@ -47,5 +47,7 @@ class Progress:
     """How many of its checkpoints could not be written."""
     unsaved: int | None = None
     """The step of the last one of those."""
+    stored: int | None = None
+    """The last step of which it has seen a checkpoint come into the directory."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`control.busy`)."""

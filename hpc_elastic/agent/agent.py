@@ -72,6 +72,10 @@ _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its spares still import."""
 
 
+def _nobody(kind: str, **fields: Any) -> None:
+    """Stand for an event log where there is none."""
+
+
 @dataclass(frozen=True)
 class Workplace:
     """What an agent works with.
@@ -122,7 +126,8 @@ class RunAgent(LocalElasticAgent):
         self._boundaries: Boundaries | None = None
         self._farewell: Farewell | None = None
         self._beginning: Beginning | None = None
-        self._saves: Saves | None = None
+        events = workplace.events
+        self._saves = Saves(_nobody if events is None else events.write_behind)
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
         self._spares = spares
@@ -211,7 +216,7 @@ class RunAgent(LocalElasticAgent):
         """Begin to pass on what the workers of a round and their leader tell each other."""
         self._boundaries = Boundaries(self._session, pages)
         self._beginning = Beginning(self._workplace.trains, self._round.number, pages)
-        self._saves = self._look_after_saves()
+        self._saves.watch(self.pages.get(_FIRST_RANK))
         replica, notices = self._workplace.replica, self._workplace.notices
         saves_itself = self._workplace.saves_itself
         by_its_script = partial(why_leave_now, since=self._started_at, saves_itself=saves_itself)
@@ -220,10 +225,6 @@ class RunAgent(LocalElasticAgent):
         self._hangs = self._watch_for_hangs()
         if self._workplace.observer is not None:
             self._workplace.observer.watch(Crew(self.pages, self._pids_by_rank))
-
-    def _look_after_saves(self) -> Saves | None:
-        events, page = self._workplace.events, self.pages.get(_FIRST_RANK)
-        return None if events is None or page is None else Saves(events.write_behind, page)
 
     def _pids_by_rank(self) -> dict[int, int]:
         return dict(self._pcontext.pids()) if self._pcontext is not None else {}
@@ -242,6 +243,7 @@ class RunAgent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._hangs = None
+        self._saves.look()
         kill_stopped(self._pids)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         leftovers.end(self._spares.pids)
@@ -251,6 +253,7 @@ class RunAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Report what became of the workers to the leader, once; torch hears the verdict."""
+        self._saves.look()
         verdict = self._session.verdict
         if verdict is not None:
             return self._as_result(verdict, worker_group)
@@ -262,8 +265,6 @@ class RunAgent(LocalElasticAgent):
                 self._hangs.look(self._pids_by_rank(), now, done=self._awaits_leader)
         if self._beginning is not None and self._beginning.look():
             self._beginning = None
-        if self._saves is not None:
-            self._saves.look()
         if not self._awaits_leader:
             self._look_at_workers(worker_group)
         leftovers.reap({*self._pids, *self._spares.pids})

@@ -98,6 +98,8 @@ class Spares:
         self._num_warming = num_warming
         self._spares: dict[int, _Spare] = {}
         self._missing: list[int] = []
+        self._dead: list[int] = []
+        """Exit codes of those that nobody was told of."""
         self._warned: set[str] = set()
 
     def fill(self, *, paced: bool) -> None:
@@ -109,7 +111,7 @@ class Spares:
         """
         self._missing = [slot for slot in range(self._slots) if slot not in self._spares]
         if paced:
-            self.tend()
+            self._look()
             return
         while self._missing:
             self._start(self._missing.pop(0), paced=False)
@@ -118,21 +120,24 @@ class Spares:
         """Hear what the spares tell, bury the dead, and start the next ones.
 
         Returns:
-            The exit codes of those that had ended by themselves.
+            The exit codes of those that have ended by themselves since the last call.
         """
-        dead: list[int] = []
+        self._look()
+        dead, self._dead = self._dead, []
+        return dead
+
+    def _look(self) -> None:
         for slot, spare in list(self._spares.items()):
             keep = self._hear(spare)
             if (code := spare.process.poll()) is not None:
                 _log.warning("the spare of slot %d ended by itself, with exit code %d", slot, code)
-                dead.append(code)
+                self._dead.append(code)
             if not keep or code is not None:
                 self._spares.pop(slot).end()
         warming = sum(not spare.ready for spare in self._spares.values())
         while self._missing and warming < self._num_warming:
             self._start(self._missing.pop(0), paced=True)
             warming += 1
-        return dead
 
     def resize(self, slots: int) -> None:
         """Keep spares for so many slots from now on."""
@@ -144,7 +149,7 @@ class Spares:
         """Wait for so long at most; return whether all spares have imported, or died."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self.tend()
+            self._look()
             if all(spare.ready for spare in self._spares.values()):
                 return True
             if time.monotonic() >= deadline:
@@ -179,6 +184,8 @@ class Spares:
             state = "had imported" if spare.ready else "was still importing"
             _log.info("slot %d: process %d, which %s", slot, spare.process.pid, state)
             return spare.process
+        if (code := spare.process.poll()) is not None:
+            self._dead.append(code)
         _log.info("slot %d: its spare can not be used, a new process is started", slot)
         spare.end()
         return None
@@ -238,7 +245,12 @@ class Spares:
 
 def ending(exit_code: int) -> str:
     """Return how a process ended (pure): ``SIGKILL``, or ``exit code 1``."""
-    return signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-exit_code}"
 
 
 def _cwd() -> Path | None:

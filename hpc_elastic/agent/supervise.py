@@ -104,6 +104,7 @@ def supervise(
         finally:
             spares.close()
             watch.close()
+            events.append([])
 
 
 def _terms(spec: RunSpec) -> Terms:
@@ -291,7 +292,12 @@ class _Node:
         task = self._task
         labels = (self._spec.run_id, task.name, task.slurm.node_name)
         port = self._spec.agent.metrics_port
-        return Exporter(task.run.metrics(task.name), labels, self._observer.look, port)
+
+        def look() -> Sample:
+            self._events.append([])
+            return self._observer.look()
+
+        return Exporter(task.run.metrics(task.name), labels, look, port)
 
     def _sample(self) -> Sample:
         """Return what is known of this node beside its workers."""

@@ -40,7 +40,7 @@ from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat, flatten
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.checkpoint.tiers import MemoryTier, Tiers
-from hpc_elastic.errors import CheckpointError, ConfigError
+from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -322,7 +322,8 @@ class Checkpointer:
             if save.problem is not None:
                 self.failures += 1
                 _log.error("%s; the earlier ones are as they were", save.problem)
-                control.note_not_saved(save.step, str(save.problem))
+                if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
+                    control.note_not_saved(save.step, str(save.problem))
             elif save.error is not None:
                 _log.info("%s", save.error)
             save.look_out()
@@ -333,6 +334,7 @@ class Checkpointer:
         self._committed = step
         if self._save is None or self._save.is_stored:
             self._stored = step
+            control.note_stored(step)
         control.announce_boundary(step=step)
 
     def _settle(self) -> None:

@@ -6,7 +6,6 @@ Nothing here needs a server, a running leader or all of the files. What is missi
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -185,23 +184,30 @@ def _saved(run: Path, points: Sequence[Point]) -> Saved | None:
     """Return the newest checkpoint: of the customary folder, or announced, and kept elsewhere."""
     there = _on_disk(Store(run / "checkpoints"))
     announced = _announced(points)
-    if announced is None or (there is not None and there.step >= announced):
+    if announced is None or (there is not None and there.step >= announced[0]):
         return there
-    told = next(p.time for p in points if p.checkpoint == announced)
-    return Saved(announced, told, 0 if there is None else there.kept)
+    return Saved(*announced, 0 if there is None else there.kept)
 
 
-def _announced(points: Sequence[Point]) -> int | None:
-    """Return the last step whose checkpoint was announced; one that was lost with its nodes is not.
+def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
+    """Return the newest step whose checkpoint was announced, and when it was told of first.
 
-    Who goes on from before that step did not find it.
+    Who trains on from before a step did not find its checkpoint: that was lost with its nodes,
+    however long its announcement is repeated.
     """
-    lowest = math.inf
-    for point in reversed(points):
-        lowest = min(lowest, math.inf if point.step is None else point.step)
-        if point.checkpoint is not None and point.checkpoint <= lowest:
-            return point.checkpoint
-    return None
+    told: dict[int, float] = {}
+    lost = None
+    for point in points:
+        if point.step is not None:
+            told = {step: time for step, time in told.items() if step <= point.step}
+        if point.checkpoint is None:
+            continue
+        if point.step is not None and point.step < point.checkpoint:
+            lost = point.checkpoint
+        elif point.checkpoint != lost:
+            told.setdefault(point.checkpoint, point.time)
+            lost = None
+    return max(told.items(), default=None)
 
 
 def _on_disk(store: Store) -> Saved | None:

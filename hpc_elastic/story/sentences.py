@@ -212,7 +212,7 @@ def _preflight(episode: Episode) -> str:
 def _spare_lost(episode: Episode) -> str:
     facts = episode.facts
     what = f"the spare process of {facts.get('host')} ended by itself ({facts.get('why')})"
-    return f"{what}: a restart takes longer there until it is replaced"
+    return f"{what}: the next restart takes longer there"
 
 
 def _not_saved(episode: Episode) -> str:

@@ -158,11 +158,15 @@ class Unfailing:
             pass
 
 
-def console_for(stream: TextIO) -> Console:
-    """Return the console of all that is shown while runs go on, and of how they ended."""
+def console_for(stream: TextIO | None) -> Console:
+    """Return the console of all that is shown while runs go on, and of how they ended.
+
+    Args:
+        stream: Where that is written; None: the program has no such output, nothing is.
+    """
     from rich.console import Console
 
-    console = Console(file=cast(TextIO, Unfailing(stream)))
+    console = Console(file=None if stream is None else cast(TextIO, Unfailing(stream)))
     if not console.is_terminal:
         console.width = max(console.width, _LOG_WIDTH)
     return console

@@ -21,7 +21,7 @@ from hpc_elastic import control
 from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
 from hpc_elastic.checkpoint.block_file import BlockFile
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.errors import CheckpointError
+from hpc_elastic.errors import CheckpointError, CheckpointFencedError
 
 PATIENCE_S = 30.0
 
@@ -291,7 +291,7 @@ def test_a_commit_in_the_background_is_announced(tmp_path, page, disk):
         assert disk.reached.wait(PATIENCE_S)
         assert page.read().boundary is None
         disk.goes_on.set()
-    assert page.read().boundary == 3
+    assert (page.read().boundary, page.read().stored) == (3, 3)
 
 
 def test_a_save_that_failed_is_not_announced(tmp_path, page, monkeypatch):
@@ -302,8 +302,24 @@ def test_a_save_that_failed_is_not_announced(tmp_path, page, monkeypatch):
     page.hold(5)
     assert c.save(3) is False
     assert (page.read().boundary, page.read().held) == (None, 0)
-    assert (page.read().num_unsaved, page.read().unsaved) == (1, 3)
+    told = page.read()
+    assert (told.num_unsaved, told.unsaved, told.stored) == (1, 3, None)
     assert "Input/output error" in page.why_not_saved()
+
+
+def test_a_save_that_came_too_late_is_not_told(tmp_path, page, monkeypatch):
+    """Another group has taken over; it saves, and nothing is wrong."""
+    counter = Counter()
+    c = checkpointer(tmp_path / "c", counter)
+
+    def fenced() -> None:
+        raise CheckpointFencedError("the group is over")
+
+    monkeypatch.setattr("hpc_elastic.fence.check", fenced)
+    assert save_at(c, counter, 3) is True
+    with pytest.raises(CheckpointError, match="the group is over"):
+        c.wait()
+    assert page.read().num_unsaved == 0 and c.failures == 1
 
 
 # ---- the program's end --------------------------------------------------------------------

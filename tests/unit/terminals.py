@@ -1,5 +1,6 @@
 """The command on a pseudo-terminal, as a person has it."""
 
+import codecs
 import os
 import pty
 import select
@@ -47,6 +48,7 @@ class Terminal:
             )  # fmt: skip
         finally:
             os.close(screen)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.shown = ""
         """All that was printed so far."""
 
@@ -89,5 +91,5 @@ class Terminal:
             read = os.read(self._keyboard, 65_536)
         except OSError:
             return False
-        self.shown += read.decode(errors="replace")
+        self.shown += self._decoder.decode(read)
         return True

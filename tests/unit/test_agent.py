@@ -158,7 +158,7 @@ def test_nothing_outlives_the_agent(training, monkeypatch):
 
 @pytest.mark.parametrize(
     ("code", "why"),
-    [(-signal.SIGKILL, "SIGKILL"), (1, "exit code 1"), (-signal.SIGTERM, None)],
+    [(-signal.SIGKILL, "SIGKILL"), (-40, "signal 40"), (1, "exit code 1"), (-signal.SIGTERM, None)],
 )
 def test_a_spare_that_ends_by_itself_is_told(training, code, why):
     """Once; not where the whole node is signalled."""

@@ -203,6 +203,13 @@ def test_a_disk_that_is_full_does_not_end_the_wait(tmp_path, monkeypatch):
     assert [outcome.status for outcome in outcomes] == ["succeeded"]
 
 
+def test_a_launcher_without_standard_output_waits_as_well(tmp_path, monkeypatch):
+    """It was started by a program that has closed it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    outcomes = session.wait(session.submit(prepared(tmp_path, settings(1))))
+    assert [outcome.status for outcome in outcomes] == ["succeeded"]
+
+
 def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, capsys):
     """Nor what fails after that of a run that is resumed."""
 

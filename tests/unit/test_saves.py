@@ -5,57 +5,99 @@ from typing import Any
 from hpc_elastic.agent.saves import Saves
 from hpc_elastic.control import ControlPage
 
+Told = list[tuple[str, dict[str, Any]]]
 
-class Told:
-    """A worker's page, and what was told of it."""
+
+class Agent:
+    """An agent that looks after its first rank's checkpoints, and what it has told."""
 
     def __init__(self, folder) -> None:
-        self.page = ControlPage.create(folder, 0)
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.saves = Saves(lambda kind, **fields: self.told.append((kind, fields)), self.page)
+        self._folder = folder
+        self._told: Told = []
+        self._saves = Saves(lambda kind, **fields: self._told.append((kind, fields)))
 
-    def look(self) -> list[tuple[str, dict[str, Any]]]:
+    def round(self) -> ControlPage:
+        """Begin another round, of which it has the first rank; return the worker's page."""
+        page = ControlPage.create(self._folder, 0)
+        self._saves.watch(page)
+        return page
+
+    def round_of_others(self) -> None:
+        """Begin another round, of which it does not have the first rank."""
+        self._saves.watch(None)
+
+    def look(self) -> Told:
         """Return what is told at one look."""
-        self.saves.look()
-        told, self.told = self.told, []
+        self._saves.look()
+        told, self._told = self._told, []
         return told
 
 
 def test_an_incident_is_told_once_with_its_reason_and_its_end(tmp_path):
     """However many checkpoints it costs."""
-    worker = Told(tmp_path)
-    assert worker.look() == []
-    worker.page.announce(20)
-    assert worker.look() == []
-    worker.page.not_saved(40, "No space left on device")
-    assert worker.look() == [("not saved", {"step": 40, "why": "No space left on device"})]
-    worker.page.not_saved(60, "No space left on device")
-    assert worker.look() == worker.look() == []
-    worker.page.announce(80)
-    assert worker.look() == [("saved again", {"step": 80})]
-    assert worker.look() == []
-    worker.page.not_saved(100, "Stale file handle")
-    assert worker.look() == [("not saved", {"step": 100, "why": "Stale file handle"})]
+    agent = Agent(tmp_path)
+    worker = agent.round()
+    assert agent.look() == []
+    worker.stored(20)
+    assert agent.look() == []
+    worker.not_saved(40, "No space left on device")
+    assert agent.look() == [("not saved", {"step": 40, "why": "No space left on device"})]
+    worker.not_saved(60, "No space left on device")
+    assert agent.look() == agent.look() == []
+    worker.stored(80)
+    assert agent.look() == [("saved again", {"step": 80})]
+    assert agent.look() == []
+    worker.not_saved(100, "Stale file handle")
+    assert agent.look() == [("not saved", {"step": 100, "why": "Stale file handle"})]
+
+
+def test_what_stays_in_memory_ends_no_incident(tmp_path):
+    """The directory still does not take anything."""
+    agent = Agent(tmp_path)
+    worker = agent.round()
+    worker.not_saved(40, "why")
+    assert [kind for kind, _ in agent.look()] == ["not saved"]
+    worker.announce(60)
+    assert agent.look() == []
 
 
 def test_the_same_step_may_be_saved_at_the_second_try(tmp_path):
-    """An urgent save repeats the one that failed."""
-    worker = Told(tmp_path)
-    worker.page.announce(20)
-    worker.page.not_saved(40, "why")
-    worker.look()
-    worker.page.announce(40)
-    assert worker.look() == [("saved again", {"step": 40})]
+    """An urgent save repeats the one that failed, perhaps before anybody looks."""
+    agent = Agent(tmp_path)
+    worker = agent.round()
+    worker.stored(20)
+    worker.not_saved(40, "why")
+    worker.stored(40)
+    assert [kind for kind, _ in agent.look()] == ["not saved", "saved again"]
+
+
+def test_an_incident_may_outlast_a_round(tmp_path):
+    """Until it is over, or another node has the first rank: nobody here hears of its end."""
+    agent = Agent(tmp_path)
+    agent.round().not_saved(40, "why")
+    assert [kind for kind, _ in agent.look()] == ["not saved"]
+    worker = agent.round()
+    worker.not_saved(60, "why")
+    assert agent.look() == []
+    worker.stored(80)
+    assert agent.look() == [("saved again", {"step": 80})]
+    worker.not_saved(100, "why")
+    assert len(agent.look()) == 1
+    agent.round_of_others()
+    assert agent.look() == []
+    agent.round().stored(120)
+    assert agent.look() == []
 
 
 def test_a_reason_of_any_length_and_alphabet_fits_on_the_page(tmp_path):
     """What is too long is cut, and nothing else on the page is touched."""
-    worker = Told(tmp_path)
-    worker.page.report(40, 0.5, 7)
-    worker.page.not_saved(40, "ü€" * 5000)
-    ((_, fields),) = worker.look()
+    agent = Agent(tmp_path)
+    worker = agent.round()
+    worker.report(40, 0.5, 7)
+    worker.not_saved(40, "ü€" * 5000)
+    ((_, fields),) = agent.look()
     assert fields["why"].startswith("ü€ü€") and 400 < len(fields["why"]) < 1000
-    worker.page.not_saved(60, "short")
-    assert worker.page.why_not_saved() == "short"
-    now = worker.page.read()
+    worker.not_saved(60, "short")
+    assert worker.why_not_saved() == "short"
+    now = worker.read()
     assert (now.step, now.loss, now.samples) == (40, 0.5, 7)

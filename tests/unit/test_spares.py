@@ -268,7 +268,7 @@ def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplo
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: is_gone(pid))
     assert spares.take(0, node.command, dict(os.environ), (1, 2)) is None
-    assert spares.tend() == [-signal.SIGKILL]
+    assert spares.tend() == [-signal.SIGKILL] * 2
     assert "slot 1 ended by itself, with exit code -9" in caplog.text
     assert spares.tend() == []
     assert pids(spares) == []

@@ -132,6 +132,8 @@ def saved(run: RunDir, step: int, at: float) -> None:
         ([10, 20, None], {10: 195}, 20, 190, 1),  # in the nodes' memory, say
         ([10, 10], {10: 199, 20: 150}, 20, 150, 2),  # the leader has not heard of it yet
         ([(20, 25), (20, 29), (20, 12)], {10: 300}, 10, 300, 1),  # it died with its nodes
+        ([(20, 25), (20, 12), (20, 21)], {10: 300}, 10, 300, 1),  # and does not come back
+        ([(20, 25), (20, 12), (30, 31)], {10: 300}, 30, 180, 1),
         ([(20, 25), (20, 21)], {10: 300}, 20, 200, 1),  # nodes died, and it did not
     ],
 )

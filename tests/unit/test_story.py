@@ -300,8 +300,8 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [event(10.0, "spare lost", 1, host="node1", why="SIGKILL")],
-            "the spare process of node1 ended by itself (SIGKILL): a restart takes longer there "
-            "until it is replaced",
+            "the spare process of node1 ended by itself (SIGKILL): the next restart takes longer "
+            "there",
             id="a spare",
         ),
         pytest.param(

@@ -250,18 +250,20 @@ def _slurmctld(t: _Throw) -> Hit:
 
 def _full_disk(t: _Throw) -> Hit:
     """Let no checkpoint be written, and see that one was tried."""
+    before = _num_unsaved(t.stage)
     t.stage.undo.enter_context(disk.full(t.stage.disk))
-    nodes = t.stage.sandbox.nodes
     wait_until(
         "a checkpoint that can not be written",
-        lambda: any(
-            processes.num_unsaved(worker)
-            for node in nodes
-            for worker in processes.workers_on(t.stage.sandbox, node)
-        ),
+        lambda: any(number > before.get(pid, 0) for pid, number in _num_unsaved(t.stage).items()),
         _PATIENCE_S,
     )
     return Hit()
+
+
+def _num_unsaved(stage: Stage) -> dict[int, int]:
+    """Return how many checkpoints of each worker could not be written, by its process."""
+    workers = (w for node in stage.sandbox.nodes for w in processes.workers_on(stage.sandbox, node))
+    return {worker.pid: processes.num_unsaved(worker) for worker in workers}
 
 
 def _damage(t: _Throw) -> Hit:

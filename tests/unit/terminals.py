@@ -86,7 +86,9 @@ class Terminal:
     def _read(self) -> bool:
         """Read what comes next; False: nobody has the terminal any more."""
         left_s = max(0.0, self._deadline - time.monotonic())
-        assert select.select([self._keyboard], [], [], left_s)[0], f"it waits:\n{self.shown}"
+        comes = select.poll()  # select knows descriptors up to 1023 only
+        comes.register(self._keyboard, select.POLLIN)
+        assert comes.poll(1000 * left_s), f"it waits:\n{self.shown}"
         try:
             read = os.read(self._keyboard, 65_536)
         except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,10 @@ class Progress:
     """The last step of which it has seen a checkpoint come into the directory."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`control.busy`)."""
+
+
+class Page(Protocol):
+    """Where it is read: a `hpc_elastic.control.ControlPage`, or what stands for one."""
+
+    def read(self) -> Progress:
+        """Return what the worker last published."""

@@ -72,10 +72,6 @@ _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its spares still import."""
 
 
-def _nobody(kind: str, **fields: Any) -> None:
-    """Stand for an event log where there is none."""
-
-
 @dataclass(frozen=True)
 class Workplace:
     """What an agent works with.
@@ -88,6 +84,7 @@ class Workplace:
         settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
         trains: Writes the event of its workers' first step in a round (`beginning`).
+        events: Its task's events.
         saves_itself: Whether under notice there is sense in waiting for a script that does not
             say when it saves.
         replica: The node's, where its workers are one (``ft=true``).
@@ -101,10 +98,10 @@ class Workplace:
     settings: AgentSettings
     notices: Notices
     trains: Callable[..., None]
+    events: EventLog
     saves_itself: bool = True
     replica: Replica | None = None
     times: OutputTimes | None = None
-    events: EventLog | None = None
     observer: Observer | None = None
 
 
@@ -126,8 +123,7 @@ class RunAgent(LocalElasticAgent):
         self._boundaries: Boundaries | None = None
         self._farewell: Farewell | None = None
         self._beginning: Beginning | None = None
-        events = workplace.events
-        self._saves = Saves(_nobody if events is None else events.write_behind)
+        self._saves = Saves(workplace.events.write_behind)
         self._hangs: HangWatch | None = None
         self._awaits_leader = False
         self._spares = spares
@@ -237,7 +233,7 @@ class RunAgent(LocalElasticAgent):
             for rank, page in self.pages.items()
         ]
         replica, events = self._workplace.replica, self._workplace.events
-        alone = Alone(replica.me, events.write) if replica is not None and events else None
+        alone = Alone(replica.me, events.write) if replica is not None else None
         after_s = self._workplace.settings.hang_after_s
         return HangWatch(self._session, workers, after_s=after_s, place=place, alone=alone)
 
@@ -311,8 +307,9 @@ class RunAgent(LocalElasticAgent):
     def _tell_of_dead(self, spares: Sequence[int]) -> None:
         """Tell of spares that ended by themselves: who takes a node sends all of them SIGTERM."""
         found = [ending(code) for code in spares if code != -signal.SIGTERM]
-        if found and (events := self._workplace.events) is not None:
-            events.write_behind("spare lost", host=self._workplace.place.host, why=found[0])
+        if found:
+            where = self._workplace
+            where.events.write_behind("spare lost", host=where.place.host, why=found[0])
 
     def _files(self, rank: int) -> WorkerFiles:
         return WorkerFiles(self._workplace.place.logs, self._round.number, rank)

@@ -10,16 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from hpc_elastic.control import Progress
-
-
-class Page(Protocol):
-    """The part of a `hpc_elastic.control.ControlPage` that is used here."""
-
-    def read(self) -> Progress:
-        """Return what the worker last published."""
+from hpc_elastic.progress import Page, Progress
 
 
 class Beginning:

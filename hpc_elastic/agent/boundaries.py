@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Page, Progress
 from hpc_elastic.rendezvous.boundary import STRAGGLE_S
 from hpc_elastic.rendezvous.heard import Proposal
 
@@ -53,11 +53,8 @@ class Leader(Protocol):
         """Ask for a checkpoint of the whole group."""
 
 
-class Page(Protocol):
+class SteeredPage(Page, Protocol):
     """The agent's side of a `hpc_elastic.control.ControlPage`."""
-
-    def read(self) -> Progress:
-        """Return what the worker last published."""
 
     def hold(self, request: int) -> None:
         """Ask the worker to stay at its next boundary; 0 lets it go."""
@@ -98,7 +95,7 @@ class Boundaries:
     def __init__(
         self,
         leader: Leader,
-        pages: Sequence[Page],
+        pages: Sequence[SteeredPage],
         *,
         sleep: Callable[[float], None] = time.sleep,
         can_save_at: Rule = can_save_at,
@@ -149,7 +146,11 @@ class _Proposals:
     """The proposed step on its way to the workers, and their answer on its way back."""
 
     def __init__(
-        self, leader: Leader, pages: Sequence[Page], sleep: Callable[[float], None], rule: Rule
+        self,
+        leader: Leader,
+        pages: Sequence[SteeredPage],
+        sleep: Callable[[float], None],
+        rule: Rule,
     ) -> None:
         self._leader = leader
         self._pages = pages

@@ -29,10 +29,10 @@ from hpc_elastic.agent.hangwatch import (
     place,
     waits_in,
 )
-from hpc_elastic.agent.looks import Looks, Page, look_at
+from hpc_elastic.agent.looks import Looks, look_at
 from hpc_elastic.agent.observer import load_of
 from hpc_elastic.agent.report import Place, WorkerFiles
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Page, Progress
 from hpc_elastic.rendezvous.hang import PATIENCE, RankState, failures_of, judge, note_of
 from hpc_elastic.rendezvous.heard import Proposal
 from hpc_elastic.rendezvous.record import Agent

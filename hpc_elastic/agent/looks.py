@@ -10,23 +10,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Page
 
 WITHIN_S = 10.0
 """A fair part of `rendezvous.hang.ANSWER_S`, and room for a look that py-spy fails at."""
 _PAUSES_S = (0.3, 0.5, 0.8)
 """Between two looks at a stack."""
 _OUT_OF_REACH = ("T", "Z", None)
-
-
-class Page(Protocol):
-    """The agent's side of a `hpc_elastic.control.ControlPage`."""
-
-    def read(self) -> Progress:
-        """Return what the worker last published."""
 
 
 class Looks:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hpc_elastic.agent.signals import name_of
 
 _MAX_REPORTED = 8
 _MAX_MESSAGE = 2_000
@@ -73,7 +74,7 @@ def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[str, Any]:
     """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time."""
     told = _told_by_worker(files.error)
-    died_of = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else None
+    died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
     how = f"ended by {died_of}" if died_of else f"exited with code {failure.exitcode}"
     return {
         "task": place.task,

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Page
 
 
-class Page(Protocol):
+class SavingPage(Page, Protocol):
     """The part of a `hpc_elastic.control.ControlPage` that is used here."""
-
-    def read(self) -> Progress:
-        """Return what the worker last published."""
 
     def why_not_saved(self) -> str:
         """Return why the last checkpoint was not written."""
@@ -33,11 +30,11 @@ class Saves:
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
-        self._page: Page | None = None
+        self._page: SavingPage | None = None
         self._num_unsaved = 0
         self._failing = False
 
-    def watch(self, page: Page | None) -> None:
+    def watch(self, page: SavingPage | None) -> None:
         """Begin another round.
 
         Args:

@@ -17,6 +17,14 @@ NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's own, and those that a user may choose as ``launcher.notice_signal``."""
 
 
+def name_of(number: int) -> str:
+    """Return a signal's name, such as ``SIGKILL`` (pure); real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def do_nothing(_number: int, _frame: object) -> None:
     """Handle a signal in Python, so that programs that this process starts do not inherit it."""
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent.prewarm import fits
+from hpc_elastic.agent.signals import name_of
 from hpc_elastic.agent.worker import SPARE_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -245,12 +246,7 @@ class Spares:
 
 def ending(exit_code: int) -> str:
     """Return how a process ended (pure): ``SIGKILL``, or ``exit code 1``."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:  # a real-time signal
-        return f"signal {-exit_code}"
+    return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
 
 
 def _cwd() -> Path | None:

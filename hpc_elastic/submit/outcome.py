@@ -6,13 +6,13 @@ The first failure is what the user must see in full; whoever died of it afterwar
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import WorkerGroupError
 from hpc_elastic.rundir import RunDir, Submission, read_json
 from hpc_elastic.slurm.states import queue_name
@@ -184,14 +184,8 @@ def _how(failed: Mapping[str, Any]) -> str:
     if failed.get("phase") == "hang":
         return "hung"
     if failed.get("signal"):
-        return f"ended by {_signal_name(failed['signal'])}"
+        number = failed["signal"]
+        return f"ended by {name_of(number) if isinstance(number, int) else number}"
     if failed.get("exit_code") is not None:
         return f"exit code {failed['exit_code']}"
     return str(failed.get("exception") or failed.get("phase") or "failed")
-
-
-def _signal_name(value: object) -> str:
-    try:
-        return signal.Signals(value).name if isinstance(value, int) else str(value)
-    except ValueError:
-        return f"signal {value}"

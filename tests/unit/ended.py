@@ -1,6 +1,22 @@
-"""Whether processes have ended."""
+"""Processes that do nothing but end, and whether they have."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import psutil
+
+
+@contextlib.contextmanager
+def sleeping() -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that does nothing; it does not outlive the context."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def is_gone(pid: int) -> bool:

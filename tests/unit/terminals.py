@@ -3,7 +3,6 @@
 import codecs
 import os
 import pty
-import select
 import subprocess
 import sys
 import termios
@@ -11,6 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
+
+from hpc_elastic.readable import readable
 
 PATIENCE_S = 60.0
 CTRL_C = "\x03"
@@ -86,9 +87,7 @@ class Terminal:
     def _read(self) -> bool:
         """Read what comes next; False: nobody has the terminal any more."""
         left_s = max(0.0, self._deadline - time.monotonic())
-        comes = select.poll()  # select knows descriptors up to 1023 only
-        comes.register(self._keyboard, select.POLLIN)
-        assert comes.poll(1000 * left_s), f"it waits:\n{self.shown}"
+        assert readable(self._keyboard, timeout_s=left_s), f"it waits:\n{self.shown}"
         try:
             read = os.read(self._keyboard, 65_536)
         except OSError:

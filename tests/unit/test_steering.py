@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from arrays import run_of
+from ended import sleeping
 from followers import LEADER, LIVENESS, RECORD, agent, of, told
 from groups import B
 
@@ -215,10 +216,8 @@ def test_a_mark_stays_the_first_one_s(tmp_path):
 @pytest.fixture
 def sleeper():
     """A process that does nothing."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
+    with sleeping() as process:
+        yield process
 
 
 def table(folder, **entry):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from arrays import run_of
+from ended import sleeping
 from output_files import make_run
 from terminals import CTRL_C, PATIENCE_S, Terminal
 
@@ -47,10 +48,8 @@ def local_run(folder: Path, **entry) -> RunDir:
 @pytest.fixture
 def agent():
     """A process that stands for a run's only task."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
+    with sleeping() as process:
+        yield process
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,3 +211,10 @@ def test_a_value_that_can_not_be_sent_back_says_what_can():
     """A model is refused with a remedy, not pickled."""
     with pytest.raises(TypeError, match=r"torch.nn.*Linear.*return numbers"):
         to_json(torch.nn.Linear(1, 1))
+
+
+def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
+    """Real-time signals have none; the agent does not end for it."""
+    failure = SimpleNamespace(local_rank=0, exitcode=-40)
+    told = describe(failure, WorkerFiles(tmp_path, 1, 0), Place("7_1", "node2", tmp_path))
+    assert (told["signal"], told["message"]) == ("signal 40", "ended by signal 40")

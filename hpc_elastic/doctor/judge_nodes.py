@@ -11,6 +11,7 @@ from hpc_elastic.doctor.findings import Finding, by_value, count, fail, ok, warn
 from hpc_elastic.doctor.node import NodeFacts
 from hpc_elastic.doctor.versions import MUST_AGREE
 from hpc_elastic.slurm.nodelist import compress
+from hpc_elastic.submit.sbatch import gpus_asked
 
 _SLOW_IMPORT_S = 30.0
 _MOST_SILENT = 3
@@ -177,7 +178,7 @@ def _outside(evidence: Evidence) -> Finding:
 
 def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
     check, why = "nodes.gpus", "one worker runs on each GPU"
-    num_asked = _num_asked(asked)
+    num_asked = gpus_asked(asked)
     unmet = [f for f in facts if num_asked not in (None, f.gpus_given or 0)]
     wrong = [f for f in facts if f in unmet or (f.gpus_given or 0) != (f.gpus_seen or 0)]
     if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
@@ -198,14 +199,6 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
         return fail(check, found, why, remedy)
     return _torch_gpus(evidence, facts)
-
-
-def _num_asked(asked: SlurmSettings) -> int | None:
-    """Return how many GPUs a node is to have, of all types together; None: nothing is said."""
-    if asked.gpus_per_node is None:
-        return None
-    kinds = str(asked.gpus_per_node).split(",")
-    return sum(int(kind.rpartition(":")[2]) for kind in kinds)
 
 
 def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:

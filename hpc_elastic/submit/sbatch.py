@@ -223,6 +223,21 @@ def wants_whole_node(settings: SlurmSettings) -> bool:
     return all(share is None for share in shares) and SHARE_FLAGS.isdisjoint(flags)
 
 
+def gpus_asked(settings: SlurmSettings) -> int | None:
+    """Return how many GPUs of a node are asked for, of all types together; None: nothing is said.
+
+    Either ``launcher.gpus_per_node`` says it or ``launcher.sbatch.gres``, which some sites want.
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
+    """
+    if settings.gpus_per_node is not None:
+        requests = [f"gpu:{kind}" for kind in str(settings.gpus_per_node).split(",")]
+    else:
+        requests = str(settings.sbatch.get("gres")).replace("gres/", "").split(",")
+    gpus = [request.split(":") for request in requests if re.match("gpu(:|$)", request)]
+    counts = [int(words[-1]) if words[-1].isdecimal() else 1 for words in gpus]
+    return sum(counts) if counts else None
+
+
 def command(script: Script) -> str:
     """Return the command of the task, srun and container included, quoted for bash."""
     own = [_one_line("launcher.srun_args", arg) for arg in script.settings.srun_args]
@@ -259,7 +274,7 @@ def _in_container(script: Script, argv: Sequence[str]) -> list[str]:
     mounts = ",".join(_mounts(script))
     if container.runtime == "pyxis":
         return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
-    gpus = ["--nv"] if script.settings.gpus_per_node else []
+    gpus = ["--nv"] if gpus_asked(script.settings) else []
     return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
 
 

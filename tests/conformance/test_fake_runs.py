@@ -59,6 +59,7 @@ def test_a_run_starts_alone_and_grows(cluster, busy_nodes, sweep):
     ends_well(sweep)
 
 
+@pytest.mark.long
 def test_a_preempted_node_leaves_and_comes_back(cluster, sweep):
     """All save at one step; the task requeues itself, and joins again in its next attempt."""
     eventually(lambda: sweep.group_sizes()[-1:] == [3], "three nodes train")

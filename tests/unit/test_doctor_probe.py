@@ -203,12 +203,15 @@ def test_gpus_that_nobody_asked_for():
         ("a100:2", 4, "fail"),
         ("a100:2,h100:1", 3, "ok"),
         ("a100:2,h100:1", 2, "fail"),
+        ({"gres": "gpu:a100:2"}, 2, "ok"),
+        ({"gres": "gpu:a100:2"}, 1, "fail"),
     ],
 )
 def test_gpus_that_are_given_are_those_asked_for(asked_for, given, verdict):
-    """As many on every node, of all types together."""
+    """As many on every node, of all types together; a mapping is launcher.sbatch."""
     reports = {i: result(i, gpus_given=given, gpus_seen=given) for i in (0, 1)}
-    found = findings(replace(GOOD, reports=reports), SlurmSettings(gpus_per_node=asked_for))
+    asked = {"sbatch" if isinstance(asked_for, dict) else "gpus_per_node": asked_for}
+    found = findings(replace(GOOD, reports=reports), SlurmSettings(**asked))
     assert found["nodes.gpus"].verdict.value == verdict
     assert verdict == "ok" or "n0: Slurm gives" in found["nodes.gpus"].found
 

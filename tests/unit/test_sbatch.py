@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.config import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.submit.prepare import read_template
-from hpc_elastic.submit.sbatch import Script, directive, directives, render
+from hpc_elastic.submit.sbatch import Script, command, directive, directives, gpus_asked, render
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -188,6 +188,26 @@ def test_users_template_gets_the_documented_variables():
     assert all(name in head for name in names.split())
     text = render(PLAIN, "".join(f"{{{{ {name} }}}}\n" for name in names.split()))
     assert shlex.join(["/venv/bin/python", "-u"]) in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        (SlurmSettings(), None),
+        (SlurmSettings(gpus_per_node=4), 4),
+        (SlurmSettings(gpus_per_node="a100:2,h100:1"), 3),
+        (SlurmSettings(sbatch={"gres": "gpu"}), 1),
+        (SlurmSettings(sbatch={"gres": "gpu:a100"}), 1),
+        (SlurmSettings(sbatch={"gres": "lustre:1,gres/gpu:a100:2"}), 2),
+        (SlurmSettings(sbatch={"gres": "gpuless:4"}), None),
+        (SlurmSettings(sbatch={"gres": None}), None),
+    ],
+)
+def test_gpus_are_asked_for_by_a_key_or_as_gres(settings, num):
+    """A container has them in both cases."""
+    assert gpus_asked(settings) == num
+    settings = replace(settings, container=APPTAINER)
+    assert ("--nv" in command(replace(PLAIN, settings=settings))) == (num is not None)
 
 
 def test_an_unknown_name_in_a_template_is_an_error():

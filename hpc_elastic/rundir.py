@@ -269,7 +269,7 @@ class RunDir:
 
     def create(self, spec: RunSpec) -> None:
         """Make the directory with its description and a fresh secret (login node, once)."""
-        for folder in (self.path, self.rdzv, self.results, self.path / "events"):
+        for folder in (self.path, self.rdzv, self.results, self.notices, self.path / "events"):
             folder.mkdir(parents=True, exist_ok=True)
         write_private(self.secret, secrets.token_hex(32))
         write_atomic(self.spec, spec.to_json(), mode=0o600)

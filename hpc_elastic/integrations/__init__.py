@@ -9,5 +9,5 @@ complete (`commit`). What its user still sees is the framework's. The frameworks
 of this package: a module that misses its own says what to install.
 
 Accelerate needs no module: the loop is the user's, so he writes what stands in train.py
-(examples/huggingface/accelerate.py).
+(examples/huggingface/accelerated.py).
 """

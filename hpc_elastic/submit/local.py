@@ -9,7 +9,7 @@ was made, in Unix seconds: so a pid that was given to another process since is t
 same of the launcher, without which nothing starts that is PENDING.
 
 A thread keeps the queue, so that a free place is filled however the launcher is busy. The
-processes end with the launcher.
+processes end with the launcher, if that is given the time: a kill -9 of it leaves them.
 """
 
 from __future__ import annotations

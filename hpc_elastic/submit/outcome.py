@@ -1,4 +1,4 @@
-"""How a run ended, in the words of result.json, of its log files, and of an exception (pure text).
+"""How a run ended, in the words of result.json, of its log files, and of an exception.
 
 The first failure is what the user must see in full; whoever died of it afterwards is one line.
 """

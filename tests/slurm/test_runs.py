@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +50,26 @@ def test_a_follower_that_dies_is_dropped(slurm, sweep):
     s.output()
     assert 2 in s.group_sizes()
     assert s.result()["restarts"] == 0 and s.value() > 0.95
+
+
+def test_a_run_goes_on_without_its_launcher(slurm, sweep):
+    """Ctrl-C says how to come back; that command shows the end, though the first try was killed."""
+    s = sweep("nodes=1:2", "epochs=3", "pause_s=0.25")
+    eventually(lambda: s.group_sizes(), "it trains")
+    s.process.send_signal(signal.SIGINT)
+    said = s.process.communicate(timeout=PATIENCE_S)[0]
+    assert s.process.returncode == 130 and "Traceback" not in said, said
+    command, *args = shlex.split(re.search("attach: (.*)", said)[1])
+    argv = [Path(sys.executable).with_name(command), *args]
+    env = {**os.environ, **slurm.env}
+    killed = subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE)
+    assert killed.stdout is not None and killed.stdout.readline()
+    killed.kill()
+    killed.communicate()
+    s.hurry()
+    done = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
+    assert s.result()["restarts"] == 0
 
 
 def test_a_leader_that_dies_is_replaced(slurm, sweep):

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hpc_elastic import fence
     from hpc_elastic.api import LaunchResult, launch
     from hpc_elastic.checkpoint import Checkpointer
-    from hpc_elastic.control import checkpoint_boundary, report
     from hpc_elastic.preemption import leave_node, notice_left_s, should_checkpoint
+    from hpc_elastic.reports import checkpoint_boundary, report
     from hpc_elastic.scalars import log_run_scalars
 
 __all__ = [
@@ -40,12 +40,12 @@ __all__ = [
 _LAZY = {
     "Checkpointer": "hpc_elastic.checkpoint",
     "LaunchResult": "hpc_elastic.api",
-    "checkpoint_boundary": "hpc_elastic.control",
+    "checkpoint_boundary": "hpc_elastic.reports",
     "launch": "hpc_elastic.api",
     "leave_node": "hpc_elastic.preemption",
     "log_run_scalars": "hpc_elastic.scalars",
     "notice_left_s": "hpc_elastic.preemption",
-    "report": "hpc_elastic.control",
+    "report": "hpc_elastic.reports",
     "should_checkpoint": "hpc_elastic.preemption",
 }
 

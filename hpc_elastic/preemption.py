@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpc_elastic.control import ControlPage, own_page
+from hpc_elastic.control import ControlPage
+from hpc_elastic.reports import own_page
 
 _FIRST_AFTER_S = 30.0
 """With a share of time, what a checkpoint costs is not known before the first one."""

@@ -51,7 +51,7 @@ class Progress:
     stored: int | None = None
     """The last step of which it has seen a checkpoint come into the directory."""
     busy: int = 0
-    """Not 0: it does something long that is no step, such as a checkpoint (`control.busy`)."""
+    """Not 0: it does something long that is no step, such as a checkpoint (`reports.busy`)."""
 
 
 class Page(Protocol):

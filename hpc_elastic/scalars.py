@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hpc_elastic.control import own_page
+from hpc_elastic.reports import own_page
 
 _PREFIX = "hpc_elastic/"
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 
 LEAST_S = 60.0
 START_S = 600.0

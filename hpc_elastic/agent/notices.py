@@ -18,9 +18,10 @@ from typing import Protocol
 from hpc_elastic.agent import preemption
 from hpc_elastic.agent.preemption import Notice, Terms, TimeLimit
 from hpc_elastic.agent.signals import Caught
-from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.control import ControlPage
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.events import EventLog
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous import session
 from hpc_elastic.slurm.decision import Departure, Reason
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent.metrics import Sample, Tally, now_s
-from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.control import ControlPage
+from hpc_elastic.progress import Progress
 
 _FEWEST_STEPS = 3
 _SHORTEST_S = 4.0

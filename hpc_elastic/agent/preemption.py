@@ -19,7 +19,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 from hpc_elastic.slurm.decision import Departure, Reason
 
 _RESERVE_S = 5.0

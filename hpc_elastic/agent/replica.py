@@ -16,10 +16,10 @@ from typing import Any
 from hpc_elastic import fence
 from hpc_elastic.agent.preemption import Notice
 from hpc_elastic.agent.worker import RESULTS_VARIABLE
-from hpc_elastic.control import Progress
 from hpc_elastic.ft.group_server import GroupServer
 from hpc_elastic.ft.keeper import Keeper, Send
 from hpc_elastic.ft.protocol import SOCKET_ENV, Message, pack, unpack
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous.heard import Round
 from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper, replica_name
 from hpc_elastic.rendezvous.record import Agent

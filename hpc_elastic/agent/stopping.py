@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 
 
 def event_fields(workers: Iterable[Progress]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from hpc_elastic import control
+from hpc_elastic import reports
 from hpc_elastic.checkpoint import rng
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.options import Options
@@ -133,7 +133,7 @@ class Checkpointer:
                 stays as it is.
             urgent: The group is about to end: do only what is needed, and return when it is
                 committed; an earlier save that is not almost written is given up. Then this worker
-                stays here if its agent asks for that (`control.checkpoint_boundary`). By default,
+                stays here if its agent asks for that (`reports.checkpoint_boundary`). By default,
                 whether the agent asks for that.
 
         Returns:
@@ -143,7 +143,7 @@ class Checkpointer:
             ConfigError: the step is no number, or something in the state can not be stored.
         """
         step = _checked_step(step)
-        with control.busy():
+        with reports.busy():
             return self._save_now(step, urgent)
 
     def _save_now(self, step: int, urgent: bool | None) -> bool:
@@ -156,10 +156,10 @@ class Checkpointer:
             self._fill(save, waits=waits and not save.looks_out)
             self._begin(save, waits=waits)
         self.blocked_s = time.monotonic() - begin
-        control.note_blocked(self.blocked_s)
+        reports.note_blocked(self.blocked_s)
         _log.info("step %d: training was held up for %.3f s", step, self.blocked_s)
         if waits and self._committed == step:
-            control.checkpoint_boundary(step=step)
+            reports.checkpoint_boundary(step=step)
         return not waits or self._committed == step
 
     def restore(self) -> int | None:
@@ -182,12 +182,12 @@ class Checkpointer:
         self._stop_looking_out()
         context = self._context
         restorer = Restorer(context.store, self._group, context.damaged, self._tier)
-        with control.busy():
+        with reports.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
-        control.note_restored(step, time.monotonic() - begin)
+        reports.note_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -240,10 +240,10 @@ class Checkpointer:
     def _new_save(self, step: int, urgent: bool | None) -> Save:
         number, for_hold = next(self._numbers), urgent is None and _is_held()
         if urgent is None:
-            urgent = for_hold or control.save_is_urgent()
+            urgent = for_hold or reports.save_is_urgent()
         is_due = self._tier is None or self._tier.shared_due(number, urgent=False)
         to_store = is_due or urgent
-        may_hear = self._group.world_size > 1 and control.own_page() is not None
+        may_hear = self._group.world_size > 1 and reports.own_page() is not None
         return Save(
             self._context, step, number, None, urgent, to_store,
             for_hold=for_hold and not is_due, looks_out=may_hear and not to_store,
@@ -323,7 +323,7 @@ class Checkpointer:
                 self.failures += 1
                 _log.error("%s; the earlier ones are as they were", save.problem)
                 if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                    control.note_not_saved(save.step, str(save.problem))
+                    reports.note_not_saved(save.step, str(save.problem))
             elif save.error is not None:
                 _log.info("%s", save.error)
             save.look_out()
@@ -334,12 +334,12 @@ class Checkpointer:
         self._committed = step
         if self._save is None or self._save.is_stored:
             self._stored = step
-            control.note_stored(step)
-        control.announce_boundary(step=step)
+            reports.note_stored(step)
+        reports.announce_boundary(step=step)
 
     def _settle(self) -> None:
         if self._save is not None:
-            with control.busy():
+            with reports.busy():
                 self._save.wait()
 
     def _stop_looking_out(self) -> None:
@@ -365,7 +365,7 @@ def _coming_bytes(item: object) -> int:
 
 def _is_held() -> bool:
     """Tell whether the agent has asked this worker to stay at a checkpoint."""
-    page = control.own_page()
+    page = reports.own_page()
     return page is not None and page.is_held
 
 

@@ -160,9 +160,10 @@ def _watch_page(console: Console, look: Callable[[], Facts], facts: Facts, every
     from rich.live import Live
 
     from hpc_elastic.cli.status_text import page
+    from hpc_elastic.submit.processes import terminated_as_interrupt
 
     over = _Over()
-    with Live(console=console, auto_refresh=False) as live:
+    with terminated_as_interrupt(), Live(console=console, auto_refresh=False) as live:
         while True:
             most = max(3, console.height - _AROUND_TASKS)
             live.update(page(facts, console.width, most_tasks=most), refresh=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from hpc_elastic import control
+from hpc_elastic import reports
 from hpc_elastic.ft.link import Link
 from hpc_elastic.ft.server import Group, open_store
 
@@ -81,7 +81,7 @@ class Saving:
         """
         is_last = self._link.settle()
         is_saver = self._is_saver()
-        control.save_is_last(is_saver and is_last)
+        reports.save_is_last(is_saver and is_last)
         if not is_saver:
             return False
         if self._group.world_size > 1:

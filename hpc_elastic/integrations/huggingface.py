@@ -21,7 +21,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic import control, fence
+from hpc_elastic import fence, reports
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.commit import by_step, flush
@@ -181,31 +181,31 @@ class _Saving(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
-        control.report(step=step, total_steps=total)
+        reports.report(step=step, total_steps=total)
         if should_checkpoint(step, **self._period) or step >= total:
             flow.should_save = True
         if flow.should_save:
             fence.check()
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        control.report()  # a sign of life
+        reports.report()  # a sign of life
 
     def on_log(self, args: Any, state: Any, flow: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            control.report(loss=logs["loss"])
+            reports.report(loss=logs["loss"])
 
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         """Commit, and stay here if the group is to change (every rank; collective)."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         position = self._trainer.position()
-        with control.busy():
+        with reports.busy():
             _barrier()  # all ranks have written their part
             if args.process_index == 0:
                 flush(folder)
                 fence.check()
                 _write_mark(folder, position)
             _barrier()
-        control.checkpoint_boundary(step=state.global_step)
+        reports.checkpoint_boundary(step=state.global_step)
 
 
 def _write_mark(folder: Path, position: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import torch
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic import control
+from hpc_elastic import control, reports
 from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
 from hpc_elastic.checkpoint.block_file import BlockFile
 from hpc_elastic.checkpoint.store import Store
@@ -186,9 +186,9 @@ def test_buffers_are_used_again(tmp_path):
 @pytest.fixture
 def last_of_all() -> Iterator[None]:
     """Nobody who has the state stays, as a replica finds when all of them have to leave."""
-    control.save_is_last(True)
+    reports.save_is_last(True)
     yield
-    control.save_is_last(False)
+    reports.save_is_last(False)
 
 
 def test_what_goes_with_its_replica_is_committed_at_once(tmp_path, disk, last_of_all):
@@ -265,7 +265,7 @@ def page(tmp_path, monkeypatch) -> control.ControlPage:
     made = control.ControlPage.create(folder, 0)
     monkeypatch.setenv(control.DIRECTORY_VARIABLE, str(folder))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
     return made
 
 

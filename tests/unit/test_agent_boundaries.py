@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.boundaries import Boundaries, Pace, can_save_at
-from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.control import ControlPage
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous.boundary import STRAGGLE_S
 from hpc_elastic.rendezvous.session import Proposal
 

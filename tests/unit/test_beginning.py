@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_elastic.agent.beginning import Beginning, event_fields
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 
 BLANK = Progress(None, None, None, None, None, None, 0)
 

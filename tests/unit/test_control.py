@@ -12,9 +12,11 @@ from dataclasses import asdict
 
 import pytest
 
-from hpc_elastic import control
-from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage, Progress, checkpoint_boundary
+from hpc_elastic import control, reports
+from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.progress import Progress
+from hpc_elastic.reports import checkpoint_boundary
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
@@ -147,7 +149,7 @@ def worker(tmp_path, monkeypatch) -> ControlPage:
     page = ControlPage.create(tmp_path, 2)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
     return page
 
 
@@ -168,8 +170,8 @@ def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog
 
 def test_a_script_says_where_it_will_stop(worker):
     """With that, a late node is weighed."""
-    control.report(total_steps=1000)
-    control.report(step=3)
+    reports.report(total_steps=1000)
+    reports.report(step=3)
     assert (worker.read().step, worker.read().total_steps) == (3, 1000)
 
 

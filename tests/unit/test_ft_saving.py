@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic import control
+from hpc_elastic import reports
 from hpc_elastic.ft.saving import Saving
 from hpc_elastic.ft.server import Group
 
@@ -24,7 +24,7 @@ class _Link:
 def calm() -> Iterator[None]:
     """Nothing is urgent afterwards."""
     yield
-    control.save_is_last(False)
+    reports.save_is_last(False)
 
 
 ALONE = Group(0, 1, "127.0.0.1", 1)
@@ -43,7 +43,7 @@ ALONE = Group(0, 1, "127.0.0.1", 1)
 )
 def test_one_replica_saves(is_last, is_saver, due, saves, urgent):
     """When it is due, and urgently in the last step before everybody leaves."""
-    control.save_is_last(True)  # said before, and void
+    reports.save_is_last(True)  # said before, and void
     saving = Saving(_Link(is_last), ALONE, 1.0, lambda: is_saver)
     assert saving.decide(5, due, False) is saves
-    assert control.save_is_urgent() is urgent
+    assert reports.save_is_urgent() is urgent

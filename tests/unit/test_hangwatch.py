@@ -16,7 +16,7 @@ from hpc_elastic.agent.hangwatch import (
     place,
     waits_in,
 )
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 
 BLANK = Progress(None, None, None, None, None, None, 0)
 

@@ -11,7 +11,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from hpc_elastic.agent import metrics
 from hpc_elastic.agent.metrics import Exporter, Sample, Tally
 from hpc_elastic.agent.observer import Crew, Loads, Observer, load_of
-from hpc_elastic.control import ControlPage, Progress
+from hpc_elastic.control import ControlPage
+from hpc_elastic.progress import Progress
 
 BLANK = Progress(None, None, None, None, None, None, 0)
 LABELS = ("r1", "7_1", "n3")

@@ -7,7 +7,7 @@ from groups import A, B, C
 from leaders import LIVENESS
 
 from hpc_elastic.agent.stopping import event_fields
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous import notes
 from hpc_elastic.rendezvous.actions import Depart, GiveBack, Note, StartRound, StopRound
 from hpc_elastic.rendezvous.record import Endpoint, Record, claim

@@ -16,7 +16,7 @@ from hpc_elastic.agent.preemption import (
     why_leave_now,
     within,
 )
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 from hpc_elastic.slurm.decision import Departure, Reason
 
 TERMS = Terms(notice_s=120, grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2)

@@ -3,7 +3,7 @@
 import pytest
 
 import hpc_elastic
-from hpc_elastic import control
+from hpc_elastic import control, reports
 from hpc_elastic.control import ControlPage
 from hpc_elastic.scalars import run_scalars
 
@@ -34,7 +34,7 @@ class Wandb:
 def in_a_run(tmp_path, monkeypatch) -> ControlPage:
     """This process is rank 0 of a run, as its agent sees it."""
     page = ControlPage.create(tmp_path, 0)
-    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
     for name, value in {
         control.DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "0", "RANK": "0",
         "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "HPC_ELASTIC_ROUND": "5",
@@ -67,7 +67,7 @@ def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):
     hpc_elastic.log_run_scalars(board, 7)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv(control.DIRECTORY_VARIABLE)
-    monkeypatch.setattr(control, "_reporter", control._Reporter())
+    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
     hpc_elastic.log_run_scalars(board, 7)
     assert board.written == []
 

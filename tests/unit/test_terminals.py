@@ -115,12 +115,16 @@ def test_nobody_is_asked_where_no_terminal_is(run, agent):
 # ---- status is watched -------------------------------------------------------------------
 
 
-def test_a_watch_ends_with_ctrl_c_and_leaves_the_terminal_as_it_was(terminal, tmp_path):
+@pytest.mark.parametrize("by", ["Ctrl-C", "SIGTERM"])
+def test_a_watch_that_is_ended_leaves_the_terminal_as_it_was(terminal, tmp_path, by):
     """The page is redrawn in place, without a cursor, as long as it lasts."""
     shown = terminal("status", local_run(tmp_path).path, "--watch", "--every", "0.1")
     shown.until("● starting")
     assert not shown.is_restored, "the cursor is hidden"
-    shown.type(CTRL_C)
+    if by == "Ctrl-C":
+        shown.type(CTRL_C)
+    else:
+        shown.process.terminate()
     assert shown.end() == 130, shown.shown
     assert shown.is_restored and "Traceback" not in shown.shown
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous.actions import Hold, Release
 from hpc_elastic.rendezvous.agent_effects import Effect as FollowingEffect
 from hpc_elastic.rendezvous.agreement import Agreement, Answer, State

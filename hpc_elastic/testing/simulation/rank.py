@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from hpc_elastic.control import Progress
+from hpc_elastic.progress import Progress
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.training import Member, Work

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from hpc_elastic.events import Event
-from hpc_elastic.story.lives import Life
+from hpc_elastic.story.lives import Chronicle, Life
 
 _COMES_BACK = ("requeue", "requeued", "replace")
 
@@ -27,7 +27,7 @@ class Cause:
         signal: What announced it; None: no signal did.
         given_s: The time that was given; None: none, or unknown.
         comes_back: Whether the task has gone back to the queue; None: unknown.
-        away_s: How long it was away before it returned; None: it was not.
+        away_s: How long the node was away before it returned; None: it did not, or unknown.
     """
 
     what: str
@@ -114,20 +114,22 @@ def _unannounced(life: Life, ends: Mapping[str, Event], *, led: bool) -> Cause:
     return Cause("leader lost" if led else "lost", time, where, str(gone.get("why", "")))
 
 
-def why_came(life: Life, earlier: Life | None, at: float) -> Cause:
+def why_came(life: Life, run: Chronicle, at: float) -> Cause:
     """Tell where a new member has come from.
+
+    A node that the run has had before came back, whichever of its tasks had it then.
 
     Args:
         life: What happened to it.
-        earlier: The attempt of its task before; None: there was none.
+        run: What happened to all.
         at: When it became a member.
     """
     time = life.started if life.started is not None else at
-    if earlier is None:
-        return Cause("arrived", time, (life.host,))
-    ends = [_time(event) for event in earlier.ends_after(earlier.joined).values()]
-    away_s = round(max(0.0, time - min(ends)), 1) if ends else None
-    return Cause("returned", time, (life.host,), away_s=away_s)
+    left, earlier = run.last_left(life.host, time), run.earlier(life)
+    if left is not None:
+        return Cause("returned", time, (life.host,), away_s=round(time - left, 1))
+    is_back = earlier is not None and earlier.host == life.host  # nobody saw it go
+    return Cause("returned" if is_back else "arrived", time, (life.host,))
 
 
 def together(causes: Iterable[Cause]) -> tuple[Cause, ...]:

@@ -106,7 +106,7 @@ class _Change:
         return cause if cause.time else replace(cause, time=self._broke_at)
 
     def _came(self, life: Life) -> Cause:
-        return why_came(life, self._run.earlier(life), float(self._after["time"]))
+        return why_came(life, self._run, float(self._after["time"]))
 
     def _failures(self) -> list[Cause]:
         """Return why the round broke, if not because somebody left or came."""

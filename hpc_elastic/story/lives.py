@@ -57,6 +57,12 @@ class Life:
         """Return the first of its ends after a time, by kind."""
         return {e["kind"]: e for e in reversed(self.ends) if float(e["time"]) > time}
 
+    @property
+    def ended(self) -> float | None:
+        """When it ended; None: nobody says that it has."""
+        times = [float(event["time"]) for event in self.ends_after(self.joined).values()]
+        return min(times, default=None)
+
     def _add_notice(self, event: Event) -> None:
         """Keep the first one; but a signal says more, and the agent more than the leader."""
         if self.notice is None or _rank(event) > _rank(self.notice):
@@ -112,6 +118,11 @@ class Chronicle:
         lives = self._lives[life.task]
         index = lives.index(life)
         return lives[index - 1] if index else None
+
+    def last_left(self, host: str, until: float) -> float | None:
+        """Return when a node was last left; None: the run has not had it before."""
+        ends = [life.ended for life in self.lives if life.host == host]
+        return max((end for end in ends if end is not None and end <= until), default=None)
 
     @property
     def lives(self) -> Iterator[Life]:

@@ -151,7 +151,7 @@ def _failed(run: Chronicle, life: Life, time: float) -> Cause:
 
 
 def _came(run: Chronicle, life: Life, time: float) -> Cause:
-    return why_came(life, run.earlier(life), time)
+    return why_came(life, run, time)
 
 
 def _cost_of_return(run: Chronicle, round_: Event, members: list[Life]) -> Cost:

@@ -346,6 +346,25 @@ def test_a_run_that_was_gone_comes_back():
     )
 
 
+@pytest.mark.parametrize(
+    ("task", "attempt", "host", "told"),
+    [
+        (1, 1, "node1", "node1 came back after 10 s away"),
+        (2, 0, "node1", "node1 came back after 10 s away"),
+        (1, 1, "node5", "node5 joined"),
+    ],
+)
+def test_a_node_comes_back_and_not_a_task(task, attempt, host, told):
+    """Whichever task it has now; a task that goes on elsewhere brings another node."""
+    away = [notice(10.0, 1), left(10.5, 1), stop(10.6, 1, "regroup", 20), group(11.0, 2, 0)]
+    started = event(20.5, "task", task, attempt=attempt, host=host, pid=1)
+    both = group(22.0, 3, 0, task + 10 * attempt)
+    both["members"][1]["host"] = host
+    again = [started, stop(21.0, 2, "regroup", 30), both]
+    said = sentence(episodes([*TWO, *away, *again])[-1])
+    assert said.startswith(f"{told}; all ranks saved step 30; group 1 -> 2 nodes"), said
+
+
 def test_two_that_fall_silent_together_are_told_together():
     """Of a group of three, the leader is left."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]

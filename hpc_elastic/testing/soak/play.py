@@ -101,7 +101,7 @@ def submit(sandbox: SlurmSandbox, disk: Path, num_nodes: int) -> Watch:
 class _Player:
     def __init__(self, stage: Stage, record: Record, say: Say) -> None:
         self._stage, self._record, self._say = stage, record, say
-        self._told = 0
+        self._told: set[tuple[float, str]] = set()
 
     def play(self, faults: Sequence[Fault], minutes: float) -> None:
         """Throw the faults, and see the run to its end."""
@@ -176,10 +176,11 @@ class _Player:
     def _tell_news(self) -> None:
         """Say what the story has to tell that it had not before."""
         self._stage.watch.look()
-        closed = [e for e in self._stage.watch.story if not e.is_open]
-        for episode in closed[self._told :]:
-            self._say(f"    {sentence(episode)}")
-        self._told = max(self._told, len(closed))
+        for episode in self._stage.watch.story:
+            told = episode.time, sentence(episode)
+            if not episode.is_open and told not in self._told:
+                self._told.add(told)
+                self._say(f"    {told[1]}")
 
     def _how_it_is(self, what: str) -> Callable[[], str]:
         def describe() -> str:

@@ -38,7 +38,9 @@ class SandboxConfig:
         cpus_per_node: CPUs that each node claims, whatever the machine has.
         max_array_size: Slurm's MaxArraySize; the largest task id is one less.
         slurmd_timeout_s: Seconds of silence after which Slurm doubts a node. It calls it down when
-            a few of its own messages have timed out as well: with 5 and 5 after about 15 s.
+            a few of its own messages have timed out as well: with 10 and 5 after about 20 s. It is
+            to be well above the other: Slurm asks all nodes together, and takes in no answer until
+            the silent node's time is up. On a busy machine all of them were down at once.
         message_timeout_s: Seconds after which one message of Slurm's has timed out.
         accounting: Whether a slurmdbd (and a database for it) runs, so that sacct answers.
         slurm: Which release, such as ``24.11``; "" for the one that is installed.
@@ -57,7 +59,7 @@ class SandboxConfig:
     kill_wait_s: int = 5
     cpus_per_node: int = 8
     max_array_size: int = 1001
-    slurmd_timeout_s: int = 5
+    slurmd_timeout_s: int = 10
     message_timeout_s: int = 5
     accounting: bool = False
     slurm: str = ""

@@ -130,32 +130,31 @@ def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
 def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp_path):
     """nodes=3:4 twice on four nodes, two for each: one run gives way, and comes back."""
     blockers = busy(slurm, 2)
-    polite, other = (
-        _short_run(sweep, tmp_path / name, f"+launcher.sbatch.nice={nice}")
-        for name, nice in (("polite", 1000), ("other", 0))
-    )
-    eventually(lambda: len(polite.events("joined")) == 2, "two nodes of the first run wait")
-    eventually(lambda: _queued(slurm) >= 6, "the second run is queued, before what the first lacks")
+    first = _short_run(sweep, tmp_path / "first")
+    eventually(lambda: len(first.events("joined")) == 2, "two nodes of the first run wait")
+    rest = _queued(slurm)
+    slurm.run(["scontrol", "hold", *rest])
+    second = _short_run(sweep, tmp_path / "second")
+    eventually(lambda: len(_queued(slurm)) >= len(rest) + 4, "the second run is queued")
     slurm.run(["scancel", blockers])
-    eventually(lambda: len(other.events("joined")) == 2, "two nodes of the second run wait")
-    for s in (polite, other):
+    eventually(lambda: len(second.events("joined")) == 2, "two nodes of the second run wait")
+    slurm.run(["scontrol", "release", *rest])
+    for s in (first, second):
         output = s.output()
         assert s.result()["status"] == "succeeded", output
         assert min(s.group_sizes()) >= 3
-    assert polite.events("given back") or other.events("given back")
+    assert first.events("given back") or second.events("given back")
 
 
-def _short_run(sweep, folder: Path, *overrides: str) -> Sweep:
+def _short_run(sweep, folder: Path) -> Sweep:
     folder.mkdir()
     script = stepping(folder)
     enough(folder)
     where = f"hydra.sweep.dir={folder / 'sweep'}"
-    s = sweep(
-        "+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, *overrides, script=script
-    )
+    s = sweep("+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, script=script)
     s.folder = folder / "sweep"
     return s
 
 
-def _queued(slurm) -> int:
-    return len(slurm.run(["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]).stdout.split())
+def _queued(slurm) -> list[str]:
+    return slurm.run(["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]).stdout.split()

@@ -146,3 +146,8 @@ def busy(slurm, num_nodes: int) -> str:
     running = ["squeue", "-h", "-j", job, "-t", "RUNNING", "-o", "%i"]
     eventually(lambda: slurm.run(running).stdout.strip() == job, "the other job runs")
     return job
+
+
+def pending(slurm) -> list[str]:
+    """Return the ids of all tasks that wait in the queue."""
+    return slurm.run(["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]).stdout.split()

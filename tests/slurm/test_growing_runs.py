@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from counting import LONG
-from sweeps import Sweep, busy, eventually
+from sweeps import Sweep, busy, eventually, pending
 
 STEPS = textwrap.dedent(
     """
@@ -132,10 +132,10 @@ def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp
     blockers = busy(slurm, 2)
     first = _short_run(sweep, tmp_path / "first")
     eventually(lambda: len(first.events("joined")) == 2, "two nodes of the first run wait")
-    rest = _queued(slurm)
+    rest = pending(slurm)
     slurm.run(["scontrol", "hold", *rest])
     second = _short_run(sweep, tmp_path / "second")
-    eventually(lambda: len(_queued(slurm)) >= len(rest) + 4, "the second run is queued")
+    eventually(lambda: len(pending(slurm)) >= len(rest) + 4, "the second run is queued")
     slurm.run(["scancel", blockers])
     eventually(lambda: len(second.events("joined")) == 2, "two nodes of the second run wait")
     slurm.run(["scontrol", "release", *rest])
@@ -154,7 +154,3 @@ def _short_run(sweep, folder: Path) -> Sweep:
     s = sweep("+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, script=script)
     s.folder = folder / "sweep"
     return s
-
-
-def _queued(slurm) -> list[str]:
-    return slurm.run(["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]).stdout.split()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host
+from sweeps import PATIENCE_S, ROOT, SLOWLY, busy, eventually, hosts, leader_host, pending
 
 
 def epochs_by_round(run: Path) -> dict[int, list[int]]:
@@ -103,8 +103,7 @@ def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     slurm.preempt([taken], for_s=3)
     eventually(lambda: s.group_sizes()[-1:] == [1], "one node goes on")
     task = next(e["task"] for e in s.events("gone"))
-    pending = ["squeue", "-h", "-r", "-t", "PENDING", "-o", "%i"]
-    eventually(lambda: task in slurm.run(pending).stdout.split(), "the task is requeued")
+    eventually(lambda: task in pending(slurm), "the task is requeued")
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train again")
     s.output()
     assert s.result()["restarts"] == 0 and s.value() > 0.95

@@ -9,20 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from hpc_elastic.events import read_events
 
 PATIENCE_S = 180.0
 """With processes that import torch, and perhaps a framework, on a busy machine."""
-
-
-def is_over(pid: int) -> bool:
-    """Tell whether a process has ended, whether or not somebody has taken note of it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 class LocalRun:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from local_runs import PATIENCE_S, LocalRun, is_over
+from ended import is_gone
+from local_runs import PATIENCE_S, LocalRun
 
 from hpc_elastic.slurm.environment import as_array_task, outside
 
@@ -81,7 +82,7 @@ def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_p
     agents = {e["task"]: psutil.Process(e["pid"]) for e in run.events("task")}
     task, agent = min(agents.items())
     agent.send_signal(signal.SIGTERM)
-    run.eventually(lambda: is_over(agent.pid), "the agent ends")
+    run.eventually(lambda: is_gone(agent.pid), "the agent ends")
     (left,) = run.events("left")
     assert (left["task"], left["reason"], left["how"]) == (task, "signal", "ended")
     run.eventually(lambda: steps(run, 2) and steps(run, 2)[0], "the other node goes on")

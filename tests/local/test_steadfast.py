@@ -9,8 +9,8 @@ import textwrap
 
 import psutil
 import pytest
+from ended import is_gone
 from group import eventually
-from local_runs import is_over
 from torch.utils.data._utils import signal_handling, worker
 
 from hpc_elastic.agent.steadfast import STOP
@@ -98,7 +98,7 @@ def test_a_notice_ends_neither_worker_nor_loaders_and_the_agent_ends_both(starte
     assert all(loader.is_running() for loader in loaders)
     for other in others:
         other.terminate()
-    eventually(lambda: all(is_over(other.pid) for other in others))
+    eventually(lambda: all(is_gone(other.pid) for other in others))
     os.killpg(process.pid, STOP)  # as the agent does
     assert process.wait(30) == -STOP
     assert not psutil.wait_procs(loaders, timeout=30)[1]

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from hpc_elastic import commands
 from hpc_elastic.agent.lookup import Task
 from hpc_elastic.agent.tasks import RunTasks
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.replacement import excluded
 
 _log = logging.getLogger(__name__)
@@ -77,16 +78,6 @@ class Gpu:
 # ---- what is a problem (pure) -----------------------------------------------------------------
 
 
-def granted_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that the task was given, as CUDA or (``?``) only Slurm's count names them."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = (name.strip() for name in visible.split(","))
-        return [name for name in names if name.isdigit() or name.startswith(("GPU-", "MIG-"))]
-    count = environ.get("SLURM_GPUS_ON_NODE", "")
-    return ["?"] * int(count) if count.isdigit() else []
-
-
 def parse_gpus(answer: str) -> list[Gpu]:
     """Return what nvidia-smi lists.
 
@@ -107,7 +98,7 @@ def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -
     """Compare what was granted with what is there.
 
     Args:
-        granted: See `granted_gpus`.
+        granted: See `hpc_elastic.slurm.environment.granted_gpus`.
         listed: What nvidia-smi lists, which may be more than is this task's.
         shared: Whether others may use the same GPUs.
     """
@@ -273,7 +264,7 @@ def _found(checks: Sequence[Callable[[], Problem | None]]) -> Iterator[Problem]:
 
 def begin(task: Task) -> Preflight:
     """Begin to check a task's node (agent, before it imports torch)."""
-    granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ)
+    granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
     shared = task.spec.launcher == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
     return Preflight(task.logs, granted, shared=shared)
 

@@ -17,6 +17,7 @@ from hpc_elastic.agent.lookup import Task
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.config import Nproc
 from hpc_elastic.rundir import read_json
+from hpc_elastic.slurm.environment import GPUS, listed_gpus
 
 _OPEN_FILES = 65_536
 _THREADS = "OMP_NUM_THREADS"
@@ -56,8 +57,7 @@ def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices
         return wanted
     if wanted == "cpu":
         return cpus
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    gpus = num_devices if visible is None else len([d for d in visible.split(",") if d.strip()])
+    gpus = len(listed_gpus(env[GPUS])) if GPUS in env else num_devices
     return max(1, min(gpus, num_devices))
 
 

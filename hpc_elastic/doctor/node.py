@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,9 +16,8 @@ from hpc_elastic.doctor.versions import versions
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.rendezvous import address
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
 from hpc_elastic.slurm.site import reachable
-from hpc_elastic.submit.gpus import VARIABLE, listed
 
 _SMI_TIMEOUT_S = 30.0
 
@@ -77,6 +75,7 @@ def look(place: Place, slurm: SlurmEnvironment, wanted: str | None) -> NodeFacts
     """
     client = SlurmClient()
     chosen, problem = _choose(slurm.node_name, wanted, client)
+    gpus = granted_gpus(os.environ)
     return NodeFacts(
         name=slurm.node_name,
         host=host.look(),
@@ -84,7 +83,7 @@ def look(place: Place, slurm: SlurmEnvironment, wanted: str | None) -> NodeFacts
         versions=versions(),
         slurm=reachable(client, slurm.task_name),
         cpus_given=slurm.cpus_on_node,
-        gpus_given=gpus_given(os.environ),
+        gpus_given=None if gpus is None else len(gpus),
         gpus_seen=_gpus_seen(),
         addresses=_addresses(),
         interface=chosen.name,
@@ -114,15 +113,6 @@ def _addresses() -> dict[str, list[str]]:
         if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
             found.setdefault(interface.name, []).append(interface.address)
     return found
-
-
-def gpus_given(environ: Mapping[str, str]) -> int | None:
-    """Return how many GPUs Slurm has given to this task (pure); None: it says nothing of GPUs."""
-    given = environ.get(VARIABLE)
-    if given is not None:
-        return len(listed(given))
-    count = environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(count) if count.isdecimal() else None
 
 
 def _gpus_seen() -> int | None:

@@ -124,6 +124,18 @@ def _flag_value(entry: Given, name: str) -> str | int | bool | None:
     return value
 
 
+def gpus_in_gres(gres: object) -> int | None:
+    """Return how many GPUs of a node a value of --gres asks for; None if it names none.
+
+    Those of all types count together: ``lustre:1,gpu:a100:2,gpu:h100`` are three.
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
+    """
+    requests = str(gres).replace("gres/", "").split(",")
+    gpus = [request.split(":") for request in requests if re.match("gpu(:|$)", request)]
+    counts = [int(words[-1]) if words[-1].isdecimal() else 1 for words in gpus]
+    return sum(counts) if counts else None
+
+
 def srun_args(given: Given) -> list[str]:
     """Return further arguments of srun.
 

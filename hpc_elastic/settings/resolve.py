@@ -9,6 +9,7 @@ from typing import Any
 from hpc_elastic.config import LocalSettings, NodeRange, Nproc, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, near_miss
 from hpc_elastic.settings.checks import PARSERS
+from hpc_elastic.settings.flags import gpus_in_gres
 from hpc_elastic.settings.forms import parse_nodes, parse_nproc
 from hpc_elastic.settings.groups import UNSET, Given, Reader, boolean, type_hints
 
@@ -179,10 +180,10 @@ def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
     if settings.exclusive and settings.sbatch.get("oversubscribe"):
         remedy = "contradicts launcher.exclusive=true; give only one of them"
         yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
-    gres = str(settings.sbatch.get("gres"))
-    if gres.startswith("gpu") and settings.gpus_per_node is not None:
+    gres = settings.sbatch.get("gres")
+    if gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
         remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"
-        yield ConfigError("launcher.sbatch.gres", settings.sbatch["gres"], remedy)
+        yield ConfigError("launcher.sbatch.gres", gres, remedy)
 
 
 def _joined(errors: Sequence[ConfigError]) -> ConfigError:

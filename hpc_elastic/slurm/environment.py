@@ -1,4 +1,4 @@
-"""The SLURM_* variables, in one place: what a task reads of them, and what a local launch sets.
+"""What Slurm tells a task by variables, in one place: what is read, and what a local launch sets.
 
 Pure, but for `of_this_process`: everything works on a mapping that the caller hands in. Reading is
 lazy, so that a variable that nobody needs may be missing.
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.slurm import nodelist
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+"""Names the GPUs that are a task's own; Slurm sets it where GPUs are a gres of nodes."""
+
 _COMMAND_OPTIONS = ("SQUEUE_", "SCANCEL_", "SINFO_", "SCONTROL_")
 _OUTPUT = {"LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 """No translation, full dates, and index sets of arrays at their full length."""
 _OF_THE_STEP = (
-    *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+    *(GPUS, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
     *("ZE_AFFINITY_MASK", "PMI_", "PMIX_", "PMI2_"),
 )
 """What else Slurm tells a task, of this node only; names, and beginnings of names."""
@@ -177,6 +181,28 @@ class SlurmEnvironment:
         return SlurmEnvironmentError(
             f"{name} {is_}, expected {expected}; is this process a task that Slurm started?"
         )
+
+
+def granted_gpus(env: Mapping[str, str]) -> list[str] | None:
+    """Return the GPUs that a task was given; None if nothing is said of any.
+
+    They are called as CUDA calls them, and ``?`` where Slurm says only how many there are: not
+    every site has it set CUDA's variable.
+    """
+    if GPUS in env:
+        return listed_gpus(env[GPUS])
+    count = env.get("SLURM_GPUS_ON_NODE", "")
+    return ["?"] * int(count) if count.isdecimal() else None
+
+
+def listed_gpus(text: str) -> list[str]:
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names.
+
+    CUDA ignores all that follows the first entry that is no device; -1 is the usual one.
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+    """
+    entries = (entry.strip() for entry in text.split(","))
+    return list(takewhile(lambda e: e.isdigit() or e.startswith(("GPU-", "MIG-")), entries))
 
 
 def as_array_task(

@@ -23,31 +23,17 @@ from pathlib import Path
 from hpc_elastic import commands
 from hpc_elastic.config import Nproc
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.slurm.environment import GPUS, listed_gpus
 from hpc_elastic.submit.plan import PlannedRun, counted
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/driver/nvidia/gpus")
 _TIMEOUT_S = 20.0
 
 
 def machine_gpus(environ: Mapping[str, str]) -> list[str]:
     """Return the GPUs that a process with this environment may use, as CUDA names them."""
-    given = environ.get(VARIABLE)
-    return [str(n) for n in range(_count())] if given is None else listed(given)
-
-
-def listed(text: str) -> list[str]:
-    """Return the devices that a value of CUDA_VISIBLE_DEVICES names (pure).
-
-    CUDA ignores all that follows the first entry that is no device; -1 is the usual one.
-    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
-    """
-    devices: list[str] = []
-    for name in (entry.strip() for entry in text.split(",")):
-        if not (name.isdigit() or name.startswith(("GPU-", "MIG-"))):
-            break
-        devices.append(name)
-    return devices
+    given = environ.get(GPUS)
+    return [str(n) for n in range(_count())] if given is None else listed_gpus(given)
 
 
 def share(gpus: Sequence[str], slot: int, num_nodes: int) -> list[str]:
@@ -66,7 +52,7 @@ def variables(gpus: Sequence[str], nproc: Nproc, *, slot: int, num_nodes: int) -
     """Return what a node finds in its environment of GPUs; nothing where there are none (pure)."""
     if not gpus:
         return {}
-    return {VARIABLE: "" if nproc == "cpu" else ",".join(share(gpus, slot, num_nodes))}
+    return {GPUS: "" if nproc == "cpu" else ",".join(share(gpus, slot, num_nodes))}
 
 
 def require_enough(runs: Iterable[PlannedRun], gpus: Sequence[str]) -> None:

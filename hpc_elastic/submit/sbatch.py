@@ -38,6 +38,7 @@ from pathlib import Path
 from hpc_elastic.config import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.rundir import Submission
+from hpc_elastic.settings.flags import gpus_in_gres
 
 TASK_MODULE = "hpc_elastic.agent.task"
 
@@ -227,15 +228,11 @@ def gpus_asked(settings: SlurmSettings) -> int | None:
     """Return how many GPUs of a node are asked for, of all types together; None: nothing is said.
 
     Either ``launcher.gpus_per_node`` says it or ``launcher.sbatch.gres``, which some sites want.
-    Source: https://slurm.schedmd.com/sbatch.html#OPT_gres
     """
-    if settings.gpus_per_node is not None:
-        requests = [f"gpu:{kind}" for kind in str(settings.gpus_per_node).split(",")]
-    else:
-        requests = str(settings.sbatch.get("gres")).replace("gres/", "").split(",")
-    gpus = [request.split(":") for request in requests if re.match("gpu(:|$)", request)]
-    counts = [int(words[-1]) if words[-1].isdecimal() else 1 for words in gpus]
-    return sum(counts) if counts else None
+    if settings.gpus_per_node is None:
+        return gpus_in_gres(settings.sbatch.get("gres"))
+    kinds = str(settings.gpus_per_node).split(",")
+    return gpus_in_gres(",".join(f"gpu:{kind}" for kind in kinds))
 
 
 def command(script: Script) -> str:

@@ -15,7 +15,7 @@ from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
 from hpc_elastic.doctor.folder import Folder
 from hpc_elastic.doctor.hello import Hello
 from hpc_elastic.doctor.host import Host
-from hpc_elastic.doctor.node import NodeFacts, count_devices, gpus_given
+from hpc_elastic.doctor.node import NodeFacts, count_devices
 from hpc_elastic.doctor.peers import Meeting, Sight
 from hpc_elastic.doctor.place import Place
 
@@ -222,20 +222,6 @@ def test_slices_of_gpus_count_as_gpus():
     assert count_devices(whole) == 2
     assert count_devices(whole + "  MIG 1g.10gb Device 0: (UUID: MIG-1)\n") == 1
     assert count_devices("No devices were found\n") == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "number"),
-    [
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, 0),
-        ({"SLURM_GPUS_ON_NODE": "4"}, 4),  # Slurm does not set the former at every site
-        ({}, None),
-    ],
-)
-def test_what_slurm_gives_is_in_the_environment(environ, number):
-    """CUDA's variable, or else Slurm's count."""
-    assert gpus_given(environ) == number
 
 
 @pytest.mark.parametrize(

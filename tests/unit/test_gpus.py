@@ -23,23 +23,6 @@ def nvidia_smi(tmp_path, monkeypatch):
     gpus._count.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("text", "devices"),
-    [
-        ("0,1", ["0", "1"]),
-        (" 2 , 0", ["2", "0"]),
-        ("GPU-8932f937,MIG-1a2b", ["GPU-8932f937", "MIG-1a2b"]),
-        ("", []),
-        ("-1", []),
-        ("1,-1,0", ["1"]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_devices_are_listed_as_cuda_reads_them(text, devices):
-    """What follows the first entry that is no device does not count."""
-    assert gpus.listed(text) == devices
-
-
 def test_what_is_visible_is_all_there_is(nvidia_smi):
     """The variable decides where it is set, empty too; else the driver is asked."""
     nvidia_smi("GPU 0: H200 (UUID: GPU-1)\n  MIG 1g (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)")

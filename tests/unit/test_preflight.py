@@ -21,7 +21,6 @@ from hpc_elastic.agent.preflight import (
     check_gpus,
     check_logs,
     check_shm,
-    granted_gpus,
     judge_clock,
     judge_gpus,
     judge_space,
@@ -30,23 +29,6 @@ from hpc_elastic.agent.preflight import (
 )
 
 GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
-
-
-@pytest.mark.parametrize(
-    ("environ", "granted"),
-    [
-        ({}, []),
-        ({"CUDA_VISIBLE_DEVICES": ""}, []),
-        ({"CUDA_VISIBLE_DEVICES": "0,3"}, ["0", "3"]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-aa"}, ["GPU-aa"]),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, []),
-        ({"SLURM_GPUS_ON_NODE": "2"}, ["?", "?"]),
-        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, ["1"]),
-    ],
-)
-def test_the_gpus_that_were_granted(environ, granted):
-    """CUDA's variable says which, or else Slurm's how many."""
-    assert granted_gpus(environ) == granted
 
 
 @pytest.mark.parametrize(

@@ -432,6 +432,7 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (slurm(container={"runtime": "docker", "image": "x"}), "launcher.container.runtime"),
         (slurm(mem="1G", sbatch={"mem-per-cpu": "1G"}), "launcher.sbatch.mem-per-cpu"),
         (slurm(gpus_per_node=1, sbatch={"gres": "gpu:2"}), "launcher.sbatch.gres"),
+        (slurm(gpus_per_node=1, sbatch={"gres": "lustre:1,gpu"}), "launcher.sbatch.gres"),
         (slurm(exclusive=True, sbatch={"oversubscribe": True}), "launcher.sbatch.oversubscribe"),
         (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
         (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
@@ -442,6 +443,12 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
 def test_keys_that_contradict_each_other_are_refused(config, key):
     """Each is allowed alone, but not together."""
     assert refusal(config).key == key
+
+
+def test_what_else_a_node_has_may_be_asked_for_beside_its_gpus():
+    """Only GPUs that are named twice are a contradiction."""
+    settings = resolve(slurm(gpus_per_node=1, sbatch={"gres": "lustre:1,gpumem:8G"}))
+    assert settings.launcher.gpus_per_node == 1
 
 
 def test_the_array_of_a_gang_may_be_narrower_than_the_min_part():

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.errors import SlurmEnvironmentError
-from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, for_commands, outside
+from hpc_elastic.slurm.environment import (
+    SlurmEnvironment,
+    as_array_task,
+    for_commands,
+    granted_gpus,
+    listed_gpus,
+    outside,
+)
 
 STEP = {
     "SLURM_JOB_ID": "50",
@@ -173,3 +180,35 @@ def test_the_environment_of_commands_does_not_change_what_they_print():
         "SLURM_TIME_FORMAT": "standard",
         "SLURM_BITSTR_LEN": "0",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("0,1", ["0", "1"]),
+        (" 2 , 0", ["2", "0"]),
+        ("GPU-8932f937,MIG-1a2b", ["GPU-8932f937", "MIG-1a2b"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,0", ["1"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_devices_are_listed_as_cuda_reads_them(text, devices):
+    """What follows the first entry that is no device does not count."""
+    assert listed_gpus(text) == devices
+
+
+@pytest.mark.parametrize(
+    ("env", "granted"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,3"}, ["0", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2"}, ["1"]),
+        ({"SLURM_GPUS_ON_NODE": "2"}, ["?", "?"]),
+    ],
+)
+def test_the_gpus_that_were_granted(env, granted):
+    """CUDA's variable says which, or else Slurm's how many; not every site sets the former."""
+    assert granted_gpus(env) == granted

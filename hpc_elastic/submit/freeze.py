@@ -52,15 +52,15 @@ class FrozenJob:
 
 
 class SharedSections:
-    """The sections of ``hydra`` that the jobs of a sweep share, made plain and written once.
+    """The sections of the config that the jobs of a sweep share, made plain and written once.
 
-    They are the bulk of a job's hydra.yaml. A section is known by its node: jobs that are alike
-    have the same one (see `compose`).
+    They are the bulk of a job's files: most of ``hydra``, and ``launcher``. A section of ``hydra``
+    is known by its node: jobs that are alike have the same one (see `compose`).
     """
 
     def __init__(self) -> None:
         self._plain: dict[str, tuple[Any, Any]] = {}
-        self._text: dict[str, tuple[Any, str]] = {}
+        self._text: dict[tuple[str, str], tuple[Any, str, str]] = {}
 
     def plain(self, hydra: DictConfig, name: str) -> Any:
         """Return a section that no job changes as plain values."""
@@ -76,15 +76,24 @@ class SharedSections:
         self._plain[name] = (node, plain)
         return plain
 
-    def yaml(self, hydra: Mapping[str, Any]) -> str:
-        """Return what ``to_yaml({"hydra": hydra})`` would."""
-        return "hydra:\n" + "".join(self._section(name, hydra[name]) for name in hydra)
+    def yaml(self, config: Mapping[str, Any], top: str = "") -> str:
+        """Return what ``to_yaml(config)`` would; with a ``top``, ``to_yaml({top: config})``."""
+        if not config:
+            return to_yaml({top: {}} if top else {})
+        head = f"{top}:\n" if top else ""
+        return head + "".join(self._section(top, name, plain) for name, plain in config.items())
 
-    def _section(self, name: str, plain: Any) -> str:
-        if name not in self._text or self._text[name][0] is not plain:
-            text = to_yaml({"hydra": {name: plain}}).removeprefix("hydra:\n")
-            self._text[name] = (plain, text)
-        return self._text[name][1]
+    def _section(self, top: str, name: str, plain: Any) -> str:
+        before, said, text = self._text.get((top, name), (None, "", ""))
+        if plain is before and text:
+            return text
+        saying = repr(plain)  # unlike ==, it tells 1 from True
+        if saying != said:
+            section = {name: plain}
+            nested = to_yaml({top: section}).removeprefix(f"{top}:\n") if top else None
+            text = nested or to_yaml(section)
+        self._text[top, name] = (plain, saying, text)
+        return text
 
 
 def freeze_job(config: DictConfig, number: int, shared: SharedSections | None = None) -> FrozenJob:
@@ -119,10 +128,10 @@ def write_hydra_files(job: FrozenJob, shared: SharedSections | None = None) -> N
     The files are their owner's only: ``launcher.env`` may hold tokens, and it stands in the
     config as well as among the overrides.
     """
-    folder = RunDir(job.dir).hydra
+    folder, shared = RunDir(job.dir).hydra, shared or SharedSections()
     folder.mkdir(exist_ok=True)
-    write_private(folder / "config.yaml", to_yaml(job.task))
-    write_private(folder / "hydra.yaml", (shared or SharedSections()).yaml(job.hydra))
+    write_private(folder / "config.yaml", shared.yaml(job.task))
+    write_private(folder / "hydra.yaml", shared.yaml(job.hydra, top="hydra"))
     write_private(folder / "overrides.yaml", to_yaml(list(job.overrides)))
 
 

@@ -12,7 +12,8 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, write_atomic
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
 from hpc_elastic.submit.grace import Grace
-from hpc_elastic.submit.plan import Plan, PlannedArray, has_gang
+from hpc_elastic.submit.plan import Plan, PlannedArray, PlannedRun, has_gang
 from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
+
+_WRITERS = 16
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,30 @@ def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]
         if RunDir(run.dir).spec.exists():
             remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
             raise RunDirectoryError(f"{run.dir} holds a run already: {remedy}")
-    for run, spec in zip(plan.runs, specs, strict=True):
+
+    def write(run: PlannedRun, spec: RunSpec) -> None:
         spec.provenance.update(provenance)
         RunDir(run.dir).create(spec)
         write_settings(RunDir(run.dir), run.settings)
         if run.settings.launcher.snapshot:
             link_snapshot(run.dir, plan.submission)
+
+    several_at_once(write, plan.runs, specs)
+
+
+def several_at_once(write: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
+    """Write the files of all runs: a shared file system takes its time for each, but takes many.
+
+    Args:
+        write: Writes those of one run.
+        of_each_run: What it is called with, for each run.
+
+    Raises:
+        Exception: what the first call raised that did; later ones may not have been made.
+    """
+    with ThreadPoolExecutor(_WRITERS, "hpc_elastic-files") as pool:
+        for _ in pool.map(write, *of_each_run):
+            pass
 
 
 def write_settings(run: RunDir, settings: RunSettings) -> None:

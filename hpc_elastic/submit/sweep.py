@@ -15,6 +15,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from hpc_elastic.submit.freeze import (
 from hpc_elastic.submit.frozen import remembered_grammar
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import PlannedRun
-from hpc_elastic.submit.prepare import Prepared
+from hpc_elastic.submit.prepare import Prepared, several_at_once
 from hpc_elastic.submit.processes import terminated_as_interrupt
 
 
@@ -114,8 +115,7 @@ def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob], shared: SharedSections) ->
         name=str(sweep.config.hydra.job.name),
         source=Path(entry.script).parent if entry.script else Path(entry.cwd),
     )
-    for job in jobs:
-        write_hydra_files(job, shared)
+    several_at_once(partial(write_hydra_files, shared=shared), jobs)
     _make_private(sweep.dir / "multirun.yaml")
     return prepared
 

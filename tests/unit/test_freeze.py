@@ -208,9 +208,19 @@ def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
             job = freeze_job(composer.compose(overrides), number, shared)
         alone = freeze_job(loader.load_sweep_config(master, overrides), number)
         assert (job.task, job.hydra) == (alone.task, alone.hydra)
-        assert shared.yaml(job.hydra) == to_yaml({"hydra": alone.hydra})
-        text = shared.yaml(job.hydra)
+        text = shared.yaml(job.hydra, top="hydra")
+        assert text == to_yaml({"hydra": alone.hydra})
+        assert shared.yaml(job.task) == to_yaml(alone.task)
         assert yaml.safe_load(text)["hydra"]["mode"] == "MULTIRUN"  # a text, no Python object
+
+
+@pytest.mark.parametrize("top", ["", "hydra"])
+def test_sections_that_only_look_equal_are_told_apart(top):
+    """For Python 1, 1.0 and True are equal; an empty config is none without sections."""
+    shared = SharedSections()
+    configs = [{"a": {"x": x}, "b": 2} for x in (1, True, 1.0, "1", None, 1)]
+    for config in [*configs, {"b": [2]}, {}, configs[0]]:
+        assert shared.yaml(config, top=top) == to_yaml({top: config} if top else config)
 
 
 def test_hydra_can_compose_after_the_sweep(sweep):
@@ -386,6 +396,18 @@ def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):
     ):
         with pytest.raises(RunDirectoryError, match=r"file/sweep.*hydra\.sweep\.dir"):
             attempt()
+
+
+def test_of_many_runs_the_one_that_can_not_be_written_is_named(tmp_path):
+    """They are written several at once; all are, where none is in the way."""
+    (tmp_path / "bad" / "7").parent.mkdir()
+    (tmp_path / "bad" / "7").touch()
+    with pytest.raises(RunDirectoryError, match=rf"{tmp_path}/bad/7.*hydra\.sweep\.dir"):
+        prepare(plan_in(tmp_path / "bad", runs=40), ENTRY, name="train")
+    prepare(plan_in(tmp_path / "good", runs=40), ENTRY, name="train")
+    runs = [RunDir(tmp_path / "good" / str(number)) for number in range(40)]
+    assert len({run.load().run_id for run in runs}) == 40
+    assert all(run.settings.exists() for run in runs)
 
 
 def test_two_runs_with_one_directory_are_noticed():

@@ -77,7 +77,7 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
         return 1 if left else 0
     if left:
         names = ", ".join(f"{task.task} ({task.state} {task.node})".strip() for task in left)
-        click.echo(f"still there after {bound:g} s: {names}; Slurm ends them, look again", err=True)
+        click.echo(f"still there after {bound:g} s: {names}; they were told to end", err=True)
         return 1
     result = cancel.read_result(standing.run)
     if result is not None:

@@ -40,7 +40,7 @@ Examples:
     help="Write the scripts to this directory.",
 )  # fmt: skip
 @options.as_json
-@click.argument("script")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
 def command(output: Path | None, as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
     """Print the batch script that `python SCRIPT OVERRIDE...` would submit.

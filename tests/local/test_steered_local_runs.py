@@ -13,6 +13,7 @@ import psutil
 import pytest
 from disks import full, mounted
 from group import eventually
+from helps import not_in_help
 
 from hpc_elastic.events import read_events
 from hpc_elastic.rundir import RunDir
@@ -141,9 +142,11 @@ def test_a_run_is_cancelled_resumed_cleaned_and_ends_without_a_sample_lost(runs)
     assert refused.startswith("hpc-elastic: lr=1: the config of a run is frozen")
     resumed = json.loads(runs.call("resume", run_id, "nodes=1", "--json").stdout)
     assert resumed["generation"] == 1 and Path(resumed["log"]).exists()
+    assert not not_in_help("resume", resumed)
     eventually(lambda: max(runs.steps()) > saved, within_s=120)
     cleaned = json.loads(runs.call("clean", run_id, "--keep-last", "1", "--json").stdout)
     assert cleaned["left"] == [] and cleaned["freed_bytes"] > 0 and len(cleaned["kept"]) == 1
+    assert not not_in_help("clean", cleaned)
     assert runs.ends()["status"] == "succeeded"
     assert [e["kind"] for e in runs.events("cancel") + runs.events("resume")] == [
         "cancel",

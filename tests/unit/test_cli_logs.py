@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from helps import not_in_help
 from output_files import EPOCH, Output, make_run
 
 from hpc_elastic.cli.log_lines import Writer, as_json
@@ -183,10 +184,12 @@ def test_a_terminal_gets_colours_and_a_line_for_another_day():
 
 def test_scripts_get_all_that_is_known():
     """These keys stay."""
-    assert json.loads(as_json(Line(NOON, ERR, "\x1b[1mtext", timed=False))) == {
+    told = json.loads(as_json(Line(NOON, ERR, "\x1b[1mtext", timed=False)))
+    assert told == {
         "time": NOON, "timed": False, "host": "node22", "task": "7_1", "attempt": 0, "round": 1,
         "rank": 12, "stream": "err", "text": "text",
     }  # fmt: skip
+    assert not not_in_help("logs", told)
     assert json.loads(as_json(Line(NOON, SLURM, "")))["host"] is None
 
 

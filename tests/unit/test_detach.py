@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from ended import is_gone
+from helps import not_in_help
 
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.submit import detach
 
 ROOT = Path(__file__).parents[2]
@@ -47,20 +50,44 @@ def call(tmp_path):
     return run
 
 
+def await_end(pid: int) -> None:
+    """Wait for the launcher, which goes on behind the command."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_gone(pid):
+        assert time.monotonic() < deadline, "the launcher goes on"
+        time.sleep(0.05)
+
+
 def test_the_launcher_of_a_sweep_of_several_batches_goes_on_to_the_last(call, tmp_path):
     """The command has returned by the second; what it was told of is the first."""
     sweep = ["-m", "lr=1,2,3,4", "hydra.sweeper.max_batch_size=2", "launcher.max_agents=1"]
     done = call("-m", "hpc_elastic", "submit", "--json", "train.py", *sweep)
     assert done.returncode == 0, done.stderr
     (told,) = json.loads(done.stdout)
-    assert len(told["runs"]) == 2
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_gone(told["pid"]):
-        assert time.monotonic() < deadline, "the launcher goes on"
-        time.sleep(0.05)
+    assert len(told["runs"]) == 2 and not not_in_help("submit", told)
+    await_end(told["pid"])
     log = Path(told["log"]).read_text()
     results = [tmp_path / "out" / str(number) / "result.json" for number in range(4)]
     assert all(result.exists() for result in results) and "Error" not in log, log
+
+
+def test_who_submits_is_told_what_to_do_next(call, tmp_path):
+    """Which process goes on and where its output is; of each run its id, folder, and commands."""
+    done = call("-m", "hpc_elastic", "submit", "train.py", "-m", "lr=1,2")
+    assert done.returncode == 0, done.stderr
+    began, *runs = done.stdout.split("\n\n")
+    found = re.fullmatch(r"started .* by process (\d+), whose output is in (\S+)", began)
+    assert found and (tmp_path / found[2]).exists()
+    assert len(runs) == 2
+    for number, run in enumerate(runs):
+        run_id, folder, *commands = map(str.strip, run.splitlines())
+        assert RunDir(Path(folder)).load().run_id == run_id
+        assert Path(folder) == tmp_path / "out" / str(number)
+        assert commands == [
+            f"hpc-elastic {what}"
+            for what in (f"status {run_id}", f"logs {run_id} --follow", f"cancel {run_id}")
+        ]
+    await_end(int(found[1]))
 
 
 def test_a_launcher_that_can_not_tell_what_it_has_started_ends_it(call, tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from helps import not_in_help
 
 from hpc_elastic.cli.doctor import command
 from hpc_elastic.cli.main import main
@@ -22,6 +23,7 @@ def test_without_slurm_it_says_so_and_looks_at_the_rest(without_slurm, capsys):
     """The exit code is 1; a probe is not tried."""
     assert main(["doctor", "--json", "--probe"]) == 1
     report = json.loads(capsys.readouterr().out)
+    assert not not_in_help("doctor", report)
     verdicts = {f["check"]: f["verdict"] for f in report["findings"]}
     assert verdicts["host.commands"] == verdicts["slurm.controller"] == "fail"
     assert verdicts["directory.link"] == "ok"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helps import not_in_help
 from rich.console import Console
 
 from hpc_elastic import known_runs
@@ -85,6 +86,8 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     training(run, time.time())
     facts = look(run.path, slurm(RUNS, WAITS))
     told = json.loads(json.dumps(facts.to_json()))
+    entries = (told, told["tasks"][0], told["group"][0])
+    assert not set().union(*(not_in_help("status", entry) for entry in entries))
     assert (told["phase"], told["nodes"], told["world_size"], told["round"]) == (
         "training",
         1,
@@ -148,7 +151,7 @@ def test_the_newest_checkpoint_is_told_with_its_age(tmp_path, told, there, step,
     if step is None:
         assert found is None
         return
-    assert (found["step"], found["kept"]) == (step, kept)
+    assert (found["step"], found["kept"]) == (step, kept) and not not_in_help("status", found)
     assert found["age_s"] == pytest.approx(facts.now - now + age_s, abs=1e-3)
     assert found["time"] == pytest.approx(now - age_s, abs=1e-3)
     assert f"step {step}, {duration(found['age_s'])} ago" in shown(facts)

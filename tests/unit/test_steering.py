@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from groups import B
 
 from hpc_elastic.agent.lookup import find_task
 from hpc_elastic.checkpoint import cleaning
-from hpc_elastic.cli import completion
+from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rendezvous.agent_effects import Claim, Publish
 from hpc_elastic.rendezvous.following import Following
@@ -289,6 +292,23 @@ def test_what_a_living_group_writes_is_no_leftover():
 # ---- what launchers tell, and shells ask ------------------------------------------------
 
 
+def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
+    """With exit code 1, for scripts too."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    run = run_of(tmp_path, "7", [(0, 0)], launcher="local")
+    kept = run.path / "checkpoints" / ".staging-step-9-r1-0"
+    kept.mkdir(parents=True)
+    monkeypatch.setattr(Store, "remove", refuse)
+    clean = ["clean", str(run.path), "--keep-last", "1"]
+    assert main(clean) == 1
+    assert capsys.readouterr().err == f"could not be removed: {kept}\n"
+    assert main([*clean, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["left"] == [str(kept)]
+
+
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
     """The command looks at the file while the launcher appends to it."""
     file = tmp_path / "report"
@@ -308,24 +328,45 @@ def test_what_fails_in_the_background_is_told_in_front():
     assert detach.in_background(lambda tell: tell({"log": "x"})) == {"log": "x"}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_each_shell_asks_the_command(shell):
-    """It sets the variable by which click answers."""
-    assert "_HPC_ELASTIC_COMPLETE" in completion.source(shell)
+BASH = """
+eval "$(hpc-elastic completion bash)"
+COMP_WORDS=(hpc-elastic cancel dig) COMP_CWORD=2
+_hpc_elastic_completion hpc-elastic
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+ZSH = """
+autoload -U compinit && compinit -D -u
+eval "$(hpc-elastic completion zsh)"
+(( $+functions[$_comps[hpc-elastic]] ))
+compadd() { print -rl -- ${(P)@[-1]} }
+words=(hpc-elastic cancel dig) CURRENT=3
+_hpc_elastic_completion
+"""
+FISH = """
+hpc-elastic completion fish | source
+complete --do-complete 'hpc-elastic cancel dig'
+"""
 
 
-def test_runs_are_completed_by_their_ids(tmp_path):
-    """As bash would ask, in a process of its own."""
+@pytest.mark.parametrize(
+    ("shell", "script"),
+    [(["bash", "-euc"], BASH), (["zsh", "-fec"], ZSH), (["fish", "-Nc"], FISH)],
+    ids=["bash", "zsh", "fish"],
+)
+def test_runs_are_completed_by_their_ids(tmp_path, shell, script):
+    """As each shell does it, with what is printed for it."""
+    if shutil.which(shell[0]) is None:
+        pytest.skip(f"there is no {shell[0]} here")
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     entry = {"submitted": time.time(), "runs": {"digits-1": str(run.path)}}
     folder = tmp_path / "state" / "hpc_elastic" / "submissions"
     folder.mkdir(parents=True)
     (folder / "1.json").write_text(json.dumps(entry))
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
-    env |= {"_HPC_ELASTIC_COMPLETE": "bash_complete", "COMP_WORDS": "hpc-elastic cancel dig"}
-    argv = [sys.executable, "-c", "import sys; from hpc_elastic.cli.main import main; "
-            "sys.argv[0] = 'hpc-elastic'; main()"]  # fmt: skip
-    done = subprocess.run(
-        argv, env={**env, "COMP_CWORD": "2"}, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["plain,digits-1"], done.stderr
+    command = tmp_path / "bin" / "hpc-elastic"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m hpc_elastic "$@"\n')
+    command.chmod(0o755)
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path)}
+    env["PATH"] = f"{command.parent}:{env['PATH']}"
+    done = subprocess.run([*shell, script], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["digits-1"] and done.returncode == 0, done.stderr

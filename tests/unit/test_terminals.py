@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from arrays import run_of
 from ended import sleeping
+from helps import not_in_help
 from output_files import make_run
 from terminals import CTRL_C, PATIENCE_S, Terminal
 
@@ -102,14 +103,32 @@ def test_who_says_yes_is_not_asked(terminal, run, agent):
     assert ASKED not in shown.shown and agent.wait(PATIENCE_S) == -signal.SIGTERM
 
 
+def without_terminal(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Call the command as a script would."""
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", *map(str, arguments)],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
 def test_nobody_is_asked_where_no_terminal_is(run, agent):
     """As in a script, or a job."""
-    argv = [sys.executable, "-m", "hpc_elastic", "cancel", str(run.path)]
-    done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    done = without_terminal("cancel", run.path, "--json")
     assert done.returncode == 0 and ASKED not in done.stdout + done.stderr
     assert agent.wait(PATIENCE_S) == -signal.SIGTERM
+    told = json.loads(done.stdout)
+    assert (told["result"], told["cancelled"], told["left"]) == (None, ["7_0"], [])
+    assert not not_in_help("cancel", told)
+
+
+def test_what_is_left_after_the_time_is_named(run, agent):
+    """It was told to end, and is looked for once more by who calls again."""
+    agent.send_signal(signal.SIGSTOP)
+    text = without_terminal("cancel", run.path, "--wait-s", "0.2")
+    told = without_terminal("cancel", run.path, "--wait-s", "0.2", "--json")
+    assert (text.returncode, told.returncode) == (1, 1)
+    assert text.stderr.startswith("still there after 0.2 s: 7_0 (RUNNING")
+    assert json.loads(told.stdout)["left"] == ["7_0"] and agent.poll() is None
 
 
 # ---- status is watched -------------------------------------------------------------------
@@ -138,6 +157,9 @@ def test_a_watch_ends_with_the_run(terminal, tmp_path, status, code):
     run.result.write_text(json.dumps({"status": status}))
     assert shown.end() == code, shown.shown
     assert f"● {status}" in shown.shown and shown.is_restored
+    done = without_terminal("status", run.path, "--watch", "--json")
+    assert done.returncode == code and done.stdout.count("\n") == 1
+    assert json.loads(done.stdout)["phase"] == status
 
 
 # ---- colours -----------------------------------------------------------------------------

@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 _REAP_S = 1.0
 
 
 def run(
-    argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    errors: Literal["replace", "surrogateescape"] = "replace",
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, or give it up.
 
@@ -24,6 +29,7 @@ def run(
         argv: The command line.
         timeout_s: How long it may take; the call lasts `_REAP_S` longer at most.
         env: Its environment; None: this process's.
+        errors: What becomes of bytes that are no UTF-8; to name files, ``surrogateescape``.
 
     Returns:
         Its exit code, and what it has written.
@@ -33,15 +39,15 @@ def run(
         subprocess.TimeoutExpired: it has not answered in time.
     """
     process = subprocess.Popen(
-        argv, env=env, text=True, errors="replace", process_group=0,
+        argv, env=env, text=True, errors=errors, process_group=0,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        output, error_output = process.communicate(timeout=timeout_s)
     finally:
         if process.returncode is None:
             _give_up(process)
-    return subprocess.CompletedProcess(argv, process.returncode, output, errors)
+    return subprocess.CompletedProcess(argv, process.returncode, output, error_output)
 
 
 def _give_up(process: subprocess.Popen[str]) -> None:

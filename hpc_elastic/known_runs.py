@@ -8,6 +8,7 @@ it. A home directory that can not be written costs the list, never a submission.
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
@@ -35,6 +36,14 @@ class KnownRun:
     run_id: str
     path: Path
     submitted: float
+
+
+def user() -> str:
+    """Return the name of this account; its number where it has none, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def folder() -> Path:

@@ -268,11 +268,21 @@ class RunDir:
             raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
 
     def create(self, spec: RunSpec) -> None:
-        """Make the directory with its description and a fresh secret (login node, once)."""
+        """Make the directory with its description and a fresh secret (login node, once).
+
+        Raises:
+            RunDirectoryError: it holds a run already.
+        """
         for folder in (self.path, self.rdzv, self.results, self.notices, self.path / "events"):
             folder.mkdir(parents=True, exist_ok=True)
+        if not create_atomic(self.spec, spec.to_json(), mode=0o600):
+            raise self.taken()
         write_private(self.secret, secrets.token_hex(32))
-        write_atomic(self.spec, spec.to_json(), mode=0o600)
+
+    def taken(self) -> RunDirectoryError:
+        """Return the error that says that a run is here already."""
+        remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
+        return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -369,17 +379,39 @@ def task_name(job_id: str, index: int, *, gang: bool = False) -> str:
     return f"{job_id}{'.' if gang else '_'}{index}"
 
 
-def write_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace a file in one step: a reader sees the old text or the new, never a part."""
+def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part."""
+    staged = _stage(path, content, mode)
+    try:
+        staged.replace(path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
+    """Make a file that nobody else has made, in one step; False if somebody has."""
+    staged = _stage(path, text, mode)
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        return staged.stat().st_nlink == 2  # ours: the answer to a first link(2) was lost
+    finally:
+        staged.unlink(missing_ok=True)
+    return True
+
+
+def _stage(path: Path, content: str | bytes, mode: int) -> Path:
+    """Write to a hidden file beside the one that it is for."""
     fd, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "w") as f:
-            f.write(text)
+        with os.fdopen(fd, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
             os.fchmod(f.fileno(), mode)
-        Path(staged).replace(path)
     except BaseException:
         Path(staged).unlink(missing_ok=True)
         raise
+    return Path(staged)
 
 
 def write_private(path: Path, text: str) -> None:

@@ -67,8 +67,13 @@ def _run(task: Task, caught: Caught, times: OutputTimes) -> int:
 
 def _leave_gang(task: Task) -> None:
     """See that the gang's job ends with its run, whatever became of the batch script."""
-    gang.mark_end(task.logs, task.slurm)
-    if 0 < task.slurm.node_id < gang.DEPUTIES and task.run.result.exists():
+    try:
+        gang.mark_end(task.logs, task.slurm)
+        has_result = task.run.result.exists()
+    except OSError as e:  # the run has ended as it has ended
+        logging.getLogger(__name__).warning("the job of the gang may outlive its run: %s", e)
+        return
+    if 0 < task.slurm.node_id < gang.DEPUTIES and has_result:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cancellation is sent to us as well
         first = task_name(str(task.slurm.job_id), 0, gang=True)
         gang.end_if_orphaned(task.name, task.run.attempt(first, task.attempt), SlurmClient())

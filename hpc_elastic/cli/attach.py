@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_elastic.cli import options
+from hpc_elastic.cli.looking import label_of
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rundir import SUBMISSION, ArrayFiles, RunDir, Submission, read_json
@@ -43,7 +44,10 @@ standard error:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("sweep", type=options.SweepName(), metavar="SWEEP_DIR")
-@click.option("--poll-s", default=1.0, show_default=True, help="Interval in seconds.")
+@click.option(
+    "--poll-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
+    help="Interval in seconds.",
+)  # fmt: skip
 @options.as_json
 def command(sweep: Path, poll_s: float, as_json: bool) -> int:
     """Show the progress of submitted runs, as the launcher does, until they end.
@@ -169,7 +173,7 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
     for path in dict.fromkeys(tasks):
         spec = RunDir(path).load()
         launcher = spec.launcher
-        runs.append(TrackedRun(path, _label(path), tuple(spec.task_names(job_ids)), submission))
+        runs.append(TrackedRun(path, label_of(path), tuple(spec.task_names(job_ids)), submission))
     return runs, launcher
 
 
@@ -186,17 +190,3 @@ def run_dirs(array: ArrayFiles) -> list[Path]:
         return [Path(run["dir"]) for run in found["runs"]]
     except (KeyError, TypeError) as e:
         raise RunDirectoryError(f"{array.tasks} is damaged: it names no runs") from e
-
-
-def _label(run: Path) -> str:
-    """Return the overrides of a run; what a program launched has none."""
-    import yaml
-
-    from hpc_elastic.submit.session import overrides_label
-
-    try:
-        overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return ""
-    lines = overrides if isinstance(overrides, list) else []
-    return overrides_label([str(line) for line in lines])

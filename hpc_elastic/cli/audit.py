@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hpc_elastic.cli import options
 from hpc_elastic.data.audit import EpochProof, Proof, audit
@@ -76,7 +77,7 @@ def audit_run(run: Path, *, as_json: bool) -> int:
 
 
 def _print(proof: Proof) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(_table(proof))
     console.print(
         f"{proof.last_step} steps, trained in {proof.stretches} stretches; written down "
@@ -93,7 +94,7 @@ def _print(proof: Proof) -> None:
 def _table(proof: Proof) -> Table:
     """Return a table of the epochs; columns that are zero throughout are left out."""
     counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
-    table = Table(title=f"{proof.name}: {proof.dataset_len} samples")
+    table = Table(title=Text(f"{proof.name}: {proof.dataset_len} samples"))
     for column in ("epoch", *counts):
         table.add_column(column, justify="right")
     for epoch in proof.epochs:

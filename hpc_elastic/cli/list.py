@@ -171,6 +171,7 @@ def _print(runs: Sequence[Listed], *, cut: bool) -> None:
 def _print_table(out: Console, runs: Sequence[Listed]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
+    from rich.text import Text
 
     wide = out.width >= _WIDE
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -182,7 +183,7 @@ def _print_table(out: Console, runs: Sequence[Listed]) -> None:
         table.add_column("overrides", ratio=1, overflow="fold")
         table.add_column("directory", ratio=1, overflow="fold")
     for run in runs:
-        table.add_row(*_cells(run, below=not wide), *(_more(run) if wide else ()))
+        table.add_row(*_cells(run, below=not wide), *(map(Text, _more(run)) if wide else ()))
     out.print(table)
 
 

@@ -167,10 +167,21 @@ def _events(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def label_of(run: Path) -> str:
-    """Return the overrides of a run in one line; what a program launched has none."""
-    from hpc_elastic.cli.attach import _label
+    """Return the overrides of a run in one line."""
+    from hpc_elastic.submit.session import overrides_label
 
-    return _label(run)
+    return overrides_label(overrides_of(run))
+
+
+def overrides_of(run: Path) -> list[str]:
+    """Return the overrides of a run; what a program launched has none."""
+    import yaml
+
+    try:
+        overrides = yaml.safe_load((RunDir(run).hydra / "overrides.yaml").read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    return [str(line) for line in overrides] if isinstance(overrides, list) else []
 
 
 def _submitted(spec: RunSpec | None) -> float | None:

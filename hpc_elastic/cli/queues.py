@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ import psutil
 
 from hpc_elastic.agent.gang import GangNodes, recorded, states_of
 from hpc_elastic.errors import RunDirectoryError, SlurmError
+from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import RunSpec, Submission, read_json
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
@@ -78,18 +77,12 @@ def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
 
 def _calls(specs: Sequence[RunSpec]) -> list[list[str]]:
     """Return the jobs to ask for in each call."""
-    me = _user()
+    me = user()
     mine, others = dict[str, None](), dict[str, None]()
     for spec in specs:
         owner = spec.provenance.get("user", me)
         (mine if owner == me else others).update(dict.fromkeys(_jobs(spec)))
     return [jobs for jobs in (list(mine), *([job] for job in others)) if jobs]
-
-
-def _user() -> str | None:
-    with contextlib.suppress(OSError, KeyError):  # who has no name here asks for each job alone
-        return getpass.getuser()
-    return None
 
 
 def _jobs(spec: RunSpec) -> Iterable[str]:

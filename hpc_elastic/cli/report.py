@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rundir import write_atomic
 
 if TYPE_CHECKING:
     from hpc_elastic.cli.facts import Facts
@@ -128,10 +127,7 @@ def _write(output: Path, content: bytes) -> None:
         if output.exists() and not output.is_file():
             output.write_bytes(content)
             return
-        fd, staged = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-        with os.fdopen(fd, "wb") as f:
-            f.write(content)
-        Path(staged).replace(output)
+        write_atomic(output, content, mode=0o600)
     except OSError as e:
         raise RunDirectoryError(f"{output} can not be written ({e}): name another file") from e
 
@@ -160,12 +156,16 @@ def report_of(run: Path) -> Report:
 def _about(facts: Facts) -> About:
     from dataclasses import asdict
 
+    from hpc_elastic.cli.looking import overrides_of
     from hpc_elastic.story.points import Point
+    from hpc_elastic.story.redact import redact_argument
     from hpc_elastic.story.report import About
+    from hpc_elastic.submit.session import overrides_label
 
     status, spec = facts.status or Point(facts.now), facts.spec
+    overrides = [redact_argument(line) for line in overrides_of(facts.directory)]
     return About(
-        run_id=facts.run_id, directory=str(facts.directory), overrides=facts.label,
+        run_id=facts.run_id, directory=str(facts.directory), overrides=overrides_label(overrides),
         launcher=facts.launcher, ft=spec is not None and spec.ft, phase=facts.phase,
         submitted=facts.submitted, until=facts.now if facts.ended is None else facts.ended.time,
         ended=None if facts.ended is None else asdict(facts.ended),

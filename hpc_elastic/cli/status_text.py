@@ -293,7 +293,7 @@ def _cells(task: Task, num: int) -> tuple[RenderableType, ...]:
         shown = f"{ranks[0]} to {ranks[1]}"
     left = "" if task.time_left_s is None else duration(task.time_left_s)
     attempt = "" if task.attempt is None else str(task.attempt)
-    return task.task, _state(task, num), task.node or "", attempt, shown, left
+    return task.task, _state(task, num), Text(task.node or ""), attempt, shown, left
 
 
 def _state(task: Task, num: int) -> Text:

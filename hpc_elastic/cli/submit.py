@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
                 return 0, told
             time.sleep(_LOOK_S)
     except KeyboardInterrupt:  # it has got the same signal
-        script_.wait(_END_S)
+        with suppress(subprocess.TimeoutExpired):
+            script_.wait(_END_S)
         raise
     return script_.returncode, detach.told(report)
 

@@ -72,7 +72,9 @@ class Course:
             if self.evidence.reports:
                 self._notify()
                 self._end_tasks()
-        except SlurmCommandError as e:
+        except BrokenPipeError:
+            raise  # of whoever listened
+        except (SlurmCommandError, OSError) as e:
             self._add(problem=str(e))
         finally:
             with contextlib.suppress(OSError):  # nobody listens any more: `doctor --probe | head`
@@ -94,10 +96,10 @@ class Course:
             return all(place.node(i).exists() or i in ended for i in took_part)
 
         until(done, _MEASURE_S)
-        reports = read_reports(place, took_part)
+        reports, unreadable = read_reports(place, took_part)
         gone = [i for i in range(self._job.num_nodes) if i not in self.evidence.waiting]
         silent = {i: self._silence(i) for i in gone if i not in reports}
-        self._add(reports=reports, silent=silent, outside=self._outside(reports))
+        self._add(reports=reports, silent=silent | unreadable, outside=self._outside(reports))
 
     def _outside(self, reports: Mapping[int, Report]) -> dict[str, str | None]:
         """Return what the nodes' batch scripts, outside of a container, found of Slurm."""

@@ -109,13 +109,26 @@ class Evidence:
         return report.facts.name if report else f"task {index}"
 
 
-def read_reports(place: Place, indices: list[int]) -> dict[int, Report]:
-    """Return what tasks have measured, as far as they have."""
-    found = {}
+def read_reports(place: Place, indices: list[int]) -> tuple[dict[int, Report], dict[int, str]]:
+    """Return what tasks have measured, as far as they have, and why a report can not be read."""
+    found, unreadable = dict[int, Report](), dict[int, str]()
     for index in indices:
         if place.node(index).exists():
-            found[index] = Report.from_json(json.loads(place.node(index).read_text()))
-    return found
+            raw = json.loads(place.node(index).read_text())
+            try:
+                found[index] = Report.from_json(raw)
+            except (TypeError, KeyError, AttributeError):
+                unreadable[index] = _of_another_version(raw)
+    return found, unreadable
+
+
+def _of_another_version(raw: Any) -> str:
+    """Say which hpc_elastic has measured something that this one does not know."""
+    try:
+        theirs = raw["facts"]["versions"]["hpc_elastic"]
+    except (TypeError, KeyError):
+        theirs = "of unknown version"
+    return f"measured by hpc_elastic {theirs}, which is not the one that reads it here"
 
 
 def received(place: Place, who: str, index: int, name: str, attempt: int = 0) -> float | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
+
+from hpc_elastic import commands
 
 TIMEOUT_S = 120.0
 _GROUP_TIMEOUT = timedelta(seconds=60)
@@ -60,21 +61,16 @@ def say(rank: int, world_size: int, host: str, port: int, interface: str) -> Hel
     """
     argv = [sys.executable, "-m", "hpc_elastic.doctor.hello"]
     names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    process = subprocess.Popen(
-        [*argv, str(rank), str(world_size), host, str(port)],
-        env={**os.environ, **(names if interface else {})}, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    argv += [str(rank), str(world_size), host, str(port)]
+    env = {**os.environ, **(names if interface else {})}
     try:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
+        done = commands.run(argv, timeout_s=TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return Hello(problems={"torch": f"no end within {TIMEOUT_S:.0f} s"})
     try:
-        return Hello.from_json(json.loads(output.splitlines()[-1]))
+        return Hello.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
-        last = errors.strip().splitlines()[-1:] or ["it ended without a word"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
         return Hello(problems={"torch": last[0][:300]})
 
 

@@ -121,6 +121,7 @@ def submit(
     """
     from hpc_elastic.submit.executor import SbatchRefusedError, submit_script
     from hpc_elastic.submit.refusals import explain
+    from hpc_elastic.submit.slurm_backend import known_partitions
 
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
     launcher = replace(launcher_of(settings), time=time_limit(settings, longest_s))
@@ -129,7 +130,7 @@ def submit(
         jobs = submit_script(script, launcher, num_nodes)
     except SbatchRefusedError as e:
         shutil.rmtree(own, ignore_errors=True)
-        raise explain(e.stderr, launcher, [p.name for p in client.all_partitions()]) from e
+        raise explain(e.stderr, launcher, known_partitions(client)) from e
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise

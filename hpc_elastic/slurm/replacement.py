@@ -24,8 +24,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from hpc_elastic.rundir import (
     RunDir,
     RunSpec,
     Submission,
+    create_atomic,
     read_json,
     task_name,
     write_atomic,
@@ -194,13 +193,25 @@ def replace(run: RunDir, task: str, client: SlurmClient) -> str | None:
         return place.queue_name(newer)
     files = Submission(Path(spec.submission)).array(place.array)
     made = client.resubmit(str(files.script), place.index, exclude=excluded(run))
-    job = _record(files, place, older, made)
+    try:
+        job = _record(files, place, older, made)
+    except OSError:
+        _take_back(made, client)
+        raise
     if job != made or run.is_over:
         client.cancel([made])
         return place.queue_name(job) if job != made else None
     _log.warning("%s is submitted in place of %s", place.queue_name(made), task)
     _release(place.queue_name(made), client)
     return place.queue_name(made)
+
+
+def _take_back(job_id: str, client: SlurmClient) -> None:
+    """Cancel a task that stands nowhere: nobody else would, and whoever tries again makes one."""
+    try:
+        client.cancel([job_id])
+    except SlurmCommandError as e:
+        _log.warning("job %s takes a node for nothing: scancel it: %s", job_id, e)
 
 
 def _release(name: str, client: SlurmClient) -> None:
@@ -227,16 +238,7 @@ def _record(files: ArrayFiles, place: Place, older: int, job_id: str) -> str:
     """Write down who replaces a task, unless that has been done; return the job id that holds."""
     path = folder(files) / f"{place.label}.{older + 1}"
     path.parent.mkdir(exist_ok=True)
-    fd, staged = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(fd, "w") as f:
-            f.write(job_id + "\n")
-        os.link(staged, path)
-    except FileExistsError:
-        pass
-    finally:
-        Path(staged).unlink(missing_ok=True)
-    return path.read_text().strip()
+    return job_id if create_atomic(path, job_id + "\n") else path.read_text().strip()
 
 
 def excluded(run: RunDir) -> Mapping[str, str]:

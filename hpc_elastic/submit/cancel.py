@@ -12,7 +12,6 @@ long as their workers may take to stop.
 
 from __future__ import annotations
 
-import getpass
 import json
 import socket
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.events import EventLog
+from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import RunDir, RunSpec, read_json, write_atomic
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.living import Tasks, tasks_of
@@ -145,7 +145,7 @@ def mark(run: RunDir, warn: Callable[[str], None]) -> None:
     """
     if run.cancelled.exists():
         return
-    who = {"user": getpass.getuser(), "host": socket.gethostname(), "time": time.time()}
+    who = {"user": user(), "host": socket.gethostname(), "time": time.time()}
     try:
         write_atomic(run.cancelled, json.dumps(who) + "\n")
     except PermissionError as e:

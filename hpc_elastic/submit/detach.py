@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.rundir import RunDir, Submission
+from hpc_elastic.rundir import Submission
 from hpc_elastic.submit.plan import Plan
+from hpc_elastic.submit.prepare import Prepared
 
 VARIABLE = "HPC_ELASTIC_REPORT"
 """Path of the file in which a launcher tells what it has submitted."""
@@ -34,15 +35,19 @@ def report_file() -> Path | None:
     return Path(path) if path else None
 
 
-def entry(plan: Plan, job_ids: list[str], *, log: Path | None = None) -> dict[str, Any]:
+def entry(prepared: Prepared, job_ids: list[str], *, log: Path | None = None) -> dict[str, Any]:
     """Return what is told of a submission.
 
     Args:
-        plan: What was submitted.
+        prepared: What was submitted.
         job_ids: The job ids of its arrays.
         log: Where the launcher's output goes; None: it does not go on.
     """
-    runs = [{"run_id": RunDir(run.dir).load().run_id, "run": str(run.dir)} for run in plan.runs]
+    plan = prepared.plan
+    runs = [
+        {"run_id": run_id, "run": str(run.dir)}
+        for run_id, run in zip(prepared.run_ids, plan.runs, strict=True)
+    ]
     return {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),

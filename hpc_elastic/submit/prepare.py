@@ -16,19 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic import resources
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, write_atomic
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, create_atomic, write_atomic
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
 from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import Plan, PlannedArray, PlannedRun, has_gang
 from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
 
+T = TypeVar("T")
+
 _WRITERS = 16
+_TRIES = 20
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,17 @@ class Prepared:
         plan: What will be submitted.
         scripts: The batch script of each array; none with ``launcher=local``.
         name: Name of the jobs, from which run ids are made.
+        run_ids: Of each run.
     """
 
     plan: Plan
     scripts: tuple[Path, ...]
     name: str
+    run_ids: tuple[str, ...]
+
+
+class ArrayTakenError(RunDirectoryError):
+    """The number of an array was taken since it was chosen: the plan has to be made anew."""
 
 
 def prepare(
@@ -65,6 +74,7 @@ def prepare(
 
     Raises:
         RunDirectoryError: a run directory can not be written, or holds another run.
+        ArrayTakenError: see `with_free_numbers`; nothing was written.
         ConfigError: a setting can not be written into the batch script.
         SubmissionError: the snapshot of the code failed.
     """
@@ -72,17 +82,18 @@ def prepare(
     try:
         Submission(plan.submission).logs.mkdir(parents=True, exist_ok=True)
         require_links(plan.submission)
+        _require_unused(plan)
+        written = write_arrays(plan, scripts)
         entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
         specs = _specs(plan, entry, name, graces or [Grace()] * len(plan.runs))
         _write_runs(plan, specs, dict(provenance or {}))
-        prepared = write_arrays(plan, scripts, name)
     except RunDirectoryError:
         raise
     except OSError as e:
         remedy = "choose another folder with hydra.sweep.dir=..."
         where = e.filename or plan.submission
         raise RunDirectoryError(f"{where}: {e.strerror or e}; {remedy}") from e
-    return prepared
+    return Prepared(plan, written, name, tuple(spec.run_id for spec in specs))
 
 
 def require_links(folder: Path) -> None:
@@ -105,6 +116,25 @@ def require_links(folder: Path) -> None:
 def next_array(submission: Path) -> int:
     """Return the first free array number: a sweep may be submitted in several batches."""
     return max((array.number for array in Submission(submission).arrays()), default=-1) + 1
+
+
+def with_free_numbers(prepare_anew: Callable[[], T]) -> T:
+    """Plan and prepare a submission, until nobody else has taken its arrays' numbers meanwhile.
+
+    Several runs of one sweep may be resumed at the same moment.
+
+    Args:
+        prepare_anew: Makes the plan, and writes its files.
+
+    Raises:
+        ArrayTakenError: others were faster every time.
+    """
+    for _ in range(_TRIES - 1):
+        try:
+            return prepare_anew()
+        except ArrayTakenError:
+            continue
+    return prepare_anew()
 
 
 def make_run_id(name: str) -> str:
@@ -176,12 +206,13 @@ def _specs(plan: Plan, entry: Entry, name: str, graces: Sequence[Grace]) -> list
     ]  # fmt: skip
 
 
-def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]) -> None:
+def _require_unused(plan: Plan) -> None:
     for run in plan.runs:
         if RunDir(run.dir).spec.exists():
-            remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
-            raise RunDirectoryError(f"{run.dir} holds a run already: {remedy}")
+            raise RunDir(run.dir).taken()
 
+
+def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]) -> None:
     def write(run: PlannedRun, spec: RunSpec) -> None:
         spec.provenance.update(provenance)
         RunDir(run.dir).create(spec)
@@ -212,19 +243,29 @@ def write_settings(run: RunDir, settings: RunSettings) -> None:
     write_atomic(run.settings, json.dumps(as_config(settings), indent=1) + "\n", mode=0o600)
 
 
-def write_arrays(plan: Plan, scripts: Mapping[int, str], name: str) -> Prepared:
-    """Write the files of all arrays of a plan.
+def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
+    """Write the files of all arrays of a plan, whose numbers are its own from here on.
+
+    Returns:
+        The batch scripts.
 
     Raises:
+        ArrayTakenError: see `with_free_numbers`; nothing was written.
         OSError: one could not be written.
     """
     submission = Submission(plan.submission)
+    ours: list[Path] = []
     for array in plan.arrays:
         text = json.dumps(plan.array_file(array), indent=1) + "\n"
-        write_atomic(submission.array(array.number).tasks, text)
+        file = submission.array(array.number).tasks
+        if not create_atomic(file, text):
+            for mine in ours:
+                mine.unlink()
+            raise ArrayTakenError(f"{file} was made by another submission: submit again")
+        ours.append(file)
     for number, text in scripts.items():
         write_atomic(submission.array(number).script, text)
-    return Prepared(plan, tuple(submission.array(k).script for k in scripts), name)
+    return tuple(submission.array(k).script for k in scripts)
 
 
 def render_scripts(

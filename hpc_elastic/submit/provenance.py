@@ -6,7 +6,6 @@ The environment is never written down as a whole: tokens live there. Only the va
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import socket
@@ -17,6 +16,9 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from hpc_elastic import commands
+from hpc_elastic.known_runs import user
 
 ENVIRONMENT = (
     "CONDA_DEFAULT_ENV",
@@ -43,7 +45,7 @@ def provenance(folder: Path) -> dict[str, Any]:
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "user": getpass.getuser(),
+        "user": user(),
         "host": socket.gethostname(),
         "cwd": str(Path.cwd()),
         "argv": list(sys.argv),
@@ -65,7 +67,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     argv = ["git", "-C", str(folder), "--no-optional-locks"]
     argv += ["status", "--porcelain=v2", "--branch"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+        done = commands.run(argv, timeout_s=_GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return parse_git_status(done.stdout) if done.returncode == 0 else None

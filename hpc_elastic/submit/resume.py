@@ -17,7 +17,6 @@ Config, code and secret are what they were; so is the interpreter, if it is stil
 from __future__ import annotations
 
 import contextlib
-import getpass
 import socket
 import sys
 from collections.abc import Sequence
@@ -83,7 +82,7 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, Submitted]
     spec = run.load()
     require_stopped(run, spec)
     settings = changed(stored(run), overrides)
-    resumption = _prepare(run, spec, settings)
+    resumption = prepare.with_free_numbers(lambda: _prepare(run, spec, settings))
     try:
         _begin(resumption)
     except OSError as e:
@@ -146,12 +145,15 @@ def _prepare(run: RunDir, spec: RunSpec, settings: RunSettings) -> Resumption:
     number, record, _ = _last(run)
     generation = max(spec.generation, record.generation if record is not None else 0) + 1
     try:
-        prepared = prepare.write_arrays(plan, scripts, name)
+        written = prepare.write_arrays(plan, scripts)
+    except prepare.ArrayTakenError:
+        raise
     except OSError as e:
         why = f"{e.filename or plan.submission}: {e.strerror or e}"
         raise RunDirectoryError(f"{why}; nothing was changed") from e
     next_spec = next_of(spec, plan, grace, generation)
     reopened = reopen(number + 1, record, generation)
+    prepared = Prepared(plan, written, name, (spec.run_id,))
     return Resumption(run, next_spec, settings, prepared, number + 1, reopened)
 
 
@@ -226,7 +228,7 @@ def _note(resumption: Resumption, handle: Handle) -> Submitted:
     run, plan = resumption.run, resumption.prepared.plan
     EventLog(run.events(COMMANDS), COMMANDS).write(
         "resume",
-        user=getpass.getuser(),
+        user=known_runs.user(),
         host=socket.gethostname(),
         generation=resumption.spec.generation,
         nodes=as_config(resumption.settings)["nodes"],

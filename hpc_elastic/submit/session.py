@@ -13,11 +13,17 @@ from typing import TextIO
 from hpc_elastic import known_runs
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.rundir import Entry, RunDir
+from hpc_elastic.rundir import Entry
 from hpc_elastic.submit.backend import Handle, TrackedRun, track
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import Plan, PlannedRun, make_plan
-from hpc_elastic.submit.prepare import Prepared, next_array, overlapping, prepare
+from hpc_elastic.submit.prepare import (
+    Prepared,
+    next_array,
+    overlapping,
+    prepare,
+    with_free_numbers,
+)
 
 RENDERED = "rendered: "
 """How a dry run begins the line with the path of each script; `hpc-elastic render` reads it."""
@@ -80,19 +86,23 @@ def prepare_runs(
     from hpc_elastic.submit.grace import graces
     from hpc_elastic.submit.provenance import provenance
 
-    plan = lay_out(runs, sweep / SUBMISSION)
-    if plan.backend == "local" and not plan.launcher.dry_run:
-        from hpc_elastic.submit import local
-
-        local.require_possible(plan)
     found = provenance(source)
-    return prepare(plan, entry, name=name, provenance=found, graces=graces(plan.runs))
+
+    def prepare_anew() -> Prepared:
+        plan = lay_out(runs, sweep / SUBMISSION)
+        if plan.backend == "local" and not plan.launcher.dry_run:
+            from hpc_elastic.submit import local
+
+            local.require_possible(plan)
+        return prepare(plan, entry, name=name, provenance=found, graces=graces(plan.runs))
+
+    return with_free_numbers(prepare_anew)
 
 
 def submit(prepared: Prepared) -> Submitted:
     """Hand a prepared plan to the scheduler of its launcher."""
     handle: Handle
-    known = {RunDir(run.dir).load().run_id: run.dir for run in prepared.plan.runs}
+    known = zip(prepared.run_ids, (run.dir for run in prepared.plan.runs), strict=True)
     if prepared.plan.backend == "slurm":
         from hpc_elastic.submit import slurm_backend
 
@@ -102,7 +112,7 @@ def submit(prepared: Prepared) -> Submitted:
 
         handle = local.submit(prepared)
     with let_go_on_failure(handle):
-        known_runs.add(known)
+        known_runs.add(dict(known))
         labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
         runs = track(prepared.plan, handle.job_ids, labels)
     return Submitted(handle, runs, prepared.plan.launcher.poll_s)

@@ -85,7 +85,7 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
         except BaseException as e:
             SlurmHandle(list(ids.values()), sweep, client).cancel()
             if isinstance(e, SbatchRefusedError):
-                raise explain(e.stderr, array.launcher, _partitions(client)) from e
+                raise explain(e.stderr, array.launcher, known_partitions(client)) from e
             raise
         ids[array.number] = array_job_id(jobs)
     return SlurmHandle(list(ids.values()), sweep, client)
@@ -112,7 +112,8 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
         raise SubmissionError(f"{e} ({remedy})") from e
 
 
-def _partitions(client: SlurmClient) -> list[str]:
+def known_partitions(client: SlurmClient) -> list[str]:
+    """Return the names of the cluster's partitions; none where Slurm does not answer."""
     try:
         return list(client.partitions())
     except HpcElasticError:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from hpc_elastic import commands
 from hpc_elastic.errors import SubmissionError
 from hpc_elastic.rundir import SUBMISSION, Entry
 
@@ -103,7 +104,7 @@ def _git(folder: Path, *args: str) -> str:
     argv = ["git", "-C", str(folder), *args]
     remedy = "`git init` there, or leave the setting off"
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+        done = commands.run(argv, timeout_s=_GIT_TIMEOUT_S, errors="surrogateescape")
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SubmissionError(f"launcher.snapshot needs git: {e}") from e
     if done.returncode != 0:

@@ -103,7 +103,7 @@ def _detach(prepared: Prepared, submitted: session.Submitted) -> None:
     log = detach.log_of(plan) if plan.backend == "local" else None
     if log is not None:
         detach.leave_terminal(log)
-    detach.tell(file, detach.entry(plan, list(submitted.handle.job_ids), log=log))
+    detach.tell(file, detach.entry(prepared, list(submitted.handle.job_ids), log=log))
 
 
 def _prepare(sweep: Sweep, jobs: Sequence[FrozenJob], shared: SharedSections) -> Prepared:

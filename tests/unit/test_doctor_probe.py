@@ -10,7 +10,15 @@ from rich.console import Console
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.doctor import asked, job, judge_network, judge_nodes, judge_signals, report
 from hpc_elastic.doctor.course import Course
-from hpc_elastic.doctor.evidence import Ending, Evidence, Report, lived, received, was_orphaned
+from hpc_elastic.doctor.evidence import (
+    Ending,
+    Evidence,
+    Report,
+    lived,
+    read_reports,
+    received,
+    was_orphaned,
+)
 from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
 from hpc_elastic.doctor.folder import Folder
 from hpc_elastic.doctor.hello import Hello
@@ -18,6 +26,7 @@ from hpc_elastic.doctor.host import Host
 from hpc_elastic.doctor.node import NodeFacts, count_devices
 from hpc_elastic.doctor.peers import Meeting, Sight
 from hpc_elastic.doctor.place import Place
+from hpc_elastic.slurm.states import TaskState
 
 GIB = 1 << 30
 OWN = {"python": "3.12.4", "hpc_elastic": "0.1.0", "torch": "2.6.0"}
@@ -239,6 +248,18 @@ def test_a_report_reads_back():
     assert Report.from_json(json.loads(text)) == GOOD.reports[0]
 
 
+def test_what_another_version_has_measured_is_named(tmp_path):
+    """As where a container has its own: what it tells can not be read, and costs no other."""
+    place = Place(tmp_path)
+    raw = GOOD.reports[0].to_json()
+    place.write(place.node(0), raw)
+    place.write(place.node(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
+    place.write(place.node(2), {"hello": None})
+    found, unreadable = read_reports(place, [0, 1, 2, 3])
+    assert found == {0: GOOD.reports[0]} and set(unreadable) == {1, 2}
+    assert "hpc_elastic 0.1.0, which is not" in unreadable[1]
+
+
 def test_how_long_a_process_lived_after_sigterm(tmp_path):
     """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
     place = Place(tmp_path)
@@ -275,6 +296,15 @@ def test_a_probe_is_ended_though_nobody_listens_any_more():
     with pytest.raises(BrokenPipeError):
         Course(probe, notice="USR2", kill_wait_s=1.0, say=say).run(60.0)
     assert probe.has_ended
+
+
+def test_a_probe_that_can_not_be_told_to_begin_is_told_of_with_the_rest(tmp_path):
+    """On a disk that is full: what was found before is not lost."""
+    probe = Waiting()
+    probe.place = Place(tmp_path / "gone")
+    probe.states = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
+    found = Course(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    assert "gone" in found.problem and probe.has_ended
 
 
 def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):

@@ -5,6 +5,8 @@ import json
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from omegaconf import OmegaConf, base
 
 from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir
+from hpc_elastic.rundir import Entry, RunDir, RunSpec
 from hpc_elastic.submit.compose import SharingLoader, SweepComposer
 from hpc_elastic.submit.entry import entry_of, search_path
 from hpc_elastic.submit.freeze import (
@@ -29,7 +31,14 @@ from hpc_elastic.submit.freeze import (
 from hpc_elastic.submit.frozen import freeze, remembered_grammar, to_yaml
 from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import PlannedRun, make_plan
-from hpc_elastic.submit.prepare import make_run_id, next_array, overlapping, prepare
+from hpc_elastic.submit.prepare import (
+    Prepared,
+    make_run_id,
+    next_array,
+    overlapping,
+    prepare,
+    with_free_numbers,
+)
 from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
 
 ENTRY = Entry("function", "main", script="/code/train.py")
@@ -385,6 +394,46 @@ def test_a_run_directory_is_used_once(tmp_path):
     prepare(plan_in(tmp_path), ENTRY, name="train")
     with pytest.raises(RunDirectoryError, match="holds a run already"):
         prepare(plan_in(tmp_path), ENTRY, name="train")
+
+
+def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
+    """As when all runs of a sweep are resumed at once: each number is taken once."""
+    together = threading.Barrier(8)
+
+    def submit(number: int) -> Prepared:
+        run = PlannedRun(tmp_path / str(number), RunSettings(NodeRange(1, 2), 1, SlurmSettings()))
+        waits = [together]
+
+        def prepare_anew() -> Prepared:
+            first = next_array(tmp_path / ".hpc_elastic")
+            for barrier in waits[:1]:
+                barrier.wait(60)  # all have chosen the same number
+            waits.clear()
+            plan = make_plan(
+                [run], tmp_path / ".hpc_elastic", max_array_size=100, first_array=first
+            )
+            return prepare(plan, ENTRY, name="train")
+
+        return with_free_numbers(prepare_anew)
+
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(submit, range(8)))
+    for number, prepared in enumerate(made):
+        (array,) = prepared.plan.arrays
+        tasks = json.loads((tmp_path / f".hpc_elastic/array-{array.number}.json").read_text())
+        assert {task["dir"] for task in tasks["runs"]} == {str(tmp_path / str(number))}
+        spec = RunDir(tmp_path / str(number)).load()
+        assert spec.tasks == [(array.number, 0), (array.number, 1)]
+    assert len({prepared.plan.arrays[0].number for prepared in made}) == 8
+
+
+def test_of_two_that_submit_the_same_run_one_is_refused(tmp_path):
+    """At the same moment: Hydra's default sweep directory is that of the second."""
+    RunDir(tmp_path).create(RunSpec("r", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+    secret = RunDir(tmp_path).secret.read_text()
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        RunDir(tmp_path).create(RunSpec("s", 1, 1, 1, 0, ENTRY, str(tmp_path), [(0, 0)]))
+    assert (RunDir(tmp_path).load().run_id, RunDir(tmp_path).secret.read_text()) == ("r", secret)
 
 
 def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):

@@ -90,6 +90,18 @@ def test_peers_that_ask_at_once_make_one(tmp_path):
     )
 
 
+def test_what_could_not_be_written_down_is_taken_back(tmp_path):
+    """Nobody would know of the job; whoever tries again makes one."""
+    run = run_of(tmp_path, "70", [(0, 0)])
+    records = replacement.folder(Submission(tmp_path / ".hpc_elastic").array(0))
+    client = Client(then=records.touch)  # so that no record can be made
+    with pytest.raises(OSError, match=records.name):
+        replacement.replace(run, "70_0", client)
+    assert (client.cancelled, client.released) == (["90"], [])
+    records.unlink()
+    assert replacement.replace(run, "70_0", Client(first=91)) == "91_0"
+
+
 def test_a_replacement_can_be_replaced_in_its_turn(tmp_path):
     """Each has a number; the newest is the one that counts."""
     run = run_of(tmp_path, "70", [(0, 0)])

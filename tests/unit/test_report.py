@@ -276,6 +276,9 @@ def run(tmp_path) -> RunDir:
         provenance={"argv": ["a.py", "launcher.env.X=hidden-three"], "environment": {"P": "/p"}},
     ))  # fmt: skip
     files.settings.write_text(json.dumps({"nodes": "1:2", "launcher": {"env": env}}))
+    files.hydra.mkdir()
+    overrides = ["lr=1", "wandb.api_key=hidden-four"]
+    (files.hydra / "overrides.yaml").write_text(json.dumps(overrides))
     lines = [*map(json.dumps, LOST), '{"v": 1, "time": 3.0, "kind": "round", "task": "7_0"}']
     files.events("7_0").write_text("\n".join(lines) + '\n{"v": 1, "ti')
     progress = [vars(point) for point in POINTS]
@@ -296,6 +299,7 @@ def test_no_secret_is_in_a_report(run, form):
     """Neither of the settings, nor of the arguments, nor of the command line."""
     text = render(report_of(run.path), form).decode()
     assert "hidden-" not in text and "***" in text and "WANDB_API_KEY" in text
+    assert "lr=1 wandb.api_key=***" in text
 
 
 def test_json_goes_to_standard_output(run, capsysbinary):

@@ -307,6 +307,18 @@ def test_a_list_asks_once_for_all_that_go_on(tmp_path):
     assert found[2].problem is not None and "not a run directory" in found[2].problem
 
 
+def test_overrides_are_listed_as_they_were_given(tmp_path, monkeypatch, capsys):
+    """On a wide terminal, or into a pipe: rich takes brackets for its markup."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "250")
+    run = made(tmp_path)
+    run.hydra.mkdir()
+    (run.hydra / "overrides.yaml").write_text("['layers=[conv,attn]', 'paths=[/a,/b]']")
+    known_runs.add({"r0": run.path})
+    assert main(["list"]) == 0
+    assert "layers=[conv,attn] paths=[/a,/b]" in capsys.readouterr().out
+
+
 def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
     """The newest, of a thousand; and says that there are more."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.agent.gang import GangNodes, recorded, states_of
 from hpc_elastic.errors import SlurmCommandError, SlurmError
-from hpc_elastic.rundir import RunDir, RunSpec, Submission, read_json
+from hpc_elastic.rundir import RunDir, RunSpec, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
+from hpc_elastic.slurm.local_tasks import read_local_tasks
 from hpc_elastic.slurm.outputs import is_refused
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 _log = logging.getLogger(__name__)
-
-_HOST = socket.gethostname()
 
 
 class RunTasks(Protocol):
@@ -200,18 +197,16 @@ class LocalTasks:
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._table = Submission(Path(spec.submission)).local_tasks
+        self._submission = Submission(Path(spec.submission))
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Read the launcher's table, and see which of its processes live."""
         try:
-            table = read_json(self._table)
+            table = read_local_tasks(self._submission)
             names = task_names(self._spec)
         except (OSError, ValueError):
             return None
-        if table is None:
-            return None
-        return {n: TaskState(n, _state(table[n]), node=_HOST) for n in names if n in table}
+        return {name: table[name].seen_as(name) for name in names if name in table} or None
 
     def is_running(self, task: str) -> bool | None:
         """Look the task up in the table."""
@@ -234,19 +229,3 @@ def _is_running(view: Mapping[str, TaskState] | None, task: str) -> bool | None:
     if view is None:
         return None
     return task in view and view[task].phase is Phase.RUNNING
-
-
-def _state(entry: Mapping[str, object]) -> str:
-    """Return Slurm's word for an entry of the table; a process that is gone has ended."""
-    if entry["state"] == "PENDING":
-        return "PENDING"
-    runs = entry["state"] == "RUNNING" and _lives(int(str(entry["pid"])))
-    return "RUNNING" if runs else "COMPLETED"
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

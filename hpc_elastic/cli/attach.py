@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +84,7 @@ def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
 
         handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient())
     else:
-        host = RunDir(runs[0].dir).load().provenance.get("host")
-        handle = LocalView(submission, list(job_ids.values()), host == socket.gethostname())
+        handle = LocalView(submission, list(job_ids.values()))
     run_ids = [run.paths.load().run_id for run in runs]
     out = sys.stderr if as_json else sys.stdout
     outcomes = session.wait(session.Submitted(handle, runs, poll_s), out)
@@ -114,12 +112,10 @@ class LocalView:
 
     submission: Path
     job_ids: Sequence[str]
-    is_here: bool = True
-    """Whether its processes are of this machine."""
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Return what the launcher has written down about its processes, as far as they live."""
-        return local_tasks(Submission(self.submission), self.is_here)
+        return local_tasks(Submission(self.submission))
 
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from hpc_elastic.agent.gang import GangNodes, recorded, states_of
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.known_runs import user
-from hpc_elastic.rundir import RunSpec, Submission, read_json
+from hpc_elastic.rundir import RunSpec, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.local_tasks import read_local_tasks
 from hpc_elastic.slurm.states import TaskState, job_of
-from hpc_elastic.submit.processes import same_process
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
     for spec in specs:
         if spec.launcher == "local":
             try:
-                listed |= local_tasks(Submission(Path(spec.submission)), _is_here(spec))
+                listed |= local_tasks(Submission(Path(spec.submission)))
             except RunDirectoryError as e:
                 damaged[spec.submission] = str(e)
     client = client or SlurmClient()
@@ -94,45 +90,10 @@ def _gangs(submission: Submission) -> dict[str, GangNodes]:
     return {job: nodes for job, nodes in found if job and nodes}
 
 
-def _is_here(spec: RunSpec) -> bool:
-    return spec.provenance.get("host") == socket.gethostname()
-
-
-def local_tasks(submission: Submission, is_here: bool) -> dict[str, TaskState]:
-    """Return what a local launcher has written down about its tasks, in Slurm's words.
-
-    Args:
-        submission: Where.
-        is_here: They are processes of this machine: one that is not there has ended, for a
-            launcher that was killed can not write that down; nor does one start then that waits.
+def local_tasks(submission: Submission) -> dict[str, TaskState]:
+    """Return a local launcher's tasks in Slurm's words.
 
     Raises:
-        RunDirectoryError: what it has written can not be read.
+        RunDirectoryError: what it has written down can not be read.
     """
-    try:
-        table = (read_json(submission.local_tasks) or {}).items()
-        return {name: _local_state(name, entry, is_here) for name, entry in table}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
-        raise RunDirectoryError(f"{submission.local_tasks} can not be read: {e}") from e
-
-
-def _local_state(name: str, task: Mapping[str, Any], is_here: bool) -> TaskState:
-    state, code = str(task["state"]), task.get("exit_code")
-    if state == "RUNNING":
-        there = not is_here or _lives(task, "pid", "started")
-        return TaskState(name, state) if there else TaskState(name, "FAILED", "killed")
-    if state != "ENDED":
-        known = is_here and task.get("launcher") is not None
-        if known and not _lives(task, "launcher", "launcher_started"):
-            return TaskState(name, "CANCELLED", "its launcher has ended")
-        return TaskState(name, state, "Resources")
-    if code is None:
-        return TaskState(name, "CANCELLED")
-    return TaskState(name, "COMPLETED" if code == 0 else "FAILED", f"exit code {code}")
-
-
-def _lives(task: Mapping[str, Any], pid: str, started: str) -> bool:
-    """Tell whether a process that a table names is there; by its pid alone in an older table."""
-    if task.get(started) is None:
-        return psutil.pid_exists(int(task[pid]))
-    return same_process(int(task[pid]), float(task[started])) is not None
+    return {name: entry.seen_as(name) for name, entry in read_local_tasks(submission).items()}

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import RunSpec, Submission, read_json
+from hpc_elastic.rundir import RunSpec, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.local_tasks import LocalEntry, read_local_tasks
 from hpc_elastic.slurm.states import Phase, TaskState, job_of
-from hpc_elastic.submit.processes import same_process
 
 
 class Tasks(Protocol):
@@ -95,8 +94,14 @@ class LocalProcesses:
 
     def left(self) -> dict[str, TaskState]:
         """Read the launcher's table, and see which of its processes live."""
-        states = {name: _state(name, entry) for name, entry in self._entries().items()}
-        return {name: state for name, state in states.items() if state is not None}
+        entries = self._entries()
+        for name, entry in entries.items():
+            if entry.state != "ENDED" and not entry.is_here:
+                where, remedy = entry.host, f"call this command on {entry.host}"
+                why = f"{name} is a process on {where}, not on this machine: {remedy}"
+                raise RunDirectoryError(why)
+        states = {name: entry.seen_as(name) for name, entry in entries.items()}
+        return {n: state for n, state in states.items() if state.phase is not Phase.ENDED}
 
     def end(self, tasks: Iterable[TaskState]) -> None:
         """Send SIGTERM to each agent; the launcher starts no further task of a cancelled run."""
@@ -112,42 +117,15 @@ class LocalProcesses:
             for member in family:
                 _signal(member, signal.SIGKILL)
 
-    def _entries(self) -> dict[str, Mapping[str, Any]]:
-        try:
-            table = read_json(self._submission.local_tasks) or {}
-        except (OSError, ValueError) as e:
-            raise RunDirectoryError(f"{self._submission.local_tasks}: not readable: {e}") from e
+    def _entries(self) -> dict[str, LocalEntry]:
+        table = read_local_tasks(self._submission)
         names = self._spec.task_names(self._submission.job_ids())
         return {name: table[name] for name in names if name in table}
 
     def _processes(self, tasks: Iterable[TaskState]) -> list[psutil.Process]:
         entries = self._entries()
-        found = (_process(entries[task.task]) for task in tasks if task.task in entries)
+        found = (entries[task.task].process for task in tasks if task.task in entries)
         return [process for process in found if process is not None]
-
-
-def _state(name: str, entry: Mapping[str, Any]) -> TaskState | None:
-    """Return the state of a task in the launcher's table; None if it has ended."""
-    host = str(entry.get("host") or "")
-    if entry["state"] == "ENDED":
-        return None
-    if host and host != socket.gethostname():
-        remedy = f"call this command on {host}"
-        raise RunDirectoryError(f"{name} is a process on {host}, not on this machine: {remedy}")
-    if entry["state"] == "PENDING":
-        waits = _alive(entry.get("launcher"), entry.get("launcher_started"))
-        return TaskState(name, "PENDING") if waits else None
-    return TaskState(name, "RUNNING", node=host) if _process(entry) is not None else None
-
-
-def _process(entry: Mapping[str, Any]) -> psutil.Process | None:
-    return _alive(entry.get("pid"), entry.get("started"))
-
-
-def _alive(pid: object, made: object) -> psutil.Process | None:
-    if not (isinstance(pid, int) and isinstance(made, int | float)):
-        return None
-    return same_process(pid, made)
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -3,10 +3,7 @@
 Each array task is one process in a session of its own, with the SLURM_* variables that it would
 have in Slurm. At most ``max_agents`` run at a time, started in the order of the array; a task
 whose run has ended is not started any more. What the agents would ask squeue for, they read from
-``local-tasks.json``: {task name: {"state": "PENDING|RUNNING|ENDED", "pid", "started", "exit_code",
-"host", "launcher", "launcher_started"}}. ``started`` is the time at which the process with that pid
-was made, in Unix seconds: so a pid that was given to another process since is told apart; and the
-same of the launcher, without which nothing starts that is PENDING.
+``local-tasks.json`` (`hpc_elastic.slurm.local_tasks`).
 
 A thread keeps the queue, so that a free place is filled however the launcher is busy. The
 processes end with the launcher, if that is given the time: a kill -9 of it leaves them.
@@ -23,7 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,12 @@ from hpc_elastic.config import LocalSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.rundir import RunDir, Submission, read_json, task_name, write_atomic
 from hpc_elastic.slurm.environment import as_array_task, outside
+from hpc_elastic.slurm.local_tasks import LocalEntry, started
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit import detach, gpus
 from hpc_elastic.submit.plan import Plan
 from hpc_elastic.submit.prepare import Prepared, python_path
-from hpc_elastic.submit.processes import end_processes, locked, started, wait_all
+from hpc_elastic.submit.processes import end_processes, locked, wait_all
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
 _log = logging.getLogger(__name__)
@@ -75,27 +74,25 @@ class LocalTask:
         """Return the exit code of its process, once it has ended."""
         return None if self.process is None else self.process.poll()
 
-    def describe(self) -> dict[str, Any]:
-        """Return its entry in ``local-tasks.json``."""
+    def describe(self) -> LocalEntry:
+        """Return its entry in the table."""
         state = "PENDING" if self.pending else "RUNNING" if self.running else "ENDED"
         pid = self.process.pid if self.process else None
-        launcher, launched = os.getpid(), started(os.getpid())
-        return {
-            "state": state, "pid": pid, "started": self.started, "exit_code": self.exit_code,
-            "host": socket.gethostname(), "launcher": launcher, "launcher_started": launched,
-        }  # fmt: skip
+        host, launcher = socket.gethostname(), os.getpid()
+        mine = host, launcher, _launched(launcher)
+        return LocalEntry(state, pid, self.started, self.exit_code, *mine)
 
     def seen_by_slurm(self) -> TaskState:
         """Return the state that Slurm would give it."""
-        if self.pending:
-            return TaskState(self.name, "PENDING", "Resources")
-        if self.running:
-            return TaskState(self.name, "RUNNING", node=socket.gethostname())
-        if self.skipped:
-            return TaskState(self.name, "CANCELLED")
-        code = self.exit_code
-        state = "COMPLETED" if code == 0 else "FAILED"
-        return TaskState(self.name, state, "" if code == 0 else f"exit code {code}")
+        entry = self.describe()
+        if entry.state == "RUNNING":  # a launcher need not look for what it has started itself
+            return TaskState(self.name, "RUNNING", node=entry.host)
+        return entry.seen_as(self.name)
+
+
+@cache
+def _launched(launcher: int) -> float | None:
+    return started(launcher)
 
 
 def task_command(array_file: Path) -> list[str]:
@@ -236,7 +233,7 @@ class LocalHandle:
             )
 
     def _write(self) -> None:
-        now = {task.name: task.describe() for task in self._tasks}
+        now = {task.name: asdict(task.describe()) for task in self._tasks}
         if now == self._written:
             return
         path = Submission(self._submission).local_tasks

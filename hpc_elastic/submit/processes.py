@@ -13,9 +13,6 @@ from types import FrameType
 
 import psutil
 
-_SAME_S = 0.05
-"""Two clock ticks: the time of a process is given in such."""
-
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: float) -> None:
     """End processes and all their descendants.
@@ -35,27 +32,6 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], stop_after_s: fl
             member.kill()
     for process in processes:
         process.wait()
-
-
-def started(pid: int) -> float | None:
-    """Return when the process with a pid was made, in Unix seconds; None if there is none.
-
-    Pid and time together name a process: a pid alone may be another one's by now.
-    """
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
-
-
-def same_process(pid: int, made: float) -> psutil.Process | None:
-    """Return a process by its pid and the time at which it was made; None if it is gone."""
-    try:
-        process = psutil.Process(pid)
-        alive = process.status() != psutil.STATUS_ZOMBIE
-        return process if alive and abs(process.create_time() - made) < _SAME_S else None
-    except psutil.Error:
-        return None
 
 
 @contextlib.contextmanager

@@ -1,10 +1,27 @@
 """Runs as they are after their submission, for tests that need the files only."""
 
+import json
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.local_tasks import started
+
+GONE = 2**22 + 1
+"""No process has this pid."""
+ME = {"pid": os.getpid(), "started": started(os.getpid())}
+"""A process that lives."""
+
+
+def write_table(submission: Submission, **tasks: dict[str, Any]) -> None:
+    """Write what a local launcher would, which is this process if nothing else is said."""
+    launcher = {"launcher": ME["pid"], "launcher_started": ME["started"]}
+    entry = {"pid": None, "started": None, "exit_code": None, "host": socket.gethostname()}
+    table = {name: {**entry, **launcher, **task} for name, task in tasks.items()}
+    submission.local_tasks.write_text(json.dumps(table))
 
 
 def run_of(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from arrays import write_table
 
 import hpc_elastic
 from hpc_elastic.cli.attach import LocalView, find_submission, read_job_ids, read_runs
@@ -264,10 +265,10 @@ def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
 def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
     """Attaching does not own the processes."""
     tasks = {
-        "7_0": {"state": "RUNNING", "pid": 1, "exit_code": None},
-        "7_1": {"state": "ENDED", "pid": 2, "exit_code": 1},
+        "7_0": {"state": "RUNNING", "pid": 1, "started": 1.0, "host": "elsewhere"},
+        "7_1": {"state": "ENDED", "pid": 2, "started": 1.0, "exit_code": 1},
     }
-    Submission(sweep / ".hpc_elastic").local_tasks.write_text(json.dumps(tasks))
+    write_table(Submission(sweep / ".hpc_elastic"), **tasks)
     view = LocalView(sweep / ".hpc_elastic", ["7"])
     assert {name: state.state for name, state in view.tasks().items()} == {
         "7_0": "RUNNING",

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from arrays import GONE, ME, write_table
 
 from hpc_elastic import known_runs
 from hpc_elastic.cli import status
@@ -194,15 +195,10 @@ def _at(facts, now):
 # ---- runs of this machine --------------------------------------------------------------------
 
 
-GONE = 2**22 + 1
-"""No process has this pid."""
-
-
 def local(folder, **entry) -> RunDir:
     """A local run whose launcher's table has this entry."""
-    run = made(folder, launcher="local", provenance={"host": socket.gethostname()})
-    table = Submission(folder / ".hpc_elastic").local_tasks
-    table.write_text(json.dumps({"17_0": {"exit_code": None, **entry}}))
+    run = made(folder, launcher="local")
+    write_table(Submission(folder / ".hpc_elastic"), **{"17_0": entry})
     return run
 
 
@@ -211,9 +207,12 @@ def local(folder, **entry) -> RunDir:
     [
         ({"state": "RUNNING", "pid": GONE}, "FAILED"),
         ({"state": "RUNNING", "pid": os.getpid(), "started": 1.0}, "FAILED"),
-        ({"state": "RUNNING", "pid": os.getpid()}, "RUNNING"),
+        ({"state": "RUNNING", **ME}, "RUNNING"),
+        ({"state": "RUNNING", "pid": GONE, "started": 1.0, "launcher": GONE}, "FAILED"),
+        ({"state": "RUNNING", "pid": GONE, "host": "elsewhere"}, "RUNNING"),
         ({"state": "PENDING", "launcher": GONE, "launcher_started": 1.0}, "CANCELLED"),
-        ({"state": "PENDING", "launcher": None, "launcher_started": None}, "PENDING"),
+        ({"state": "PENDING"}, "PENDING"),
+        ({"state": "PENDING", "launcher": GONE, "host": "elsewhere"}, "PENDING"),
         ({"state": "ENDED", "exit_code": 0}, "COMPLETED"),
         ({"state": "ENDED", "exit_code": None}, "CANCELLED"),
     ],
@@ -240,10 +239,10 @@ def test_a_table_that_is_damaged_is_told_as_such(tmp_path, text):
     submission = Submission(tmp_path / ".hpc_elastic")
     submission.local_tasks.write_text(text)
     if text == "[]":
-        assert local_tasks(submission, is_here=True) == {}
+        assert local_tasks(submission) == {}
         return
     with pytest.raises(RunDirectoryError, match=r"local-tasks\.json can not be read"):
-        local_tasks(submission, is_here=True)
+        local_tasks(submission)
     assert ask([run.load()]).of(run.load()) is None
     assert any("local-tasks.json" in note for note in look(run.path).notes)
 

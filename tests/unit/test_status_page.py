@@ -15,7 +15,7 @@ from hpc_elastic import known_runs
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.looking import look, phase_of
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.queues import Queue, local_tasks
+from hpc_elastic.cli.queues import Queue
 from hpc_elastic.cli.status_text import line, page
 from hpc_elastic.cli.words import clock, duration, number, sparkline
 from hpc_elastic.errors import RunDirectoryError
@@ -276,15 +276,6 @@ def test_what_a_run_is_doing(states, status, result, age_s, phase):
     told = {"phase": status, "members": [{"task": "17_0", "nproc": 1}]} if status else {}
     ended = {"status": result} if result else None
     assert phase_of(states, told, ended, age_s=age_s) == phase
-
-
-def test_local_tasks_whose_launcher_was_killed_have_ended(tmp_path):
-    """Only on the machine that they were on can that be seen."""
-    entry = {"state": "RUNNING", "pid": 2**22 + 1, "exit_code": None}
-    (tmp_path / "local-tasks.json").write_text(json.dumps({"7_0": entry}))
-    here = local_tasks(Submission(tmp_path), is_here=True)
-    assert (here["7_0"].state, here["7_0"].reason) == ("FAILED", "killed")
-    assert local_tasks(Submission(tmp_path), is_here=False)["7_0"].state == "RUNNING"
 
 
 def test_a_list_asks_once_for_all_that_go_on(tmp_path):

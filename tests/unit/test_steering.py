@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from arrays import run_of
+from arrays import GONE, run_of, write_table
 from ended import sleeping
 from followers import LEADER, LIVENESS, RECORD, agent, of, told
 from groups import B
@@ -32,12 +32,12 @@ from hpc_elastic.rundir import Submission
 from hpc_elastic.slurm import replacement, requeue
 from hpc_elastic.slurm.decision import Departure
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
+from hpc_elastic.slurm.local_tasks import started
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit import cancel, detach
 from hpc_elastic.submit.changes import changed
 from hpc_elastic.submit.living import LocalProcesses
 from hpc_elastic.submit.outcome import cancellation
-from hpc_elastic.submit.processes import started
 
 BEFORE = {
     "nodes": "2",
@@ -226,8 +226,7 @@ def sleeper():
 def table(folder, **entry):
     """Return the processes of a run with one task that has this entry."""
     run = run_of(folder, "7", [(0, 0)], launcher="local")
-    known = {"host": socket.gethostname(), "launcher": None, "launcher_started": None, **entry}
-    Submission(folder / ".hpc_elastic").local_tasks.write_text(json.dumps({"7_0": known}))
+    write_table(Submission(folder / ".hpc_elastic"), **{"7_0": entry})
     return LocalProcesses(run.load())
 
 
@@ -250,7 +249,7 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):
     """Else a run whose launcher was killed could never be resumed."""
-    assert not table(tmp_path, state="PENDING", launcher=2**22 + 1, launcher_started=1.0).left()
+    assert not table(tmp_path, state="PENDING", launcher=GONE, launcher_started=1.0).left()
     (tmp_path / "two").mkdir()
     mine = {"launcher": os.getpid(), "launcher_started": started(os.getpid())}
     assert table(tmp_path / "two", state="PENDING", **mine).left()

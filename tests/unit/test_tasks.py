@@ -1,11 +1,9 @@
 """The tasks of a run as its leader sees them: by squeue, or by the local launcher's table."""
 
-import json
-import os
 import socket
 
 import pytest
-from arrays import run_of
+from arrays import GONE, ME, run_of, write_table
 
 from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, task_names, tasks_of
 from hpc_elastic.errors import SlurmCommandError
@@ -111,7 +109,7 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
 
 def local(folder, slots, table) -> LocalTasks:
     """The tasks of a local run whose launcher has written this table."""
-    (folder / "local-tasks.json").write_text(json.dumps(table))
+    write_table(Submission(folder), **table)
     tasks = tasks_of(spec(folder, slots, launcher="local"))
     assert isinstance(tasks, LocalTasks)
     return tasks
@@ -121,17 +119,17 @@ def test_a_local_task_runs_while_its_process_does(tmp_path):
     """A table entry whose process is gone has ended; those of other runs are left out."""
     submitted(tmp_path, a0="9")
     table = {
-        "9_0": {"state": "RUNNING", "pid": os.getpid()},
-        "9_1": {"state": "RUNNING", "pid": 2**22 + 1},
-        "9_2": {"state": "PENDING", "pid": None},
-        "9_3": {"state": "RUNNING", "pid": os.getpid()},
-        "9_4": {"state": "ENDED", "pid": os.getpid()},
+        "9_0": {"state": "RUNNING", **ME},
+        "9_1": {"state": "RUNNING", "pid": GONE, "started": 1.0},
+        "9_2": {"state": "PENDING"},
+        "9_3": {"state": "RUNNING", **ME},
+        "9_4": {"state": "ENDED", **ME, "exit_code": 0},
     }
     tasks = local(tmp_path, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5)], table)
     view = tasks.view()
-    expected = {"9_0": "RUNNING", "9_1": "COMPLETED", "9_2": "PENDING", "9_4": "COMPLETED"}
+    expected = {"9_0": "RUNNING", "9_1": "FAILED", "9_2": "PENDING", "9_4": "COMPLETED"}
     assert words(view) == expected
-    assert {state.node for state in view.values()} == {socket.gethostname()}
+    assert view["9_0"].node == socket.gethostname()
     assert tasks.is_running("9_0") is True and tasks.is_running("9_1") is False
     tasks.cancel_pending()
     tasks.postpone_pending(1)
@@ -140,7 +138,7 @@ def test_a_local_task_runs_while_its_process_does(tmp_path):
 def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):
     """Runs of a sweep whose settings differ, or of a later batch, are not in the first array."""
     submitted(tmp_path, a0="9", a1="10")
-    lives = {"state": "RUNNING", "pid": os.getpid()}
+    lives = {"state": "RUNNING", **ME}
     tasks = local(tmp_path, [(1, 0)], {"9_0": lives, "10_0": lives})
     assert words(tasks.view()) == {"10_0": "RUNNING"}
 

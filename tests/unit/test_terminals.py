@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from arrays import run_of
+from arrays import ME, run_of, write_table
 from ended import sleeping
 from helps import not_in_help
 from output_files import make_run
@@ -17,7 +17,7 @@ from terminals import CTRL_C, PATIENCE_S, Terminal
 
 from hpc_elastic import known_runs
 from hpc_elastic.rundir import RunDir, Submission
-from hpc_elastic.submit.processes import started
+from hpc_elastic.slurm.local_tasks import started
 
 COLOUR = re.compile(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;\d+)*m")
 ASKED = "[y/N]"
@@ -38,8 +38,8 @@ def terminal(tmp_path, request):
 def local_run(folder: Path, **entry) -> RunDir:
     """A run of one process, as its launcher has written that down."""
     run = run_of(folder, "7", [(0, 0)], launcher="local")
-    table = {"7_0": {"state": "RUNNING", "launcher": None, "launcher_started": None, **entry}}
-    Submission(folder / ".hpc_elastic").local_tasks.write_text(json.dumps(table))
+    task = {"state": "RUNNING", **(entry or ME)}
+    write_table(Submission(folder / ".hpc_elastic"), **{"7_0": task})
     return run
 
 
@@ -56,8 +56,7 @@ def agent():
 @pytest.fixture
 def run(tmp_path, agent) -> RunDir:
     """Its run."""
-    known = {"pid": agent.pid, "started": started(agent.pid), "host": socket.gethostname()}
-    return local_run(tmp_path, **known)
+    return local_run(tmp_path, pid=agent.pid, started=started(agent.pid))
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\r", 1), ("\r", 1), (f"{CTRL_C}\r", 130)])

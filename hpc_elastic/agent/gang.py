@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmError
-from hpc_elastic.rundir import ArrayFiles, read_json, write_atomic
-from hpc_elastic.slurm import nodelist
+from hpc_elastic.rundir import ArrayFiles, RunSpec, Submission, read_json, write_atomic
+from hpc_elastic.slurm import nodelist, replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
@@ -62,6 +62,25 @@ def recorded(files: ArrayFiles) -> GangNodes | None:
         return GangNodes(int(raw["attempt"]), tuple(map(str, raw["hosts"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, TaskState]:
+    """Return the states of a run's tasks out of what the scheduler lists, its gang's node by node.
+
+    Args:
+        spec: The run.
+        listed: What the scheduler says, by its own names; of other runs' tasks, too.
+    """
+    return states_of(replacement.current_names(spec), listed, _gang_of(spec))
+
+
+def _gang_of(spec: RunSpec) -> dict[str, GangNodes]:
+    """Return the recorded nodes of the gang, whose slots are the first, by the job it is now."""
+    job = replacement.jobs_of(spec)[0] if spec.gang else None
+    if job is None:
+        return {}
+    nodes = recorded(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
+    return {job: nodes} if nodes else {}
 
 
 def states_of(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hpc_elastic.agent.gang import GangNodes, recorded, states_of
+from hpc_elastic.agent.gang import run_states
 from hpc_elastic.errors import SlurmCommandError, SlurmError
 from hpc_elastic.rundir import RunDir, RunSpec, Submission
 from hpc_elastic.slurm import replacement
@@ -15,6 +15,7 @@ from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
 from hpc_elastic.slurm.local_tasks import read_local_tasks
 from hpc_elastic.slurm.outputs import is_refused
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 _log = logging.getLogger(__name__)
@@ -78,14 +79,6 @@ def tasks_of(spec: RunSpec) -> RunTasks:
     return SlurmTasks(spec) if spec.launcher == "slurm" else LocalTasks(spec)
 
 
-def task_names(spec: RunSpec) -> list[str]:
-    """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
-
-    A task that was replaced is named by the one in its place.
-    """
-    return replacement.current_names(spec)
-
-
 class SlurmTasks:
     """Tasks of one or more job arrays, and of the gang where the run has one."""
 
@@ -110,7 +103,7 @@ class SlurmTasks:
 
     def cancel_pending(self) -> None:
         """Cancel with one scancel; tasks that run are left alone."""
-        self._client.cancel(task_names(self._spec), pending_only=True)
+        self._client.cancel(current_names(self._spec), pending_only=True)
 
     def postpone_pending(self, delay_s: float) -> None:
         """Ask squeue once, then tell the tasks that it calls pending."""
@@ -168,7 +161,7 @@ class SlurmTasks:
         Raises:
             SlurmError: squeue does not answer.
         """
-        return states_of(task_names(self._spec), self._listed(), self._gangs())
+        return run_states(self._spec, self._listed())
 
     def _listed(self) -> dict[str, TaskState]:
         """Return what squeue lists of the run's jobs, other runs' tasks among it."""
@@ -179,17 +172,8 @@ class SlurmTasks:
 
     def _known(self, tasks: Iterable[str], listed: Mapping[str, TaskState]) -> list[str]:
         """Return those tasks that are the run's, and that squeue lists."""
-        own = set(task_names(self._spec))
+        own = set(current_names(self._spec))
         return [name for name in tasks if name in own and queue_name(name) in listed]
-
-    def _gangs(self) -> dict[str, GangNodes]:
-        """Return what is recorded of the nodes of the run's gang, whose slots are the first."""
-        job = replacement.jobs_of(self._spec)[0] if self._spec.gang else None
-        if job is None:
-            return {}
-        number = self._spec.tasks[0][0]
-        nodes = recorded(Submission(Path(self._spec.submission)).array(number))
-        return {job: nodes} if nodes else {}
 
 
 class LocalTasks:
@@ -203,7 +187,7 @@ class LocalTasks:
         """Read the launcher's table, and see which of its processes live."""
         try:
             table = read_local_tasks(self._submission)
-            names = task_names(self._spec)
+            names = current_names(self._spec)
         except (OSError, ValueError):
             return None
         return {name: table[name].seen_as(name) for name in names if name in table} or None

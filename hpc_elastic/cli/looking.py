@@ -16,10 +16,11 @@ from typing import Any
 
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli.facts import Ended, Facts, Saved, Task
-from hpc_elastic.cli.queues import Queue, ask, names_of
+from hpc_elastic.cli.queues import Queue, ask
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.events import read_events
 from hpc_elastic.rundir import RunDir, RunSpec, read_json
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.story.account import account
 from hpc_elastic.story.kinds import sound
@@ -86,7 +87,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> Facts:
     updated = number(status.get("updated"))
     if updated is not None:
         points.append(Point.of(status, updated))
-    named = names_of(spec) if spec is not None else []
+    named = current_names(spec) if spec is not None else []
     submitted = _submitted(spec)
     age_s = now - (updated or submitted or now)
     phase = phase_of(

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.agent.gang import GangNodes, recorded, states_of
+from hpc_elastic.agent.gang import run_states
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import RunSpec, Submission
-from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.local_tasks import read_local_tasks
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import TaskState, job_of
 
 
@@ -34,19 +34,13 @@ class Queue:
         """Return the tasks of one of these runs that are listed; None: nobody knows."""
         if self.why_unknown(spec) is not None:
             return None
-        submission = Submission(Path(spec.submission))
-        return states_of(names_of(spec), self.listed, _gangs(submission))
+        return run_states(spec, self.listed)
 
     def why_unknown(self, spec: RunSpec) -> str | None:
         """Return why nobody knows of the tasks of one of these runs; None: they are known."""
         if spec.launcher == "local":
             return self.damaged.get(spec.submission)
         return None if self.silent is None else f"Slurm does not answer: {self.silent}"
-
-
-def names_of(spec: RunSpec) -> list[str]:
-    """Return the names of a run's tasks by slot, replacements included, as far as submitted."""
-    return replacement.current_names(spec)
 
 
 def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
@@ -82,12 +76,7 @@ def _calls(specs: Sequence[RunSpec]) -> list[list[str]]:
 
 
 def _jobs(spec: RunSpec) -> Iterable[str]:
-    return dict.fromkeys(job_of(name) for name in names_of(spec))
-
-
-def _gangs(submission: Submission) -> dict[str, GangNodes]:
-    found = ((array.job_id, recorded(array)) for array in submission.arrays())
-    return {job: nodes for job, nodes in found if job and nodes}
+    return dict.fromkeys(job_of(name) for name in current_names(spec))
 
 
 def local_tasks(submission: Submission) -> dict[str, TaskState]:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.cli.options import quoted
-from hpc_elastic.cli.queues import Queue, ask, names_of
+from hpc_elastic.cli.queues import Queue, ask
 from hpc_elastic.rundir import RunDir, RunSpec, read_json
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.cancel import bound_s
 from hpc_elastic.submit.outcome import Cancellation, cancellation
@@ -49,7 +50,7 @@ def doing(run: RunDir, asks: Asks = ask) -> str:
     states = queue.of(spec)
     if states is None:
         return f"it is not known what its tasks do: {queue.why_unknown(spec)}"
-    if not names_of(spec):
+    if not current_names(spec):
         return NOT_SUBMITTED
     if all(state.phase is Phase.ENDED for state in states.values()):
         return gone(run, states.values()).sentence
@@ -180,7 +181,7 @@ class Ending:
                 self._gone_since = -math.inf
             return
         self._states = list(states.values())
-        if not names_of(self._spec) or any(s.phase is not Phase.ENDED for s in self._states):
+        if not current_names(self._spec) or any(s.phase is not Phase.ENDED for s in self._states):
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.tasks import SlurmTasks, task_names
+from hpc_elastic.agent.tasks import SlurmTasks
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.requeue import depart
 from hpc_elastic.slurm.states import Phase
 
@@ -75,7 +76,7 @@ def bring_back(run, names) -> None:
     """Do as a leader does: help again and again, until all tasks run."""
 
     def all_run():
-        run.tasks.bring_back(run.dir, [*names, *task_names(run.dir.load())])
+        run.tasks.bring_back(run.dir, [*names, *current_names(run.dir.load())])
         return set(run.states().values()) == {"RUNNING"}
 
     wait_for(all_run, run.states)
@@ -90,7 +91,7 @@ def test_tasks_of_a_node_that_died_run_again_at_once(slurm, run):
     wait_for(lambda: run.states()[f"{job}_1"] == "NODE_FAIL", run.states)
     slurm.start_node("node2")
     bring_back(run, [f"{job}_0", f"{job}_1"])
-    kept, replaced = task_names(run.dir.load())
+    kept, replaced = current_names(run.dir.load())
     assert kept == f"{job}_0" and replaced.endswith("_1") and replaced != f"{job}_1"
     view = run.tasks.view()
     assert (view[kept].restarts, view[replaced].restarts) == (1, 0)
@@ -118,7 +119,7 @@ def test_what_a_user_has_cancelled_does_not_come_back(run):
     wait_for(lambda: run.states() == {f"{job}_0": "CANCELLED"})
     run.tasks.bring_back(run.dir, [f"{job}_0"])
     assert run.states() == {f"{job}_0": "CANCELLED"}
-    assert task_names(run.dir.load()) == [f"{job}_0"]
+    assert current_names(run.dir.load()) == [f"{job}_0"]
 
 
 def test_a_suspended_task_stays_where_it_is(slurm, run):

@@ -5,9 +5,12 @@ import socket
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
-from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, task_names, tasks_of
+from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, tasks_of
+from hpc_elastic.cli.queues import Queue
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rundir import Entry, RunSpec, Submission
+from hpc_elastic.slurm import replacement
+from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import TaskState
 
 
@@ -78,11 +81,26 @@ def test_a_gang_is_seen_by_its_nodes(tmp_path):
     run = spec(tmp_path, [(0, 0), (0, 1), (1, 0)], gang=True)
     client = FakeClient(listed)
     tasks = SlurmTasks(run, client)
-    assert task_names(run) == ["70.0", "70.1", "80_0"]
+    assert current_names(run) == ["70.0", "70.1", "80_0"]
     assert words(tasks.view()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING", "80_0": "PENDING"}
     assert tasks.is_running("70.0") is False and tasks.is_running("70.1") is True
     tasks.postpone_pending(30)
     assert client.postponed == [(["80_0"], 30)]
+
+
+def test_a_gang_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path):
+    """By its agents, and by whoever looks from outside."""
+    submitted(tmp_path, a0="70")
+    run = spec(tmp_path, [(0, 0), (0, 1)], gang=True)
+    files = Submission(tmp_path).array(0)
+    replacement.folder(files).mkdir()
+    (place,) = set(replacement.places(run))
+    (replacement.folder(files) / f"{place.label}.1").write_text("90\n")
+    files.nodes.write_text('{"attempt": 0, "hosts": ["n3", "n4"]}')
+    now = TaskState("90", "RUNNING", node="n4")
+    expected = {"90.0": ("NODE_FAIL", "n3"), "90.1": ("RUNNING", "n4")}
+    for seen in (SlurmTasks(run, FakeClient([now])).view(), Queue({"90": now}).of(run)):
+        assert {name: (state.state, state.node) for name, state in seen.items()} == expected
 
 
 def test_nothing_is_postponed_where_nothing_waits(tmp_path):
@@ -204,7 +222,7 @@ def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
     assert client.requeued == ["70_2"]
     assert client.submitted == [3]
     assert client.postponed == [(["70_0", "70_2"], 2)]
-    assert task_names(run.load())[3] == "99_3"
+    assert current_names(run.load())[3] == "99_3"
 
 
 def test_a_task_for_which_slurm_does_not_answer_costs_the_others_nothing(tmp_path):

@@ -234,6 +234,11 @@ class RunDir:
             return False
 
     @property
+    def excluded(self) -> Path:
+        """Nodes that the run is not to get again, each with the reason."""
+        return self.path / "excluded.json"
+
+    @property
     def notices(self) -> Path:
         """Folder of notice files: a file named like a task, a host, or ``all`` asks to leave."""
         return self.path / "notice"

@@ -17,7 +17,6 @@ import contextlib
 import json
 import logging
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -44,8 +43,6 @@ _NVIDIA_SMI_S = 20.0
 _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
 """For the checks that use no GPU, once everything is imported; those of GPUs have as much more."""
-_TRIES = 3
-_LAPSE_S = 0.2
 _SIZE = 192
 _QUERY = ["--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
 
@@ -280,12 +277,8 @@ def keep_away(problem: Problem, task: Task, tasks: RunTasks) -> bool:
     host, why = task.slurm.node_name, f"preflight: {problem.reason}"
     if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:
         return False
-    for _ in range(_TRIES):  # another node may write the same file
-        try:
-            tasks.exclude(task.run, [host], why)
-        except (HpcElasticError, OSError) as e:
-            _log.warning("%s may get tasks of this run again: %s", host, e)
-        time.sleep(random.uniform(0.0, _LAPSE_S))
-        if host in excluded(task.run):
-            break
+    try:
+        tasks.exclude(task.run, [host], why)
+    except (HpcElasticError, OSError) as e:
+        _log.warning("%s may get tasks of this run again: %s", host, e)
     return True

@@ -32,7 +32,7 @@ _DEPARTURES = {
     "silence": ("node lost without a word", "nodes lost without a word"),
     "asked": ("node left as asked", "nodes left as asked"),
     "given back": ("node given back", "nodes given back"),
-    "bad node": ("bad node", None), "gave up": ("node gave up", "nodes gave up"),
+    "gave up": ("node gave up", "nodes gave up"),
     "signal": ("node taken", "nodes taken"), "failed": ("task failed", "tasks failed"),
 }  # fmt: skip
 _NOT_LISTED = "not in the queue"

@@ -42,8 +42,6 @@ class Reason(Enum):
     SIGNAL = "signal"  # SIGTERM: Slurm has to say what it means
     TIME_LIMIT = "time limit"
     ASKED = "asked"  # a file, the user's code or his signal: leave, and come back
-    BAD_NODE = "bad node"  # come back, on another one
-    FAILED = "failed"  # a worker's own failure, which no other node would cure
     LOST = "lost"
 
 
@@ -149,7 +147,6 @@ TABLE: tuple[Row, ...] = (
     Row("suspended", _is_suspended, Departure.STAY),
     Row("requeued already", _was_requeued, Departure.REQUEUED),
     Row("out of budget", _may_not_come_back, Departure.EXIT),
-    Row("worker's own failure", lambda f: f.reason is Reason.FAILED, Departure.EXIT),
     Row("unknown to Slurm", lambda f: f.state is None, Departure.EXIT),
     Row("waits already", lambda f: f.phase is Phase.PENDING, Departure.REQUEUED),
     Row("preempted, in its grace", _is_being_preempted, Departure.REQUEUE),

@@ -24,6 +24,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import random
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,8 @@ from hpc_elastic.slurm.states import TaskState, job_of, queue_name
 _log = logging.getLogger(__name__)
 
 _GANG = "gang"
+_TRIES = 5
+_LAPSE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -244,12 +248,20 @@ def _record(files: ArrayFiles, place: Place, older: int, job_id: str) -> str:
 def excluded(run: RunDir) -> Mapping[str, str]:
     """Return the nodes that the run's tasks avoid, each with the reason; none if unreadable."""
     try:
-        return {str(k): str(v) for k, v in (read_json(run.path / "excluded.json") or {}).items()}
+        return {str(k): str(v) for k, v in (read_json(run.excluded) or {}).items()}
     except (OSError, ValueError):
         return {}
 
 
 def remember_excluded(run: RunDir, hosts: Iterable[str], why: str) -> None:
-    """Write down that the run's tasks are to avoid some nodes (the leader only)."""
-    known = {**dict.fromkeys(hosts, why), **excluded(run)}
-    write_atomic(run.path / "excluded.json", json.dumps(known, indent=1) + "\n")
+    """Write down that the run's tasks are to avoid some nodes.
+
+    The leader does so, and every agent whose node fails its checks: so it is looked at again
+    whether another one has written the same file at the same moment.
+    """
+    new = dict.fromkeys(hosts, why)
+    for _ in range(_TRIES):
+        write_atomic(run.excluded, json.dumps({**new, **excluded(run)}, indent=1) + "\n")
+        time.sleep(random.uniform(0.0, _LAPSE_S))
+        if new.keys() <= excluded(run).keys():
+            break

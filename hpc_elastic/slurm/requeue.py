@@ -233,7 +233,7 @@ def _carry_out(
         return _take_back(task, client)
     if how in _COMES_BACK:
         _start_after(task, client, delay_s)
-        _keep_away(task, client, facts, run)
+        _keep_away(task, client, run)
     return how
 
 
@@ -263,13 +263,11 @@ def _start_after(task: str, client: SlurmClient, delay_s: float) -> None:
         _log.warning("Slurm will start %s again in two minutes at the earliest: %s", task, e)
 
 
-def _keep_away(task: str, client: SlurmClient, facts: Facts, run: RunDir | None) -> None:
-    """Let the next attempt avoid the nodes that the run avoids, and this one if it is bad."""
-    hosts = set(replacement.excluded(run)) if run is not None else set()
-    if facts.reason is Reason.BAD_NODE and facts.state is not None:
-        hosts.add(facts.state.node)
+def _keep_away(task: str, client: SlurmClient, run: RunDir | None) -> None:
+    """Let the next attempt avoid the nodes that the run avoids."""
+    hosts = replacement.excluded(run) if run is not None else {}
     try:
-        if hosts - {""}:
-            client.exclude([task], hosts - {""})
+        if hosts:
+            client.exclude([task], hosts)
     except SlurmCommandError as e:
         _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)

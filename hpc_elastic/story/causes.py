@@ -17,8 +17,8 @@ class Cause:
 
     Attributes:
         what: ``preempted``, ``time limit``, ``asked``, ``cancelled`` (or may not come back),
-            ``signalled`` (SIGTERM, and nobody says why), ``bad node``, ``given back``,
-            ``excluded``, ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
+            ``signalled`` (SIGTERM, and nobody says why), ``given back``, ``excluded``,
+            ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
             ``leader lost``, ``leader changed``, ``out of reach`` (for a while), ``worker failed``,
             ``rejoined``, ``arrived``, ``returned``, ``other``.
         time: Unix seconds at which it was known.

@@ -28,7 +28,7 @@ _OF_TASKS = (
          "who has been told",
          "its agent, and the leader",
          (Field("reason", "text", "`signal`: SIGTERM; `time limit`; `asked`: by the user signal, a "
-                "notice file or the script; `bad node`"),
+                "notice file or the script"),
           Field("left_s", "number", "seconds until the node has to have been left"),
           Field("signal", "text", "the signal that announced it; absent: none did", True),
           Field("given_s", "number", "seconds from the announcement to the end; absent: unknown",

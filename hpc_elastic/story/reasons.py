@@ -117,7 +117,6 @@ _SAYS: dict[str, Callable[[Cause], str]] = {
     "time limit": _time_limit,
     "asked": _asked,
     "cancelled": _cancelled,
-    "bad node": _announced("found to be bad"),
     "given back": lambda c: _was(c, "given back to the queue"),
     "excluded": lambda c: f"{_was(c, 'excluded')} ({c.detail})",
     "gave up": lambda c: f"the agent of {names(c.hosts)} gave up ({c.detail})",

@@ -199,7 +199,7 @@ def _before(resumption: Resumption) -> Path:
 def _put_away(run: RunDir, folder: Path) -> None:
     """Move what says that the run is over out of the way, and forget what was asked of nodes."""
     folder.mkdir(exist_ok=True)
-    for file in (run.result, run.cancelled, run.status, run.path / "excluded.json"):
+    for file in (run.result, run.cancelled, run.status, run.excluded):
         with contextlib.suppress(FileNotFoundError):
             file.rename(folder / file.name)
     for notice in run.notices.glob("*"):
@@ -208,7 +208,7 @@ def _put_away(run: RunDir, folder: Path) -> None:
 
 def _put_back(run: RunDir, folder: Path) -> None:
     """Let the run be as it was: nothing was submitted. Its generation has passed all the same."""
-    for file in (run.result, run.cancelled, run.status, run.path / "excluded.json"):
+    for file in (run.result, run.cancelled, run.status, run.excluded):
         with contextlib.suppress(OSError):
             (folder / file.name).rename(file)
 

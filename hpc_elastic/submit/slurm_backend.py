@@ -54,10 +54,11 @@ class SlurmHandle:
     def leave(self) -> str:
         """Return how to come back to the runs, which go on."""
         jobs = f"job{'s' if len(self.job_ids) > 1 else ''} {' '.join(self.job_ids)}"
+        sweep = shlex.quote(str(self.sweep))
         return (
             f"The runs are in Slurm, as {jobs}, and go on without this command.\n"
-            f"  attach: hpc-elastic attach {shlex.quote(str(self.sweep))}\n"
-            f"  cancel: scancel {' '.join(self.job_ids)}"
+            f"  attach: hpc-elastic attach {sweep}\n"
+            f"  cancel: hpc-elastic cancel RUN, for each run below {sweep}"
         )
 
     def close(self) -> None:

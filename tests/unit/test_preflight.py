@@ -27,6 +27,7 @@ from hpc_elastic.agent.preflight import (
     keep_away,
     parse_gpus,
 )
+from hpc_elastic.rundir import RunDir
 
 GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
 
@@ -231,7 +232,7 @@ def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
     text = json.dumps({f"h{i}": "x" for i in range(known)})
     (tmp_path / "excluded.json").write_text(text)
     task = SimpleNamespace(
-        slurm=SimpleNamespace(node_name="n7"), run=SimpleNamespace(path=tmp_path),
+        slurm=SimpleNamespace(node_name="n7"), run=RunDir(tmp_path),
         spec=SimpleNamespace(launcher=launcher, max_nodes=2),
     )  # fmt: skip
     tasks = Tasks()

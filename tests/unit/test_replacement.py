@@ -175,6 +175,19 @@ def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
     assert stored == {"n3": "CUDA error", "n1": "lost heartbeat"}
 
 
+def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
+    """Each reads the list, and writes it: what was lost that way is written again."""
+    run, write = run_of(tmp_path, "70", [(0, 0)]), replacement.write_atomic
+    others = ['{"n1": "gpu"}']
+
+    def overwritten(path, text):
+        write(path, others.pop() if others else text)
+
+    monkeypatch.setattr(replacement, "write_atomic", overwritten)
+    replacement.remember_excluded(run, ["n3"], "CUDA error")
+    assert replacement.excluded(run) == {"n1": "gpu", "n3": "CUDA error"}
+
+
 def test_a_torn_list_of_nodes_is_no_list(tmp_path):
     """Another node is better than none."""
     run = run_of(tmp_path, "70", [(0, 0)])

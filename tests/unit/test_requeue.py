@@ -11,7 +11,7 @@ from arrays import run_of
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import requeue
-from hpc_elastic.slurm.decision import Departure, Reason
+from hpc_elastic.slurm.decision import Departure
 from hpc_elastic.slurm.requeue import (
     PARENT_REQUEUES,
     RETURN_DELAY_S,
@@ -182,13 +182,13 @@ def test_a_notice_can_be_understood_before_anything_is_done():
     assert taken.told == [("tasks", "7")]
 
 
-def test_a_task_leaves_a_bad_node_behind_it(tmp_path):
-    """And those that its run avoids; the node stands in Slurm's own answer."""
+def test_a_task_comes_back_on_none_of_the_nodes_that_its_run_avoids(tmp_path):
+    """Whatever it leaves for; all of them together."""
     client = Client(TaskState("7_0", "RUNNING", node="n3"))
     run = run_of(tmp_path, "7", [(0, 0)])
-    (run.path / "excluded.json").write_text('{"n5": "CUDA error"}')
-    assert depart("7_0", client, reason=Reason.BAD_NODE, run=run) is Departure.REQUEUE
-    assert client.told[-1] == ("exclude", "7_0", "n3", "n5")
+    (run.path / "excluded.json").write_text('{"n5": "CUDA error", "n6": "silent"}')
+    assert depart("7_0", client, run=run) is Departure.REQUEUE
+    assert client.told[-1] == ("exclude", "7_0", "n5", "n6")
 
 
 def test_a_task_that_slurm_will_not_requeue_is_replaced(tmp_path):

@@ -31,8 +31,6 @@ CASES = [
     (facts(Reason.SIGNAL, ("COMPLETING", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
     (facts(Reason.SIGNAL, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
     (facts(Reason.ASKED, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.BAD_NODE, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.FAILED, "RUNNING"), "worker's own failure", Departure.EXIT),
     (facts(Reason.SIGNAL, "COMPLETING"), "cancelled or ended", Departure.EXIT),
     (facts(Reason.SIGNAL, "CANCELLED"), "cancelled or ended", Departure.EXIT),
     (facts(Reason.SIGNAL, None), "unknown to Slurm", Departure.EXIT),

@@ -57,7 +57,7 @@ class Watch:
     @property
     def num_usable(self) -> int:
         """How many nodes there are for the run: those that it does not avoid."""
-        return NUM_NODES - len(read_json(self.run.path / "excluded.json") or {})
+        return NUM_NODES - len(read_json(self.run.excluded) or {})
 
     @property
     def hosts(self) -> list[str]:

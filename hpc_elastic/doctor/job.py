@@ -127,7 +127,7 @@ def submit(
     launcher = replace(launcher_of(settings), time=time_limit(settings, longest_s))
     try:
         script = _lay_out(launcher, own / SUBMISSION, num_nodes)
-        jobs = submit_script(script, launcher, num_nodes)
+        jobs = submit_script(script, num_nodes)
     except SbatchRefusedError as e:
         shutil.rmtree(own, ignore_errors=True)
         raise explain(e.stderr, launcher, known_partitions(client)) from e

@@ -23,7 +23,6 @@ from typing import Any
 import submitit
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 
-from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import SubmissionError
 from hpc_elastic.rundir import ArrayFiles
 from hpc_elastic.slurm.environment import outside
@@ -99,14 +98,11 @@ def without_outer_job(environ: Mapping[str, str]) -> list[str]:
     return ["env", *(f"--unset={name}" for name in sorted(hidden))] if hidden else []
 
 
-def submit_script(
-    script: Path, settings: SlurmSettings, num_tasks: int, *, after: str | None = None
-) -> list[Any]:
+def submit_script(script: Path, num_tasks: int, *, after: str | None = None) -> list[Any]:
     """Submit one array or gang, and write its job id beside the script.
 
     Args:
         script: ``array-<k>.sbatch``, as rendered.
-        settings: Its settings.
         num_tasks: How many tasks it has.
         after: Job id of the gang that has to start first.
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.config import LocalSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
@@ -40,6 +39,7 @@ from hpc_elastic.submit.sbatch import TASK_MODULE
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.05
+_LOOK_S = 1.0
 _MARGIN_S = 5.0
 """What an agent gets to finish by itself, and beyond its workers' stop time-out to be ended."""
 
@@ -143,7 +143,8 @@ class LocalHandle:
         self._max_agents = max_agents
         self._stop_after_s = stop_after_s
         self._command = command
-        self._written: dict[str, Any] = {}
+        self._written: dict[str, LocalEntry] = {}
+        self._look_at = 0.0
         self._unwritten = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_queue, name="local-queue", daemon=True)
@@ -210,8 +211,7 @@ class LocalHandle:
         # asked before is_over: an agent that has ended has left its result by then
         num_running = sum(task.running for task in self._tasks)
         try:
-            for task in self._tasks:
-                task.skipped = task.skipped or (task.process is None and task.run.is_over)
+            self._skip_ended(is_full=num_running >= self._max_agents)
             pending = (task for task in self._tasks if task.pending)
             limit = self._max_agents
             for task in next_to_start(pending, num_running=num_running, max_agents=limit):
@@ -219,6 +219,15 @@ class LocalHandle:
                 task.started = started(task.process.pid)
         finally:
             self._write()
+
+    def _skip_ended(self, *, is_full: bool) -> None:
+        """Start no task of a run that has ended; while no place is free, that can wait a while."""
+        if is_full and time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        over = {run: run.is_over for run in {task.run for task in self._tasks if task.pending}}
+        for task in self._tasks:
+            task.skipped = task.skipped or (task.pending and over[task.run])
 
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
         log = Submission(self._submission).logs / f"{task.name}.log"
@@ -233,13 +242,15 @@ class LocalHandle:
             )
 
     def _write(self) -> None:
-        now = {task.name: asdict(task.describe()) for task in self._tasks}
+        now = {task.name: task.describe() for task in self._tasks}
         if now == self._written:
             return
         path = Submission(self._submission).local_tasks
+        ours = {name: asdict(entry) for name, entry in now.items()}
         try:
             with locked(path):
-                write_atomic(path, json.dumps({**(read_json(path) or {}), **now}, indent=1) + "\n")
+                table = {**(read_json(path) or {}), **ours}
+                write_atomic(path, json.dumps(table, indent=1) + "\n")
         except OSError as e:  # a full disk is the runs' to report; the queue goes on
             if not self._unwritten:
                 _log.warning("%s: not written: %s", path, e)

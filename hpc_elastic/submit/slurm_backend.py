@@ -82,7 +82,7 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
         assert isinstance(array.launcher, SlurmSettings)
         after = None if array.after is None else ids[array.after]
         try:
-            jobs = submit_script(script, array.launcher, len(array.tasks), after=after)
+            jobs = submit_script(script, len(array.tasks), after=after)
         except BaseException as e:
             SlurmHandle(list(ids.values()), sweep, client).cancel()
             if isinstance(e, SbatchRefusedError):

@@ -46,7 +46,7 @@ def test_submitit_still_has_the_private_parts(name):
 def test_the_array_is_submitted_once_without_pickles(script, fake_slurm):
     """Slurm gets our script as it is; submitit's jobs have the ids of the array's tasks."""
     fake_slurm(f'echo "$@" >> {script.parent.parent}/calls; echo Submitted batch job 4242')
-    jobs = executor.submit_script(script, SlurmSettings(), 800)
+    jobs = executor.submit_script(script, 800)
     assert (script.parent.parent / "calls").read_text() == f"{script}\n"
     assert [job.job_id for job in jobs] == [f"4242_{i}" for i in range(800)]
     assert all(isinstance(job, submitit.SlurmJob) for job in jobs)
@@ -57,7 +57,7 @@ def test_the_array_is_submitted_once_without_pickles(script, fake_slurm):
 def test_an_array_can_be_made_to_wait_for_a_gang(script, fake_slurm):
     """It may start once the gang has, or once that was cancelled."""
     fake_slurm(f'echo "$@" >> {script.parent.parent}/calls; echo Submitted batch job 4242')
-    executor.submit_script(script, SlurmSettings(), 1, after="4241")
+    executor.submit_script(script, 1, after="4241")
     assert (script.parent.parent / "calls").read_text() == f"--dependency=after:4241 {script}\n"
 
 
@@ -65,15 +65,15 @@ def test_submission_does_not_pay_for_submitits_pauses(script, fake_slurm, monkey
     """It sleeps between submissions to spare sacct, which we do not ask."""
     fake_slurm("echo Submitted batch job 1")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("slept"))
-    executor.submit_script(script, SlurmSettings(), 2)
-    executor.submit_script(script, SlurmSettings(), 2)
+    executor.submit_script(script, 2)
+    executor.submit_script(script, 2)
 
 
 def test_refusals_carry_sbatchs_own_words(script, fake_slurm):
     """What sbatch wrote is kept as it is, for the table of remedies."""
     fake_slurm("echo 'sbatch: error: no such thing' >&2; exit 1")
     with pytest.raises(executor.SbatchRefusedError) as refused:
-        executor.submit_script(script, SlurmSettings(), 1)
+        executor.submit_script(script, 1)
     assert refused.value.stderr == "sbatch: error: no such thing"
     assert not script.with_suffix(".jobid").exists()
 
@@ -82,7 +82,7 @@ def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch)
     """On a laptop, launcher=slurm points to launcher=local."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SubmissionError, match="launcher=local"):
-        executor.submit_script(script, SlurmSettings(), 1)
+        executor.submit_script(script, 1)
 
 
 def test_a_job_around_the_launcher_is_hidden_from_sbatch():
@@ -155,6 +155,6 @@ def test_other_refusals_are_told_as_they_are(stderr, remedy):
 def test_scripts_are_read_when_they_are_submitted(script, fake_slurm):
     """The copy of submitit of the submission file is the same text."""
     fake_slurm("echo Submitted batch job 7")
-    executor.submit_script(script, SlurmSettings(), 1)
+    executor.submit_script(script, 1)
     copies = list((script.parent / "submitit").glob("*_submission.sh"))
     assert [Path(copy).read_text() for copy in copies] == ["#!/bin/bash\n"]

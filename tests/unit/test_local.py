@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from ended import is_gone
 import hpc_elastic
 from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.rundir import Entry, Submission
+from hpc_elastic.rundir import Entry, RunDir, Submission
 from hpc_elastic.submit import local, resume, session
 from hpc_elastic.submit.plan import PlannedRun, make_plan
 from hpc_elastic.submit.prepare import Prepared, prepare
@@ -267,7 +266,7 @@ def test_no_task_starts_in_a_run_that_ends_at_this_moment(tmp_path, monkeypatch)
 
 def test_what_was_started_is_written_down_though_the_next_can_not_be(tmp_path, processes):
     """Whoever cancels the run at this moment finds it."""
-    run = SimpleNamespace(is_over=False)
+    run = RunDir(tmp_path / "0")
     array = tmp_path / "array-0.json"
     tasks = [local.LocalTask(f"7_{i}", 7, i, array, run, cpus=1) for i in range(2)]
     with pytest.raises(BlockingIOError):

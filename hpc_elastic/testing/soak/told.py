@@ -84,7 +84,7 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
     if not (thrown.fault.of.tells or thrown.fault.of.aside):
         return Told(Finding.NOTHING, changes)
     told = tuple(e for e in during if _named(e, thrown) or _is_aside_of(e, thrown))
-    problem = _what_is_missing(thrown, during, told)
+    problem = _what_is_missing(thrown, told)
     if not problem:
         return Told(Finding.TOLD, told)
     if changes and together:
@@ -92,7 +92,7 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
     return Told(Finding.MISSING, told, problem)
 
 
-def _what_is_missing(thrown: Thrown, during: Sequence[Episode], told: Sequence[Episode]) -> str:
+def _what_is_missing(thrown: Thrown, told: Sequence[Episode]) -> str:
     kind, step = thrown.fault.of, thrown.damaged_step
     unnamed = sorted(set(thrown.hosts).difference(*(_named(e, thrown) for e in told)))
     if kind.tells and unnamed:

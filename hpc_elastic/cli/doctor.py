@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -81,6 +80,7 @@ def command(
     from hpc_elastic.doctor import asked, examine
     from hpc_elastic.doctor.findings import Verdict, worst
     from hpc_elastic.errors import ConfigError
+    from hpc_elastic.submit.processes import terminated_as_interrupt
 
     try:
         wanted = asked.parse(settings)
@@ -88,7 +88,8 @@ def command(
         raise click.UsageError(str(e)) from e
     found = examine.login(wanted, folder)
     if probe:
-        with _interruptible(), _progress(quiet=as_json) as say:
+        ends = terminated_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
+        with ends, _progress(quiet=as_json) as say:
             found = examine.probe(
                 found, wanted, folder, num_nodes=nodes, patience_s=wait_s, say=say
             )
@@ -112,21 +113,6 @@ def _show(found: Examination, *, probed: bool) -> None:
     from hpc_elastic.doctor.report import show
 
     show(found.findings, Console(highlight=False), probed=probed)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM and a lost terminal end the probe as Ctrl-C does: it cancels its job."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

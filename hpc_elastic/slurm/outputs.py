@@ -37,7 +37,6 @@ NODES_FORMAT = "%D|%T"
 
 _FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
-_BY_PARTITION = "preempt/partition_prio"
 _DEFAULT_KILL_WAIT_S = 30
 _DATE = "%Y-%m-%dT%H:%M:%S"
 _DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
@@ -85,12 +84,10 @@ class Preemption:
         grace_s: Seconds between its SIGTERM and the end; 0 if there is no grace.
         kill_wait_s: Seconds between the SIGTERM of that end and SIGKILL. A task with no grace has
             these only.
-        mode: ``off``, ``requeue``, ``cancel`` or ``suspend``.
     """
 
     grace_s: int = 0
     kill_wait_s: int = _DEFAULT_KILL_WAIT_S
-    mode: str = "off"
 
 
 @dataclass(frozen=True)
@@ -169,19 +166,11 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
         if partition.name in names or (not names and partition.is_default)
     ]
     least = min(chosen, key=lambda partition: partition.grace_s, default=Partition(""))
-    by_partition = settings.get("PreemptType") == _BY_PARTITION
     kill_wait_s = parse_number(settings.get("KillWait", ""))
     return Preemption(
         grace_s=least.grace_s,
         kill_wait_s=_DEFAULT_KILL_WAIT_S if kill_wait_s is None else kill_wait_s,
-        mode=_mode(least.preempt_mode if by_partition else settings.get("PreemptMode", "off")),
     )
-
-
-def _mode(text: str) -> str:
-    """Return one mode of ``GANG,SUSPEND`` and the like."""
-    modes = [mode for mode in text.lower().split(",") if mode not in ("gang", "within")]
-    return modes[0] if modes else "off"
 
 
 def parse_records(output: str) -> list[Record]:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,21 +64,24 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def terminated_as_interrupt() -> Iterator[None]:
+def terminated_as_interrupt(*others: signal.Signals) -> Iterator[None]:
     """Turn SIGTERM into KeyboardInterrupt, so that one path ends what was started.
 
     Without it SIGTERM ends Python at once, and its child processes would go on alone.
+
+    Args:
+        others: What does the same, such as the SIGHUP of a lost terminal.
     """
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: whoever has it decides
+    if threading.current_thread() is not threading.main_thread():  # whoever has it decides
         yield
         return
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, *others)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -51,7 +51,7 @@ def provenance(folder: Path) -> dict[str, Any]:
         "argv": list(sys.argv),
         "python": sys.executable,
         "python_version": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages(),
         "environment": chosen_environment(os.environ),
         "git": git_state(folder),
     }
@@ -79,6 +79,11 @@ def parse_git_status(text: str) -> dict[str, Any]:
     oids = [line.split()[-1] for line in lines if line.startswith("# branch.oid")]
     commit = oids[0] if oids and oids[0] != "(initial)" else None
     return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
+
+
+def packages() -> dict[str, str | None]:
+    """Return the versions of what a run is made of, without importing it; None: not installed."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

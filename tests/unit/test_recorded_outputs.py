@@ -118,10 +118,10 @@ def test_the_configuration_tells_of_arrays_and_preemption(recorded):
     config = recorded("scontrol-config")
     assert outputs.parse_config(config)["MaxArraySize"] == "1001"
     partitions = recorded("scontrol-partitions")
-    for name, mode in ((None, "requeue"), ("cancel", "cancel"), ("low,cancel", "requeue")):
-        expected = outputs.Preemption(5, 5, mode)
+    for name in (None, "cancel", "low,cancel"):
+        expected = outputs.Preemption(5, 5)
         assert outputs.parse_preemption(config, partitions, name) == expected
-    assert outputs.parse_preemption(config, partitions, "high") == outputs.Preemption(0, 5, "off")
+    assert outputs.parse_preemption(config, partitions, "high") == outputs.Preemption(0, 5)
 
 
 def test_partitions_are_as_the_sandbox_has_made_them(recorded):

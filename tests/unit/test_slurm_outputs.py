@@ -37,25 +37,17 @@ SITE = (
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (None, Preemption(60, 30, "requeue")),
-        ("low", Preemption(60, 30, "requeue")),
-        ("cheap", Preemption(0, 30, "cancel")),
-        ("high", Preemption(120, 30, "off")),
-        ("low,cheap", Preemption(0, 30, "cancel")),  # whichever gives the least
-        ("gone", Preemption(0, 30, "off")),
+        (None, Preemption(60, 30)),
+        ("low", Preemption(60, 30)),
+        ("cheap", Preemption(0, 30)),
+        ("high", Preemption(120, 30)),
+        ("low,cheap", Preemption(0, 30)),
+        ("gone", Preemption(0, 30)),
     ],
 )
 def test_the_partition_says_what_a_preemption_is_like(wanted, expected):
-    """The grace is the partition's, and so is the mode where partitions preempt each other."""
+    """Of several, the one that gives the least."""
     assert parse_preemption(CONFIG, PARTITIONS, wanted) == expected
-
-
-def test_where_partitions_do_not_preempt_the_cluster_has_one_mode():
-    """preempt/qos, and no preemption at all."""
-    by_qos = CONFIG.replace("partition_prio", "qos")
-    assert parse_preemption(by_qos, PARTITIONS, "low").mode == "suspend"
-    off = by_qos.replace("GANG,SUSPEND", "OFF")
-    assert parse_preemption(off, PARTITIONS, "low") == Preemption(60, 30, "off")
 
 
 def test_nothing_that_can_be_read_means_the_defaults():

@@ -21,7 +21,7 @@ from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak import training
 from hpc_elastic.testing.soak.play import Record
 from hpc_elastic.testing.soak.processes import left_over
-from hpc_elastic.testing.soak.told import tell
+from hpc_elastic.testing.soak.told import Finding, tell
 
 _TOLERANCE = 1e-6
 """Sums in another order differ by 1e-16, and these differences do not grow beyond it."""
@@ -48,7 +48,7 @@ def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
     ended = tuple(_ended(record))
     found = [Check("the run went to its end by itself", ended)]
     found.append(Check("faults were thrown", () if record.thrown else ("none",)))
-    found.append(Check("every fault is explained by the story", tuple(_unexplained(record))))
+    found.append(_explained(record))
     found.append(Check("the events are as their schema says", tuple(_malformed(record.run))))
     if ended:
         return found
@@ -78,11 +78,13 @@ def _ended(record: Record) -> Iterator[str]:
         yield f"it has {result['status']}: {result.get('failure') or result}"
 
 
-def _unexplained(record: Record) -> Iterator[str]:
-    for thrown in record.thrown:
-        problem = tell(thrown, record.thrown, record.story).problem
-        if problem:
-            yield f"fault {thrown.fault.number} ({thrown.fault.kind}): {problem}"
+def _explained(record: Record) -> Check:
+    told = [(thrown.fault, tell(thrown, record.thrown, record.story)) for thrown in record.thrown]
+    num_shared = sum(found.finding is Finding.SHARED for _, found in told)
+    name = "every fault is explained by the story"
+    name += f", {num_shared} with what was thrown at the same time" if num_shared else ""
+    missing = ((fault, found.problem) for fault, found in told if found.problem)
+    return Check(name, tuple(f"fault {f.number} ({f.kind}): {why}" for f, why in missing))
 
 
 def _malformed(run: Path) -> Iterator[str]:

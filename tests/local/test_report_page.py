@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 
 import browser
 import pytest
@@ -9,6 +10,8 @@ from long_runs import LongRun, write
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
+from hpc_elastic.reporting.charts import charts
+from hpc_elastic.reporting.colours import QUEUE, SPENT_ON
 
 LAPTOP, PHONE = 1366, 390
 MOST_BYTES = 3_000_000
@@ -111,3 +114,19 @@ def test_the_report_of_a_long_run_adds_up(long_run, tmp_path, capsys):
     assert report["notes"] == [] and 0.5 < spent["goodput"] < 1
     ends = {node["ended_by"] for node in report["nodes"]}
     assert ends == {"preempted", "time limit", "gone", "end"}
+
+
+def test_the_bar_shows_where_all_of_the_time_went(long_run):
+    """A part for every kind that took any, and together all of it; so does the picture."""
+    report = report_of(long_run)
+    values = report.to_json()
+    (bar,) = (chart for chart in charts(values) if chart.name == "bar")
+    rows, spent = bar.spec["data"]["values"], values["spent"]
+    took = {kind for kind, s in spent["by_kind"].items() if s > 0}
+    assert [row["kind"] for row in rows] == [kind for kind in SPENT_ON if kind in took | {QUEUE}]
+    assert len(rows) > 7 and bar.spec["encoding"]["x"]["title"] == "node-hours"
+    node_s = 3600 * sum(row["time"] for row in rows)
+    assert node_s == pytest.approx(spent["node_s"] + spent["queue_s"], rel=1e-4)
+    picture = render(report, "png")
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width > LAPTOP and height > LAPTOP and len(picture) > 50_000

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import PATIENCE_S, LocalRun
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.facts import Facts
 from hpc_elastic.cli.looking import look
@@ -24,6 +25,7 @@ LOST = 15
 """So many steps at least die with a node."""
 SCRIPT = textwrap.dedent(
     """
+    import json
     import time
     from pathlib import Path
 
@@ -32,6 +34,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
     from hpc_elastic import Checkpointer, report, should_checkpoint
+    from hpc_elastic.scalars import run_scalars
 
     FOLDER = Path({folder!r})
 
@@ -52,6 +55,7 @@ SCRIPT = textwrap.dedent(
             if should_checkpoint(step, every_steps={every}):
                 checkpoints.save(step)
         checkpoints.close()
+        (FOLDER / "scalars").write_text(json.dumps(run_scalars()))
         return step
 
     if __name__ == "__main__":
@@ -79,6 +83,13 @@ class Run(LocalRun):
 
         self.eventually(is_so, what)
         return found[-1]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the node of the leader shows to a monitoring system."""
+        file = self.path / "metrics" / f"{self.events('leader')[-1]['task']}.prom"
+        families = text_string_to_metric_families(file.read_text())
+        samples = (sample for family in families for sample in family.samples)
+        return {sample.name.removeprefix("hpc_elastic_"): sample.value for sample in samples}
 
     def end(self) -> None:
         """Let the training end."""
@@ -122,7 +133,18 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     page = capsys.readouterr().out
     assert "● training" in page and "1 node lost" in page and "replayed" in page
 
+    run.eventually(
+        lambda: run.metrics()["group_nodes"] == 1 and "checkpoint_age_seconds" in run.metrics(),
+        "the metrics of the node that is left",
+    )
+    known = run.metrics()
+    assert (known["rounds_total"], known["restarts_total"], known["requeues_total"]) == (2, 0, 0)
+    assert known["checkpoint_blocked_seconds_total"] > 0 and 0 < known["goodput_ratio"] < 1
+
     run.end()
+    told = json.loads((run.folder / "scalars").read_text())
+    assert (told["round"], told["restarts"], told["world_size"]) == (2, 0, 1)
+    assert 0 < told["goodput"] < 1
     assert main(["status", str(run.path), "--watch"]) == 0, "it has ended"
     assert "succeeded" in capsys.readouterr().out
     assert main(["status", str(run.path), "--json"]) == 0

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from hpc_elastic.doctor import hello, host, peers
 from hpc_elastic.doctor.evidence import last_beat, lived, received, was_orphaned
@@ -120,13 +121,23 @@ def test_a_stranger_gets_no_answer(place):
     assert not (place.path / "seen-5").exists()
 
 
-def test_two_processes_say_hello():
+def test_two_processes_say_hello(monkeypatch):
     """An all_reduce through gloo comes back with the right sum."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL has no two ranks on one GPU
     port = peers.free_port()
     with ThreadPoolExecutor() as pool:
         said = list(pool.map(lambda rank: hello.say(rank, 2, "127.0.0.1", port, "lo"), (0, 1)))
     assert [s.problems for s in said] == [{}, {}]
     assert all(s.bandwidths["gloo"] > 0 and s.import_s > 0 for s in said)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
+    """On the first of them."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    said = hello.say(0, 1, "127.0.0.1", peers.free_port(), "lo")
+    assert (said.problems, said.cuda_devices) == ({}, 1)
+    assert set(said.bandwidths) == {"gloo", "nccl"}
 
 
 def test_a_hello_that_nobody_answers_comes_to_an_end(monkeypatch):

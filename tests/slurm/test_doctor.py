@@ -144,6 +144,21 @@ def test_a_probe_that_does_not_start_says_why(slurm, place):
 
 
 @pytest.mark.long
+def test_gpus_are_counted_against_the_request(slurm, place, tmp_path):
+    """Slurm gives what was asked for; the driver, a script here, shows one more."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text('#!/bin/sh\nfor i in 0 1; do echo "GPU $i: H200 (UUID: GPU-$i)"; done\n')
+    command.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    asked = ["partition=low", "gpus_per_node=1", "--probe", "--nodes", "1"]
+    _, findings, report = examine(slurm, place, *asked, PATH=path)
+    (node,) = (node["facts"] for node in report["facts"]["probe"]["nodes"])
+    assert (node["gpus_given"], node["gpus_seen"]) == (1, 2)
+    assert findings["nodes.gpus"]["verdict"] == "warn", findings["nodes.gpus"]
+    assert "Slurm gives 1, the driver shows 2" in findings["nodes.gpus"]["found"]
+
+
+@pytest.mark.long
 def test_an_interrupted_probe_is_cancelled(slurm, place):
     """Ctrl-C at any moment leaves no job and no file."""
     process = doctor(slurm, place, "partition=low", "--probe")

@@ -243,13 +243,28 @@ class RunDir:
         """Folder of notice files: a file named like a task, a host, or ``all`` asks to leave."""
         return self.path / "notice"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie as a rule: the script says where, and may say something else."""
+        return self.path / "checkpoints"
+
+    @property
+    def tasks(self) -> Path:
+        """Folder of the logs of all tasks, each with a folder of its own."""
+        return self.path / "tasks"
+
     def attempt(self, task: str, attempt: int) -> Path:
         """Return the log folder of one attempt of one task."""
-        return self.path / "tasks" / task / f"attempt-{attempt}"
+        return self.tasks / task / f"attempt-{attempt}"
+
+    @property
+    def event_logs(self) -> Path:
+        """Folder of the event logs of all tasks."""
+        return self.path / "events"
 
     def events(self, task: str) -> Path:
         """Return the event log of one task."""
-        return self.path / "events" / f"{task}.jsonl"
+        return self.event_logs / f"{task}.jsonl"
 
     def metrics(self, task: str) -> Path:
         """Return the metrics of one task."""
@@ -278,7 +293,7 @@ class RunDir:
         Raises:
             RunDirectoryError: it holds a run already.
         """
-        for folder in (self.path, self.rdzv, self.results, self.notices, self.path / "events"):
+        for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
             folder.mkdir(parents=True, exist_ok=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken()

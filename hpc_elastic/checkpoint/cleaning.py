@@ -8,16 +8,12 @@ or not: what a run restores now is never older. Nodes' memory is left alone.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.checkpoint.store import Store, record_of, verify
+from hpc_elastic.checkpoint.store import STAGING, TRASH, Store, record_of, verify
 from hpc_elastic.errors import CheckpointError
-
-_STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-\d+")
-_TRASH = ".trash-"
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,9 @@ def choose(steps: Iterable[int], kept: list[int], keep_last: int) -> list[int]:
 
 def leftovers(names: Iterable[str], is_over: Callable[[str], bool]) -> list[str]:
     """Return the folders that saves have left which will never be committed (pure)."""
-    staged = ((name, _STAGING.fullmatch(name)) for name in names)
+    staged = ((name, STAGING.fullmatch(name)) for name in names)
     return sorted(
-        name for name, m in staged if name.startswith(_TRASH) or (m and is_over(m["token"]))
+        name for name, m in staged if name.startswith(TRASH) or (m and is_over(m["token"]))
     )
 
 
@@ -124,7 +120,7 @@ def remove(cleaning: Cleaning) -> list[Item]:
     return [
         Item(cleaning.directory / name, size(cleaning.directory / name))
         for name in sorted(_names(cleaning.directory))
-        if name.lstrip(".") in gone or any(f"{_TRASH}{g}-" in name for g in gone)
+        if name.lstrip(".") in gone or any(f"{TRASH}{g}-" in name for g in gone)
     ]
 
 

@@ -34,7 +34,8 @@ LEFTOVER_AGE_S = 3600.0
 _log = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d{8,})")
-_STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-(?P<number>\d+)")
+STAGING = re.compile(r"\.staging-step-\d+-(?P<token>[0-9a-z]+)-(?P<number>\d+)")
+TRASH = ".trash-"
 _BLOCK_BYTES = 512 << 10
 """Read and checksummed at a time: what fits into a core's own cache."""
 
@@ -122,7 +123,7 @@ class Store:
 
         What can not be deleted stays under a name that does not count, until `sweep` comes by.
         """
-        trash = self.directory / f".trash-{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}"
+        trash = self.directory / f"{TRASH}{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}"
         with contextlib.suppress(FileNotFoundError):
             folder.rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
@@ -135,7 +136,7 @@ class Store:
             number: Of the save that begins. Another rank may be at a later one already.
         """
         for name in self._names():
-            staged = _STAGING.fullmatch(name)
+            staged = STAGING.fullmatch(name)
             if name.startswith(".trash-"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             elif staged and staged["token"] == token:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.cli.verify import CHECKPOINTS
 from hpc_elastic.errors import (
     CheckpointNotFoundError,
     RunDirectoryError,
@@ -98,11 +97,11 @@ def clean(
     from hpc_elastic import fence
     from hpc_elastic.checkpoint import cleaning
 
-    folder = directory or run / CHECKPOINTS
+    folder = directory or RunDir(run).checkpoints
     RunDir(run).load()
     if not folder.is_dir():
         remedy = "if its script saves elsewhere, say so with --directory DIR"
-        raise CheckpointNotFoundError(f"{run} has no {CHECKPOINTS}/: {remedy}")
+        raise CheckpointNotFoundError(f"{run} has no checkpoints/: {remedy}")
     try:
         last = fence.last_record(RunDir(run).rdzv)
     except OSError as e:

@@ -60,7 +60,7 @@ def _tell(run: Path, *, as_json: bool) -> int:
     from hpc_elastic.story.kinds import sound
     from hpc_elastic.story.sentences import lines
 
-    found = episodes(sound(EventReader(run / "events").new()))
+    found = episodes(sound(EventReader(RunDir(run).event_logs).new()))
     if as_json:
         print(json.dumps([_as_json(episode) for episode in found], indent=2))
     elif not found:
@@ -86,7 +86,7 @@ def _raw(run: Path, *, follow: bool) -> int:
 
     if follow:
         return _tell_end(_read(run, show))
-    show(EventReader(run / "events").new())
+    show(EventReader(RunDir(run).event_logs).new())
     return 0
 
 
@@ -110,7 +110,7 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
     """Show what there is, and what comes until the run has ended; return how it has."""
     from hpc_elastic.cli.run_state import Ending
 
-    reader, ending = EventReader(run / "events"), Ending(RunDir(run), warn=_say)
+    reader, ending = EventReader(RunDir(run).event_logs), Ending(RunDir(run), warn=_say)
     while True:
         end = ending.come()  # before: what comes after it is shown too
         show(reader.new())

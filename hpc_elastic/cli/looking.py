@@ -157,7 +157,7 @@ def _object(file: Path, notes: list[str]) -> dict[str, Any] | None:
 
 def _events(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        read = read_events(run / "events")
+        read = read_events(RunDir(run).event_logs)
         whole = sound(read)
         if len(whole) < len(read):
             notes.append(f"damaged events are left out: {len(read) - len(whole)}")
@@ -194,7 +194,7 @@ def _submitted(spec: RunSpec | None) -> float | None:
 
 def _saved(run: Path, points: Sequence[Point]) -> Saved | None:
     """Return the newest checkpoint: of the customary folder, or announced, and kept elsewhere."""
-    there = _on_disk(Store(run / "checkpoints"))
+    there = _on_disk(Store(RunDir(run).checkpoints))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there

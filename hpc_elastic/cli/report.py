@@ -12,7 +12,7 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import write_atomic
+from hpc_elastic.rundir import RunDir, write_atomic
 
 if TYPE_CHECKING:
     from hpc_elastic.cli.facts import Facts
@@ -180,7 +180,7 @@ def _about(facts: Facts) -> About:
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
     from hpc_elastic.checkpoint.store import Store
 
-    store = Store(run / "checkpoints")
+    store = Store(RunDir(run).checkpoints)
     try:
         return [
             {"step": step, "time": store.folder(step).stat().st_mtime} for step in store.steps()
@@ -191,7 +191,6 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _configuration(facts: Facts, notes: list[str]) -> Configuration:
-    from hpc_elastic.rundir import RunDir
     from hpc_elastic.story.redact import redact, redact_argument
     from hpc_elastic.story.report import Configuration
 

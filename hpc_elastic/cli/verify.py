@@ -15,9 +15,7 @@ from hpc_elastic.checkpoint.store import Store, read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
 from hpc_elastic.cli import options
 from hpc_elastic.errors import CheckpointError, CheckpointNotFoundError
-
-CHECKPOINTS = "checkpoints"
-"""Where a run directory has its checkpoints."""
+from hpc_elastic.rundir import RunDir
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,11 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists():
         return [path]
-    for directory in (path, path / CHECKPOINTS):
+    for directory in (path, RunDir(path).checkpoints):
         store = Store(directory)
         if steps := store.steps():
             return [store.folder(step) for step in steps]
-    remedy = f"give a run directory, which has {CHECKPOINTS}/step-<number>/ in it once one is saved"
+    remedy = "give a run directory, which has checkpoints/step-<number>/ in it once one is saved"
     raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
 
 

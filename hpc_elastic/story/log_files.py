@@ -42,12 +42,12 @@ class Discovery:
 
     def sources(self) -> list[Source]:
         """Return all sources that there are now, sorted."""
-        tasks = self._names(self._run.path / "tasks")
+        tasks = self._names(self._run.tasks)
         found = [source for task in tasks for source in self._of_task(task)]
         return sorted([*found, *self._captured(tasks)], key=lambda source: source.order)
 
     def _of_task(self, task: str) -> Iterator[Source]:
-        folder = self._run.path / "tasks" / task
+        folder = self._run.tasks / task
         for name in self._names(folder):
             number = name.removeprefix("attempt-")
             if number.isdecimal():

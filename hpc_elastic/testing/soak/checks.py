@@ -88,7 +88,7 @@ def _explained(record: Record) -> Check:
 
 
 def _malformed(run: Path) -> Iterator[str]:
-    yield from sorted({p for event in read_events(run / "events") for p in problems(event)})
+    yield from sorted({p for event in read_events(RunDir(run).event_logs) for p in problems(event)})
 
 
 def _results(run: RunDir) -> list[Mapping[str, Any]]:

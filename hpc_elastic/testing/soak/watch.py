@@ -24,7 +24,7 @@ class Watch:
     def __init__(self, run: RunDir, checkpoints: Path) -> None:
         self.run = run
         self.store = Store(checkpoints)
-        self._reader = EventReader(run.path / "events")
+        self._reader = EventReader(run.event_logs)
         self._events: list[Event] = []
         self._past = Chronicle([])
         self._story: list[Episode] | None = None

@@ -144,11 +144,14 @@ class Leader:
         await self._journal.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]) -> None:
+    def _start(
+        self, duty: Coroutine[Any, Any, None], among: set[asyncio.Task[None]]
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(self._until_it_fails(duty))
         among.add(task)
         task.add_done_callback(among.discard)
         task.add_done_callback(lambda _: duty.close())  # cancelled before its first step
+        return task
 
     async def _until_it_fails(self, duty: Coroutine[Any, Any, None]) -> None:
         try:
@@ -350,10 +353,14 @@ class Leader:
                 for name, left_s in (await self._in_thread(files.read)).items():
                     effects = self._leadership.asked_to_leave(name, left_s)
                     self._carry_out(effects)
-                    passed_on = partial(files.passed_on, name, to_anybody=bool(effects))
-                    with contextlib.suppress(OSError):
-                        await self._in_thread(passed_on)
+                    removal = self._passed_on(files, name, to_anybody=bool(effects))
+                    await asyncio.shield(self._start(removal, self._clean_up))
             await asyncio.sleep(_WATCH_S)
+
+    async def _passed_on(self, files: NoticeFiles, name: str, *, to_anybody: bool) -> None:
+        """Remove a notice file, though this leader may stop at once: it may name its own node."""
+        with contextlib.suppress(OSError):
+            await self._in_thread(partial(files.passed_on, name, to_anybody=to_anybody))
 
     async def _tell_status(self) -> None:
         while True:

@@ -184,6 +184,28 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
         assert agents[0].noticed is None
 
 
+def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once(
+    group, monkeypatch
+):
+    """Else its task, once it is back, would be asked to leave again."""
+    passed_on = NoticeFiles.passed_on
+
+    def slowly(files: NoticeFiles, name: str, *, to_anybody: bool) -> None:
+        time.sleep(1.0)
+        passed_on(files, name, to_anybody=to_anybody)
+
+    monkeypatch.setattr(NoticeFiles, "passed_on", slowly)
+    g = group(max_nodes=2, grow="boundary")
+    training(g, 2)
+    g.run.notices.mkdir()
+    leader = g.leader
+    file = g.run.notices / f"7_{g.sessions.index(leader)}"
+    file.touch()
+    eventually(lambda: leader.noticed)
+    leader.leave("asked")
+    assert not file.exists()
+
+
 @pytest.mark.parametrize(
     ("text", "left_s"),
     [

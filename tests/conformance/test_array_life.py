@@ -10,7 +10,7 @@ from backends import eventually, parse_env
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
-from hpc_elastic.slurm.outputs import is_refused
+from hpc_elastic.slurm.outputs import Preemption, is_refused, parse_partitions
 
 SLEEP = "sleep 600"
 OF_AN_ELEMENT = {
@@ -224,11 +224,12 @@ def test_the_cluster_tells_its_limits(backend):
     client = backend.client
     assert client.max_array_size() == 1001
     assert set(client.partitions()) - {"short"} == {"low", "cancel", "high"}  # the sandbox has it
-    default = client.preemption(None)
-    assert (default.grace_s, default.mode) == (backend.grace_s, "requeue")
-    assert client.preemption("cancel").mode == "cancel"
-    assert client.preemption("high").mode == "off"
-    assert client.preemption("low").kill_wait_s == backend.grace_s
+    assert client.preemption(None) == Preemption(backend.grace_s, backend.grace_s)
+    assert client.preemption("high").grace_s == 0
+    partitions = parse_partitions(backend.run("scontrol", "-o", "show", "partition").stdout)
+    modes = {partition.name: partition.preempt_mode for partition in partitions}
+    modes.pop("short", None)
+    assert modes == {"low": "REQUEUE", "cancel": "CANCEL", "high": "OFF"}
     assert set(backend.cluster.node_states().values()) == {"idle"}
     assert backend.run("sacct", check=False).returncode == 1
 

@@ -166,7 +166,8 @@ def test_a_job_whose_time_is_up_is_warned_and_ended(backend, teller, signal):
     Slurm looks twice a minute, and warns up to half a minute early: more than 30 s ahead of the end
     of this minute could be before there is a step to be warned.
     """
-    job = backend.submit(teller.job(stays_s=100), "--time=1:00", f"--signal={signal}", *WHOLE)
+    limit = "--time=0:20"  # which Slurm makes a minute of
+    job = backend.submit(teller.job(stays_s=100), limit, f"--signal={signal}", *WHOLE)
     for who in ("step", "child"):
         teller.wait(who, "starts 0")
     warned = "batch" if signal.startswith("B:") else "step"

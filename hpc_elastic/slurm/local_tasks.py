@@ -4,15 +4,17 @@
                  "host", "launcher", "launcher_started"}}
 
 A pid alone may be another process's by now, so each stands beside the time at which its process
-was made, in Unix seconds: the task's, and the launcher's, without which nothing starts that is
-PENDING. A launcher that was killed can not write down what became of its tasks. So whoever reads
-the table on their machine looks for the processes themselves; elsewhere its word is taken.
+was made, in clock ticks since the machine was booted (in Unix seconds it would change with the
+clock): the task's, and the launcher's, without which nothing starts that is PENDING. A launcher
+that was killed can not write down what became of its tasks. So whoever reads the table on their
+machine looks for the processes themselves; elsewhere its word is taken.
 """
 
 from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -20,8 +22,8 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rundir import Submission, read_json
 from hpc_elastic.slurm.states import TaskState
 
-_SAME_S = 0.05
-"""Two clock ticks: the time of a process is given in such."""
+_START_TIME = 19
+"""Its place in /proc/<pid>/stat, behind the name of the process; proc(5) counts it as the 22nd."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,11 @@ class LocalEntry:
 
     state: str
     pid: int | None
-    started: float | None
+    started: int | None
     exit_code: int | None
     host: str
     launcher: int | None
-    launcher_started: float | None
+    launcher_started: int | None
 
     @property
     def is_here(self) -> bool:
@@ -86,21 +88,21 @@ def read_local_tasks(submission: Submission) -> dict[str, LocalEntry]:
         raise RunDirectoryError(f"{submission.local_tasks} can not be read: {e}") from e
 
 
-def started(pid: int) -> float | None:
-    """Return when the process with a pid was made, in Unix seconds; None if there is none."""
+def started(pid: int) -> int | None:
+    """Return when the process with a pid was made, in ticks since boot; None if there is none."""
     try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
         return None
+    return int(stat.rpartition(")")[2].split()[_START_TIME])
 
 
-def same_process(pid: int | None, made: float | None) -> psutil.Process | None:
+def same_process(pid: int | None, made: int | None) -> psutil.Process | None:
     """Return a process by its pid and the time at which it was made; None if it is gone."""
-    if pid is None or made is None:
+    if pid is None or made is None or started(pid) != made:
         return None
     try:
         process = psutil.Process(pid)
-        alive = process.status() != psutil.STATUS_ZOMBIE
-        return process if alive and abs(process.create_time() - made) < _SAME_S else None
+        return process if process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
         return None

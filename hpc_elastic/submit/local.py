@@ -56,7 +56,7 @@ class LocalTask:
     cpus: int
     gpus: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
-    started: float | None = None
+    started: int | None = None
     skipped: bool = False
 
     @property
@@ -91,7 +91,7 @@ class LocalTask:
 
 
 @cache
-def _launched(launcher: int) -> float | None:
+def _launched(launcher: int) -> int | None:
     return started(launcher)
 
 

@@ -7,8 +7,6 @@ where they share the home directory, and which is to be copied where they do not
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 from pathlib import Path
 
@@ -64,12 +62,9 @@ def peers_secret() -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        f.write(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):
-        os.link(staged, path)
-    staged.unlink()
+    from hpc_elastic.rundir import create_atomic  # the first time only
+
+    create_atomic(path, secrets.token_hex(32), mode=0o600)
 
 
 def of_generation(secret: bytes, generation: int) -> bytes:

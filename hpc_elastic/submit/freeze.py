@@ -90,8 +90,7 @@ class SharedSections:
         saying = repr(plain)  # unlike ==, it tells 1 from True
         if saying != said:
             section = {name: plain}
-            nested = to_yaml({top: section}).removeprefix(f"{top}:\n") if top else None
-            text = nested or to_yaml(section)
+            text = to_yaml({top: section}).removeprefix(f"{top}:\n") if top else to_yaml(section)
         self._text[top, name] = (plain, saying, text)
         return text
 

@@ -102,7 +102,6 @@ def prepare_runs(
 def submit(prepared: Prepared) -> Submitted:
     """Hand a prepared plan to the scheduler of its launcher."""
     handle: Handle
-    known = zip(prepared.run_ids, (run.dir for run in prepared.plan.runs), strict=True)
     if prepared.plan.backend == "slurm":
         from hpc_elastic.submit import slurm_backend
 
@@ -112,7 +111,8 @@ def submit(prepared: Prepared) -> Submitted:
 
         handle = local.submit(prepared)
     with let_go_on_failure(handle):
-        known_runs.add(dict(known))
+        folders = [run.dir for run in prepared.plan.runs]
+        known_runs.add(dict(zip(prepared.run_ids, folders, strict=True)))
         labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
         runs = track(prepared.plan, handle.job_ids, labels)
     return Submitted(handle, runs, prepared.plan.launcher.poll_s)

@@ -224,7 +224,8 @@ def test_the_cluster_tells_its_limits(backend):
     client = backend.client
     assert client.max_array_size() == 1001
     assert set(client.partitions()) - {"short"} == {"low", "cancel", "high"}  # the sandbox has it
-    assert client.preemption(None) == Preemption(backend.grace_s, backend.grace_s)
+    for partition in (None, "low"):
+        assert client.preemption(partition) == Preemption(backend.grace_s, backend.grace_s)
     assert client.preemption("high").grace_s == 0
     partitions = parse_partitions(backend.run("scontrol", "-o", "show", "partition").stdout)
     modes = {partition.name: partition.preempt_mode for partition in partitions}

@@ -220,7 +220,8 @@ def local(folder, **entry) -> RunDir:
 def test_what_a_local_launcher_left_behind_is_seen_through(tmp_path, entry, state):
     """It may have been killed; another process may have its pid by now."""
     run = local(tmp_path, **entry)
-    assert ask([run.load()]).of(run.load())["17_0"].state == state
+    found = ask([run.load()]).of(run.load())["17_0"]
+    assert found.state == state and (found.reason == "killed") == (state == "FAILED")
 
 
 def test_attach_ends_though_the_launcher_was_killed(tmp_path, capsys):

@@ -21,6 +21,7 @@ from groups import B
 from hpc_elastic.agent.lookup import find_task
 from hpc_elastic.checkpoint import cleaning
 from hpc_elastic.checkpoint.store import Store
+from hpc_elastic.cli import completion
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rendezvous.agent_effects import Claim, Publish
@@ -325,6 +326,12 @@ def test_what_fails_in_the_background_is_told_in_front():
 
     assert detach.in_background(refuse) == {"error": "nodes=0: give one"}
     assert detach.in_background(lambda tell: tell({"log": "x"})) == {"log": "x"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_asks_the_command(shell):
+    """It sets the variable by which click answers."""
+    assert "_HPC_ELASTIC_COMPLETE" in completion.source(shell)
 
 
 BASH = """

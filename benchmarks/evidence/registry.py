@@ -76,7 +76,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               "--gib 0.1 --repeats 1 --rounds 1", 8),
     Benchmark("checkpoint-4gib", "checkpoint.py", "--gib 4 --repeats 2",
               "--gib 0.2 --repeats 1", 15),
-    Benchmark("ft", "ft.py", "--repeats 5", "--quick", 75, (TORCHFT,)),
+    Benchmark("ft", "ft.py", "--repeats 5", "--quick", 30, (TORCHFT,)),
     Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
     Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
               repeats=False),

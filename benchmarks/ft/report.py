@@ -41,12 +41,11 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours by the peer's, of medians."""
+        """Ours by the peer's, of medians; None where one of them is lost in the noise."""
         ours, peer = _known(self.ours), _known(self.peer)
-        if not ours or not peer:
+        if not ours or not peer or _is_noise(peer) or statistics.median(ours) < 0:
             return None
-        by = statistics.median(peer)
-        return statistics.median(ours) / by if by else None
+        return statistics.median(ours) / statistics.median(peer)
 
     @property
     def targets(self) -> list[Target]:
@@ -61,6 +60,8 @@ class Row:
         if self.of_peer is not None and peer:
             share = "torchft's" if self.of_peer == 1.0 else f"{self.of_peer:g} of torchft's"
             bound = self.of_peer * statistics.median(peer)
+            if _is_noise(peer):
+                value, why = None, "torchft's own is lost in the noise"
             more = self.more_is_better
             found.append(Target(f"{what}, {share}", bound, value, self.unit, more, why))
         return found
@@ -68,6 +69,11 @@ class Row:
 
 def _known(samples: Sequence[float]) -> list[float]:
     return [s for s in samples if not math.isnan(s)]
+
+
+def _is_noise(samples: Sequence[float]) -> bool:
+    """Tell whether what was measured may be nothing at all; it is a difference of two times."""
+    return min(samples) <= 0
 
 
 def cell(samples: Sequence[float]) -> Cell:

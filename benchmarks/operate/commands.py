@@ -19,6 +19,7 @@ from evidence.result import Column, Peer, Table, Target, figure
 from evidence.sandbox import sandbox_of
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig
+from hpc_elastic.testing.slurm_sandbox.requirements import missing_packages
 from operate.big_run import Plan, write
 
 HPC_ELASTIC = str(Path(sys.executable).parent / "hpc-elastic")
@@ -133,9 +134,10 @@ def _first_line(argv: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _slurm() -> Iterator[bool]:
-    """Bring a sandbox up if there can be one; give whether there is."""
+    """Bring a sandbox up if there can be one, with accounting if possible; give whether it is."""
     if not all(need.is_met() for need in SANDBOX):
         yield False
         return
-    with sandbox_of(SandboxConfig(name="operate", nodes=1), enter=True):
+    accounting = not missing_packages(accounting=True)
+    with sandbox_of(SandboxConfig(name="operate", nodes=1, accounting=accounting), enter=True):
         yield True

@@ -49,6 +49,18 @@ def test_row_knows_whether_its_targets_are_met():
     assert Row("", "", "s", [1.0], [0.5]).ratio == 2.0
 
 
+def test_nothing_is_compared_with_noise():
+    """Where the peer's cost may be none at all, there is neither a verdict nor a ratio."""
+    row = Row("", "", "ms", [-6.0, -5.0], [-2.0, 3.0, 4.0], of_peer=0.5)
+    assert row.ratio is None
+    [target] = row.targets
+    assert target.met is None
+    assert "noise" in target.verdict
+    cheaper = Row("", "", "ms", [-6.0], [3.0, 4.0], of_peer=0.5)
+    assert cheaper.ratio is None
+    assert cheaper.targets[0].met is True
+
+
 def test_what_never_came_about_is_counted():
     """It is no sample of the median."""
     assert cell([1.0, 2.0, 4.0]) == Figure(2.0, 1.0, 4.0, 3)

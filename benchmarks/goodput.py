@@ -175,9 +175,10 @@ def measurements(field: Sequence[Peer], given: argparse.Namespace) -> Iterator[M
             for peer in field:
                 yield measure(peer, sandbox, given.minutes, given.train_s)
             return
+        # First in, last out: threads that are waited for end because their sandboxes have gone.
+        threads = stack.enter_context(ThreadPoolExecutor())
         names = [f"{given.sandbox}{number}" for number in range(len(field))]
         sandboxes = [stack.enter_context(sandbox_of(config(name))) for name in names]
-        threads = stack.enter_context(ThreadPoolExecutor())
         minutes, train_s = given.minutes, given.train_s
         yield from threads.map(lambda p, s: measure(p, s, minutes, train_s), field, sandboxes)
 

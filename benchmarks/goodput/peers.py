@@ -9,7 +9,6 @@ rendezvous must outlive all nodes: it runs on the login node.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import subprocess
@@ -27,12 +26,12 @@ from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.state import load
 
 HERE = Path(__file__).parent
-_ports = itertools.count(29600)
 _VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", **UNSHARED}
 _STORE = """
 import sys, time
 from torch.distributed import TCPStore
-store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+store = TCPStore(sys.argv[1], 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
 while True:
     time.sleep(60)
 """
@@ -90,15 +89,17 @@ class Submitit:
         """Start the store on the login node, and submit."""
         state = load(sandbox.name, sandbox.root)
         assert state is not None
-        host, port = state.layout.controller_address, str(next(_ports))
-        store = subprocess.Popen([sys.executable, "-c", _STORE, host, port])
-        try:
-            how = [f"{host}:{port}", str(self.num_jobs), str(int(self.no_hold))]
-            _python(sandbox, folder, HERE / "supervised.py", *how, variables=_VARIABLES)
-            yield
-        finally:
-            store.kill()
-            store.wait()
+        host = state.layout.controller_address
+        argv = [sys.executable, "-c", _STORE, host]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as store:
+            try:
+                assert store.stdout is not None
+                port = int(store.stdout.readline())
+                how = [f"{host}:{port}", str(self.num_jobs), str(int(self.no_hold))]
+                _python(sandbox, folder, HERE / "supervised.py", *how, variables=_VARIABLES)
+                yield
+            finally:
+                store.kill()
 
     def saved(self, folder: Path) -> int:
         """Return the step of the checkpoint."""

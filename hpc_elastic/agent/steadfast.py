@@ -68,7 +68,11 @@ def keep_loaders(signal_handling: ModuleType) -> None:
 
 
 def end_children() -> None:
-    """Kill what multiprocessing would wait for, having sent a SIGTERM that does nothing."""
+    """Kill what multiprocessing would wait for, having sent a SIGTERM that does nothing.
+
+    torch's handler of SIGCHLD would raise here when the first is dead, and the others would live.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         if child.daemon:
             with contextlib.suppress(OSError, ValueError):

@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.rundir import RunDir, read_json, write_atomic
+from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
 

@@ -47,14 +47,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
-from hpc_elastic.errors import DamagedFileError, RunDirectoryError
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.files import create_atomic, write_atomic
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -297,7 +297,7 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken()
-        write_private(self.secret, secrets.token_hex(32))
+        write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
     def taken(self) -> RunDirectoryError:
         """Return the error that says that a run is here already."""
@@ -397,61 +397,3 @@ class Submission:
 def task_name(job_id: str, index: int, *, gang: bool = False) -> str:
     """Return the name of a task: ``<array job id>_<index>``, in a gang ``<job id>.<node id>``."""
     return f"{job_id}{'.' if gang else '_'}{index}"
-
-
-def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
-    """Replace a file in one step: a reader sees the old content or the new, never a part."""
-    staged = _stage(path, content, mode)
-    try:
-        staged.replace(path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
-
-
-def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Make a file that nobody else has made, in one step; False if somebody has."""
-    staged = _stage(path, text, mode)
-    try:
-        os.link(staged, path)
-    except FileExistsError:
-        return staged.stat().st_nlink == 2  # ours: the answer to a first link(2) was lost
-    finally:
-        staged.unlink(missing_ok=True)
-    return True
-
-
-def _stage(path: Path, content: str | bytes, mode: int) -> Path:
-    """Write to a hidden file beside the one that it is for."""
-    fd, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
-            os.fchmod(f.fileno(), mode)
-    except BaseException:
-        Path(staged).unlink(missing_ok=True)
-        raise
-    return Path(staged)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read; an existing one is replaced."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as f:
-        f.write(text)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file that is written atomically; None where there is none yet.
-
-    Raises:
-        DamagedFileError: it is no JSON.
-        OSError: it may not be read.
-    """
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError) as e:
-        raise DamagedFileError(f"{path} is damaged: {e}") from e
-    return value if isinstance(value, dict) else None

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmError
-from hpc_elastic.rundir import ArrayFiles, RunSpec, Submission, read_json, write_atomic
+from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.rundir import ArrayFiles, RunSpec, Submission
 from hpc_elastic.slurm import nodelist, replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment

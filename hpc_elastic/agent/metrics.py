@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
+from hpc_elastic.files import write_atomic
 from hpc_elastic.progress import Progress
-from hpc_elastic.rundir import write_atomic
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpc_elastic.agent.lookup import Task
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.config import Nproc
-from hpc_elastic.rundir import read_json
+from hpc_elastic.files import read_json
 from hpc_elastic.slurm.environment import GPUS, listed_gpus
 
 _OPEN_FILES = 65_536

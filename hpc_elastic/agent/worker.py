@@ -33,8 +33,9 @@ from hpc_elastic.agent import stacks, steadfast
 from hpc_elastic.agent.after_import import after_import
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.files import write_atomic
 from hpc_elastic.reports import report_counted
-from hpc_elastic.rundir import Entry, RunDir, write_atomic
+from hpc_elastic.rundir import Entry, RunDir
 
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
 RESULTS_VARIABLE = "HPC_ELASTIC_RESULTS"

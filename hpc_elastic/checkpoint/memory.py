@@ -27,7 +27,7 @@ from hpc_elastic import control
 from hpc_elastic.checkpoint.manifest import Part
 from hpc_elastic.checkpoint.store import file_problem
 from hpc_elastic.errors import CheckpointCorruptError, ConfigError
-from hpc_elastic.rundir import write_atomic
+from hpc_elastic.files import write_atomic
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "hpc_elastic-"

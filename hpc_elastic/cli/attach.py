@@ -16,7 +16,8 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.looking import label_of
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import SUBMISSION, ArrayFiles, RunDir, Submission, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
 

@@ -117,7 +117,8 @@ class _Files:
     @classmethod
     def read(cls, run: KnownRun) -> _Files:
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.rundir import RunDir, read_json
+        from hpc_elastic.files import read_json
+        from hpc_elastic.rundir import RunDir
 
         files = RunDir(run.path)
         try:

@@ -19,7 +19,8 @@ from hpc_elastic.cli.facts import Ended, Facts, Saved, Task
 from hpc_elastic.cli.queues import Queue, ask
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.events import read_events
-from hpc_elastic.rundir import RunDir, RunSpec, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.story.account import account

@@ -12,7 +12,8 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import RunDir, write_atomic
+from hpc_elastic.files import write_atomic
+from hpc_elastic.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpc_elastic.cli.facts import Facts

@@ -16,7 +16,8 @@ from typing import Any
 
 from hpc_elastic.cli.options import quoted
 from hpc_elastic.cli.queues import Queue, ask
-from hpc_elastic.rundir import RunDir, RunSpec, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.cancel import bound_s

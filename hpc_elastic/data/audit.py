@@ -41,7 +41,8 @@ from hpc_elastic.data.history import (
 )
 from hpc_elastic.data.ledger import FOLDER, Stretch
 from hpc_elastic.data.plan import End
-from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.doctor.asked import launcher_of
 from hpc_elastic.doctor.place import Place, Plan
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import SUBMISSION, ArrayFiles, Submission, write_atomic
+from hpc_elastic.files import write_atomic
+from hpc_elastic.rundir import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.slurm.site import SiteClient, time_limit_s
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit import sbatch

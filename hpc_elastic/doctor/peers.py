@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.doctor.place import Place
-from hpc_elastic.rundir import write_atomic
+from hpc_elastic.files import write_atomic
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.rundir import write_atomic
+from hpc_elastic.files import write_atomic
 
 POLL_S = 0.1
 

@@ -62,7 +62,7 @@ def peers_secret() -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    from hpc_elastic.rundir import create_atomic  # the first time only
+    from hpc_elastic.files import create_atomic  # the first time only
 
     create_atomic(path, secrets.token_hex(32), mode=0o600)
 

@@ -23,9 +23,10 @@ from typing import Any
 
 from hpc_elastic import fence
 from hpc_elastic.events import EventLog
+from hpc_elastic.files import read_json, write_atomic
 from hpc_elastic.rendezvous.record import Record
 from hpc_elastic.rendezvous.series import line_of
-from hpc_elastic.rundir import RunDir, read_json, write_atomic
+from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import Submission, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import Submission
 from hpc_elastic.slurm.states import TaskState
 
 _START_TIME = 19

@@ -31,16 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import (
-    ArrayFiles,
-    RunDir,
-    RunSpec,
-    Submission,
-    create_atomic,
-    read_json,
-    task_name,
-    write_atomic,
-)
+from hpc_elastic.files import create_atomic, read_json, write_atomic
+from hpc_elastic.rundir import ArrayFiles, RunDir, RunSpec, Submission, task_name
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import TaskState, job_of, queue_name
 

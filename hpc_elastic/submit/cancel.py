@@ -22,8 +22,9 @@ from typing import Any
 
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.events import EventLog
+from hpc_elastic.files import read_json, write_atomic
 from hpc_elastic.known_runs import user
-from hpc_elastic.rundir import RunDir, RunSpec, read_json, write_atomic
+from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.living import Tasks, tasks_of
 from hpc_elastic.submit.outcome import cancellation

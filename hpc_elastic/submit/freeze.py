@@ -17,7 +17,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
 from hpc_elastic.config import RunSettings
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import RunDir, write_private
+from hpc_elastic.files import write_atomic
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.settings import as_config, resolve
 from hpc_elastic.submit.frozen import freeze, to_yaml
 
@@ -129,9 +130,12 @@ def write_hydra_files(job: FrozenJob, shared: SharedSections | None = None) -> N
     """
     folder, shared = RunDir(job.dir).hydra, shared or SharedSections()
     folder.mkdir(exist_ok=True)
-    write_private(folder / "config.yaml", shared.yaml(job.task))
-    write_private(folder / "hydra.yaml", shared.yaml(job.hydra, top="hydra"))
-    write_private(folder / "overrides.yaml", to_yaml(list(job.overrides)))
+    for name, text in (
+        ("config", shared.yaml(job.task)),
+        ("hydra", shared.yaml(job.hydra, top="hydra")),
+        ("overrides", to_yaml(list(job.overrides))),
+    ):
+        write_atomic(folder / f"{name}.yaml", text, mode=0o600)
 
 
 def require_writable(folder: Path) -> None:

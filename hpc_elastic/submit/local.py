@@ -26,7 +26,8 @@ from pathlib import Path
 
 from hpc_elastic.config import LocalSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.rundir import RunDir, Submission, read_json, task_name, write_atomic
+from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.rundir import RunDir, Submission, task_name
 from hpc_elastic.slurm.environment import as_array_task, outside
 from hpc_elastic.slurm.local_tasks import LocalEntry, started
 from hpc_elastic.slurm.states import TaskState

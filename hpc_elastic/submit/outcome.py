@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import WorkerGroupError
-from hpc_elastic.rundir import RunDir, Submission, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir, Submission
 from hpc_elastic.slurm.states import queue_name
 from hpc_elastic.submit.backend import TrackedRun
 

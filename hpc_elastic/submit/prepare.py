@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from hpc_elastic import resources
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission, create_atomic, write_atomic
+from hpc_elastic.files import create_atomic, write_atomic
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
 from hpc_elastic.submit.grace import Grace

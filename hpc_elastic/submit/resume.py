@@ -28,9 +28,10 @@ from hpc_elastic import known_runs
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
 from hpc_elastic.events import EventLog
+from hpc_elastic.files import write_atomic
 from hpc_elastic.rendezvous.record import Record, reopen
 from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import RunDir, RunSpec, write_atomic
+from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import prepare
 from hpc_elastic.submit.backend import Handle, track

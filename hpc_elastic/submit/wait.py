@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
-from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.reasons import remedy
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun

@@ -16,7 +16,8 @@ from hpc_elastic.cli.log_lines import Writer, as_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_state import what_tasks_do
 from hpc_elastic.cli.since import parse_time
-from hpc_elastic.rundir import RunDir, write_atomic
+from hpc_elastic.files import write_atomic
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.story.logs import Line, Source
 

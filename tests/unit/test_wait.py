@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
-from hpc_elastic.rundir import read_json
+from hpc_elastic.files import read_json
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import TrackedRun
 from hpc_elastic.submit.outcome import Outcome, lost, read_outcome, tail

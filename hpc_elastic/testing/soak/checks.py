@@ -14,7 +14,8 @@ from typing import Any
 from hpc_elastic.data.audit import audit
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import read_events
-from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.story.kinds import problems
 from hpc_elastic.testing.slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until

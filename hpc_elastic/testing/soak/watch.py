@@ -6,7 +6,8 @@ from pathlib import Path
 
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.events import Event, EventReader
-from hpc_elastic.rundir import RunDir, read_json
+from hpc_elastic.files import read_json
+from hpc_elastic.rundir import RunDir
 from hpc_elastic.story.episode import Episode
 from hpc_elastic.story.episodes import episodes
 from hpc_elastic.story.lives import Chronicle

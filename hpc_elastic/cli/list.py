@@ -192,7 +192,7 @@ def _cells(run: Listed, *, below: bool) -> Iterator[Any]:
     from rich.text import Text
 
     from hpc_elastic.cli.status_text import PHASES
-    from hpc_elastic.cli.words import duration
+    from hpc_elastic.words import duration
 
     name = Text(run.run_id, style="bold")
     if below:

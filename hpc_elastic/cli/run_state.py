@@ -22,6 +22,7 @@ from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.cancel import bound_s
 from hpc_elastic.submit.outcome import Cancellation, cancellation
+from hpc_elastic.words import counted
 
 SUCCEEDED = "succeeded"
 NOT_SUBMITTED = (
@@ -73,7 +74,7 @@ def what_tasks_do(states: Iterable[TaskState], status: Mapping[str, Any]) -> str
 def in_words(states: Iterable[TaskState]) -> str:
     """Return so many tasks in this state, and so many in that (pure)."""
     counts = Counter(f"{s.state} ({s.reason})" if s.reason else s.state for s in states)
-    return ", ".join(f"{n} task{'s' if n > 1 else ''} {what}" for what, n in counts.items())
+    return ", ".join(f"{counted(n, 'task')} {what}" for what, n in counts.items())
 
 
 def _status(run: RunDir) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_elastic.cli.facts import Facts, Task
-from hpc_elastic.cli.words import clock, duration, number, plural, sparkline
+from hpc_elastic.cli.words import clock, number, sparkline
 from hpc_elastic.story.account import KINDS
+from hpc_elastic.words import counted, duration, node_time
 
 PHASES = {
     "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
@@ -33,7 +34,7 @@ _DEPARTURES = {
     "asked": ("node left as asked", "nodes left as asked"),
     "given back": ("node given back", "nodes given back"),
     "gave up": ("node gave up", "nodes gave up"),
-    "signal": ("node taken", "nodes taken"), "failed": ("task failed", "tasks failed"),
+    "signal": ("node taken", "nodes taken"),
 }  # fmt: skip
 _NOT_LISTED = "not in the queue"
 _LAST = {"end": "until the end", "gone": "lost", "silence": "lost without a word"}
@@ -157,14 +158,14 @@ def _nodes(facts: Facts, width: int) -> RenderableType | None:
     if facts.nodes is None:
         return None
     now, fewest, most = facts.nodes
-    wanted = plural(most, "node") if fewest == most else f"{fewest}–{most} nodes"
+    wanted = counted(most, "node") if fewest == most else f"{fewest}–{most} nodes"
     text = Text()
     if facts.ended is None:
         text.append(f"{now} of {wanted}", style="bold" if now else "bold yellow")
         if now and facts.status is not None:
-            text.append(f", {plural(facts.status.world_size, 'worker')}, round {facts.round}")
+            text.append(f", {counted(facts.status.world_size, 'worker')}, round {facts.round}")
     else:
-        text.append(f"{wanted}, {plural(facts.round, 'round')}")
+        text.append(f"{wanted}, {counted(facts.round, 'round')}")
     spark = _spark(facts, min(60, width - len(text) - 4))
     return text.append("  ").append(spark, style="cyan") if spark else text
 
@@ -190,10 +191,10 @@ def _slow(facts: Facts, width: int) -> RenderableType | None:
 
 def _history(facts: Facts, width: int) -> RenderableType | None:
     spent, allowed = facts.restarts
-    parts = [f"{spent} of {plural(allowed, 'restart')} spent"]
+    parts = [f"{spent} of {counted(allowed, 'restart')} spent"]
     for why, (one, many) in _DEPARTURES.items():
         if facts.departures.get(why):
-            parts.append(plural(facts.departures[why], one, many))
+            parts.append(counted(facts.departures[why], one, many))
     if len(parts) == 1 and not spent and facts.status is None:
         return None
     return Text(" · ".join(parts))
@@ -204,17 +205,11 @@ def _goodput(facts: Facts, width: int) -> RenderableType | None:
     if spent.goodput is None:
         return Text("unknown: no step was reported yet", style="dim") if spent.node_s else None
     text = Text().append(f"{spent.goodput:.1%}", style="bold")
-    text.append(f" of {_node_time(spent.node_s)}")
+    text.append(f" of {node_time(spent.node_s)}")
     waited = spent.queue_s
     if waited >= _WORTH_TELLING_S:
-        text.append(f"; {_node_time(waited)} in the queue besides", style="dim")
+        text.append(f"; {node_time(waited)} in the queue besides", style="dim")
     return text
-
-
-def _node_time(seconds: float) -> str:
-    if seconds < 3600:
-        return f"{number(seconds / 60)} node-minutes"
-    return f"{number(seconds / 3600)} node-hours"
 
 
 def _time(facts: Facts, width: int) -> RenderableType | None:

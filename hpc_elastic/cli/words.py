@@ -7,23 +7,7 @@ from collections.abc import Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time in its two largest units: ``45 s``, ``3 h 20 min``, ``2 d 4 h``."""
-    s = max(0.0, seconds)
-    if s < 10:
-        return f"{s:.1f} s"
-    if s < 2 * _MINUTE:
-        return f"{s:.0f} s"
-    if s < _HOUR:
-        return f"{s / _MINUTE:.0f} min"
-    if s < _DAY:
-        hours, minutes = divmod(round(s / _MINUTE), 60)
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    days, hours = divmod(round(s / _HOUR), 24)
-    return f"{days} d {hours} h" if hours else f"{days} d"
+_HOUR = 3600
 
 
 def clock(at: float, now: float) -> str:
@@ -39,11 +23,6 @@ def number(value: float) -> str:
     if value and abs(value) < 0.001:
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def plural(num: int, one: str, many: str | None = None) -> str:
-    """Return ``1 node``, ``3 nodes``."""
-    return f"{num:,} {one if num == 1 else many or one + 's'}"
 
 
 def sparkline(

@@ -108,21 +108,3 @@ def by_value(values: Mapping[str, str]) -> str:
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)
     return "; ".join(f"{value} on {compress(sorted(names))}" for value, names in nodes.items())
-
-
-def count(number: int, thing: str) -> str:
-    """Return a number with its noun in the right number."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """Return a length of time for people: ``0.4 s``, ``90 s``, ``4 h``, ``2 d``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s" if seconds % 1 else f"{seconds:.0f} s"
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= size and not seconds % size:
-            return f"{seconds // size:.0f} {unit}"
-    if seconds < 300:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from hpc_elastic.config import RunSettings
 from hpc_elastic.doctor.asked import launcher_of
 from hpc_elastic.doctor.cluster import Cluster
-from hpc_elastic.doctor.findings import Finding, Verdict, count, duration, fail, ok, unknown, warn
+from hpc_elastic.doctor.findings import Finding, Verdict, fail, ok, unknown, warn
 from hpc_elastic.errors import near_miss
 from hpc_elastic.slurm.outputs import Partition
 from hpc_elastic.slurm.site import time_limit_s
+from hpc_elastic.words import counted, duration
 
 _SHORT_KILL_WAIT_S = 10
 _SHORT_TIME_S = 600.0
@@ -136,7 +137,7 @@ def _size(cluster: Cluster, partitions: list[Partition], settings: RunSettings) 
     why = "each node of a run is a task of its own; below the minimum a run waits"
     total = sum(p.num_nodes for p in partitions)
     dead = sum(n for state, n in cluster.nodes.items() if _is_dead(state))
-    found = f"{count(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
+    found = f"{counted(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
     if total and total < least:
         remedy = f"nodes={total} or a minimum below, or a larger partition"
         return fail(check, found, why, remedy)

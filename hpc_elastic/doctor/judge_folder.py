@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_elastic.doctor.findings import Finding, duration, fail, ok, unknown, warn
+from hpc_elastic.doctor.findings import Finding, fail, ok, unknown, warn
 from hpc_elastic.doctor.folder import Folder
 from hpc_elastic.doctor.judge_host import LOCAL_FS
+from hpc_elastic.words import duration
 
 SHARED_FS = (
     *(

@@ -9,7 +9,6 @@ from hpc_elastic.doctor.findings import (
     Finding,
     Verdict,
     by_value,
-    duration,
     fail,
     ok,
     unknown,
@@ -17,6 +16,7 @@ from hpc_elastic.doctor.findings import (
 )
 from hpc_elastic.doctor.judge_folder import judge as judge_folder
 from hpc_elastic.doctor.peers import Sight
+from hpc_elastic.words import duration
 
 _SLOW_SIGHT_S = 5.0
 _SKEW_S = 1.0

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.doctor import judge_host
 from hpc_elastic.doctor.evidence import Evidence
-from hpc_elastic.doctor.findings import Finding, by_value, count, fail, ok, warn
+from hpc_elastic.doctor.findings import Finding, by_value, fail, ok, warn
 from hpc_elastic.doctor.node import NodeFacts
 from hpc_elastic.doctor.versions import MUST_AGREE
+from hpc_elastic.slurm import reasons
 from hpc_elastic.slurm.nodelist import compress
 from hpc_elastic.submit.sbatch import gpus_asked
+from hpc_elastic.words import counted
 
 _SLOW_IMPORT_S = 30.0
 _MOST_SILENT = 3
@@ -20,21 +22,15 @@ _UNMET = (
     "is wrong, Admin: GresTypes in slurm.conf, and the nodes' lines in gres.conf"
 )
 
-_REASONS: tuple[tuple[str, str], ...] = (
+_MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.reasons`
     ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
     ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
-    ("PartitionTimeLimit", "launcher.time is above the partition's limit"),
-    ("PartitionConfig", "the nodes are fewer or smaller (`sinfo -o '%P %D %c %m %G'`)"),
-    ("PartitionNodeLimit", "the partition allows fewer nodes (`scontrol show partition`)"),
-    ("PartitionDown", "the partition is closed: choose another one"),
-    ("PartitionInactive", "the partition is closed: choose another one"),
     ("ReqNodeNotAvail", "nodes are reserved or out of service (`sinfo -R`, `scontrol show res`)"),
     ("DOWN", "nodes are out of service: `sinfo -R` says why"),
     ("QOS", "a limit of the QOS: another launcher.qos, or wait (`sacctmgr show qos`)"),
     ("Assoc", "a limit of your account: another launcher.account, or wait"),
     ("Account", "the account may not run here: launcher.account"),
     ("Held", "`scontrol release`, or ask the admin who holds it"),
-    ("BadConstraints", "no node has all that is asked for together"),
     ("Licenses", "licences are in use: wait"),
     ("Reservation", "the reservation has not begun, or is not yours"),
     ("launch failed", "the nodes' prolog fails: tell the admin"),
@@ -73,9 +69,9 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
         yield fail(check, f"the probe was cut short: {evidence.problem}", why, remedy)
     for reason in sorted(set(evidence.waiting.values())):
         num = sum(r == reason for r in evidence.waiting.values())
-        found = f"{count(num, 'task')} of {evidence.num_asked} did not start: {reason}"
+        found = f"{counted(num, 'task')} of {evidence.num_asked} did not start: {reason}"
         verdict = warn if evidence.reports else fail
-        yield verdict(check, found, why, remedy_of(reason))
+        yield verdict(check, found, why, _remedy_of(reason))
     yield from _silent(evidence)
     if evidence.reports:
         names = sorted({r.facts.name for r in evidence.reports.values()})
@@ -85,7 +81,7 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
 def _silent(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding for each task that has measured nothing, the first few of many."""
     left_out = len(evidence.silent) - _MOST_SILENT
-    more = f" (and {count(left_out, 'more task')} like it)" if left_out > 0 else ""
+    more = f" (and {counted(left_out, 'more task')} like it)" if left_out > 0 else ""
     for index, what in list(evidence.silent.items())[:_MOST_SILENT]:
         yield fail(
             "nodes.start",
@@ -96,9 +92,12 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def remedy_of(reason: str) -> str:
+def _remedy_of(reason: str) -> str:
     """Return what to do about a reason for which Slurm lets a task wait."""
-    for part, remedy in _REASONS:
+    lasting = reasons.remedy(reason)
+    if lasting is not None:
+        return lasting
+    for part, remedy in _MAY_PASS:
         if part.lower() in reason.lower():
             return remedy
     return "see squeue(1), JOB REASON CODES; wait longer with --wait"
@@ -234,5 +233,5 @@ def _cpus(facts: list[NodeFacts]) -> Finding:
 
 def _share(facts: NodeFacts) -> str:
     usable, given = facts.host.cpus, facts.cpus_given
-    cpus = count(usable, "CPU") if usable == given else f"{usable} CPUs usable of {given} given"
+    cpus = counted(usable, "CPU") if usable == given else f"{usable} CPUs usable of {given} given"
     return f"{cpus}, {facts.host.memory_bytes >> 30} GiB in the machine,"

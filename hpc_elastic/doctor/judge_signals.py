@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpc_elastic.doctor.evidence import Ending, Evidence
-from hpc_elastic.doctor.findings import Finding, duration, fail, ok, unknown, warn
+from hpc_elastic.doctor.findings import Finding, fail, ok, unknown, warn
 from hpc_elastic.doctor.patient import AGENT, WORKER
+from hpc_elastic.words import duration
 
 _SHORT = 0.7
 """A grace is shorter than configured when it is below this share of it."""

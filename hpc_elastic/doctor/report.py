@@ -11,7 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hpc_elastic.doctor.findings import GROUPS, Finding, Verdict, count, worst, worst_first
+from hpc_elastic.doctor.findings import GROUPS, Finding, Verdict, worst, worst_first
+from hpc_elastic.words import counted
 
 SCHEMA = 1
 _MARKS = {
@@ -81,7 +82,7 @@ def _summary(findings: Sequence[Finding]) -> RenderableType:
     bad = worst_first(findings)
     numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     if not bad:
-        return Text(f"All is well: {count(len(findings), 'check')}.", style="bold green")
+        return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")
     words = {Verdict.FAIL: "failed", Verdict.WARN: "to look at", Verdict.UNKNOWN: "not known"}
     parts = [f"{numbers[v]} {word}" for v, word in words.items() if numbers[v]]
     head = Text(f"{', '.join(parts)}, {numbers[Verdict.OK]} well", style="bold")

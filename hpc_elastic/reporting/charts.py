@@ -14,8 +14,9 @@ from typing import Any
 
 from hpc_elastic.reporting import thin
 from hpc_elastic.reporting.colours import QUEUE, SPENT_ON
-from hpc_elastic.reporting.words import clock_ms, length, moment, node_time, number
+from hpc_elastic.reporting.words import clock_ms, moment, number
 from hpc_elastic.story.account import KINDS
+from hpc_elastic.words import duration, node_time
 
 Spec = dict[str, Any]
 Values = Mapping[str, Any]
@@ -359,7 +360,7 @@ def described(report: Values) -> str:
     """Return the run in one line."""
     about = report["about"]
     begin = begin_of(report)
-    took = length(about["until"] - begin) if begin is not None else "not started"
+    took = duration(about["until"] - begin) if begin is not None else "not started"
     return f"{about['phase']}, {took}"
 
 

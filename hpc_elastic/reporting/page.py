@@ -23,6 +23,7 @@ from hpc_elastic.reporting.charts import (
     schema,
 )
 from hpc_elastic.reporting.texts import as_yaml, by_cause, costliest, departures
+from hpc_elastic.words import duration, node_time
 
 SHOWN_AT_ONCE = 12
 """Longer lists are folded."""
@@ -51,7 +52,8 @@ def html(report: Mapping[str, Any]) -> str:
     """
     drawn = charts(report)
     return _environment().get_template("page.html.j2").render(
-        r=report, w=words, about=report["about"], spent=report["spent"],
+        r=report, w=words, duration=duration, node_time=node_time,
+        about=report["about"], spent=report["spent"],
         begin=begin_of(report), tiles=tiles(report),
         kinds=colours.SPENT_ON, meanings=MEANINGS,
         colours=colours.KIND, page=colours.PAGE,
@@ -74,14 +76,14 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     lost = sum(change["lost_steps"] or 0 for change in faults)
     announced = report["checkpoints"]["announced"]
     of_total = f"of {words.number(about['total_steps'])}" if about["total_steps"] else ""
-    left = f", {words.length(about['remaining_s'])} to go" if about["remaining_s"] else ""
-    took = words.length(about["until"] - begin) if begin is not None else words.UNKNOWN
+    left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
+    took = duration(about["until"] - begin) if begin is not None else words.UNKNOWN
     what = "useful share of node time" if spent["goodput"] is not None else "no step is known"
     return (
         ("Goodput", words.share(spent["goodput"]), what),
         ("Lasted", took, "so far" if about["ended"] is None else ""),
-        ("Node time", words.node_time(spent["node_s"]),
-         f"and {words.node_time(spent['queue_s'])} in the queue"),
+        ("Node time", node_time(spent["node_s"]),
+         f"and {node_time(spent['queue_s'])} in the queue"),
         ("Step", words.number(about["step"]), of_total + left),
         ("Loss", words.number(about["loss"]), "the last that was reported"),
         ("Faults", words.number(len(faults)), f"{words.number(lost)} steps lost"),

@@ -31,33 +31,6 @@ def moment(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def length(seconds: float | None) -> str:
-    """Return a length of time, by its two largest units."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {s} s"
-
-
-def node_time(node_s: float, like: float | None = None) -> str:
-    """Return node-seconds in a unit that suits them.
-
-    Args:
-        node_s: Them.
-        like: The largest number that stands beside; all of them get its unit.
-    """
-    size = node_s if like is None else like
-    if size < 600:
-        return f"{node_s:.1f} node-s"
-    return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
-
-
 def share(part: float | None) -> str:
     """Return a share in percent; what is not nothing never shows as nothing."""
     if part is None:

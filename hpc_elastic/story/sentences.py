@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hpc_elastic.story.causes import Cause
 from hpc_elastic.story.episode import Cost, Episode
 from hpc_elastic.story.reasons import because, names
-
-_LONG_S = 120.0
+from hpc_elastic.words import counted, duration
 
 
 def lines(episodes: Iterable[Episode], day: str = "") -> Iterator[str]:
@@ -70,13 +69,13 @@ def _size(episode: Episode) -> str:
     if after == 0:
         return f"no node is left of {before}"
     if after is None:
-        return f"{group}of {_count(before, what)} changes"
+        return f"{group}of {counted(before, what)} changes"
     workers = f" ({episode.workers} workers)" if episode.workers not in (None, after) else ""
     if before == 0:
-        return f"again {f'a {group}of ' if group else ''}{_count(after, what)}{workers}"
+        return f"again {f'a {group}of ' if group else ''}{counted(after, what)}{workers}"
     if before == after:
-        return f"{group}still {_count(after, what)}{workers}"
-    return f"{group}{before} -> {_count(after, what)}{workers}"
+        return f"{group}still {counted(after, what)}{workers}"
+    return f"{group}{before} -> {counted(after, what)}{workers}"
 
 
 def _where_to(causes: Sequence[Cause]) -> str:
@@ -91,7 +90,7 @@ def _of_replicas(episode: Episode) -> str:
         lost = "; lost 0 steps" if episode.cost.lost_steps == 0 else ""
         return f"the others train on{lost}"
     ready_s = episode.facts.get("ready_s")
-    joins = "" if ready_s is None else f", together after {seconds(ready_s)}"
+    joins = "" if ready_s is None else f", together after {duration(ready_s)}"
     return f"the others trained on{joins}"
 
 
@@ -99,7 +98,7 @@ def _price(cost: Cost) -> str:
     """Say what was lost, and for how long nothing was trained."""
     lost = None
     if cost.lost_steps is not None:
-        lost = f"lost {cost.lost_steps} step{'' if cost.lost_steps == 1 else 's'}"
+        lost = f"lost {counted(cost.lost_steps, 'step')}"
         if cost.lost_steps and cost.resumed_step is not None:
             lost += f" (from {cost.reached_step} back to {cost.resumed_step})"
     elif cost.resumed_step is not None:
@@ -107,17 +106,17 @@ def _price(cost: Cost) -> str:
     pause = None
     if cost.pause_s is not None:
         what = "trained again" if cost.trains else "formed anew"
-        pause = f"{what} after {seconds(cost.pause_s)}"
+        pause = f"{what} after {duration(cost.pause_s)}"
     return ", ".join(part for part in (lost, pause) if part)
 
 
 def _formed(episode: Episode) -> str:
     facts, workers = episode.facts, episode.workers
-    size = nodes(episode.nodes_after or 0)
-    what = f"group of {size}, {workers} worker{'' if workers == 1 else 's'}, formed"
+    size = counted(episode.nodes_after or 0, "node")
+    what = f"group of {size}, {counted(workers or 0, 'worker')}, formed"
     leads = f"; {episode.leader} leads" if episode.leader else ""
     ready_s = facts.get("ready_s")
-    first = "" if ready_s is None else f"; first step after {seconds(ready_s)}"
+    first = "" if ready_s is None else f"; first step after {duration(ready_s)}"
     return f"{what}: {names(facts.get('hosts', ()))}{leads}{first}"
 
 
@@ -135,20 +134,20 @@ def _ended(episode: Episode) -> str:
     what = how.get(str(facts.get("status")), "the run was closed")
     if episode.text:
         what += f": {episode.text}"
-    groups = _count(facts.get("rounds"), "group")
-    restarts = _count(facts.get("restarts"), "restart")
-    return f"{what}; it took {seconds(facts['lasted_s'])}, {groups} and {restarts} after failures"
+    groups = counted(int(facts.get("rounds") or 0), "group")
+    restarts = counted(int(facts.get("restarts") or 0), "restart")
+    return f"{what}; it took {duration(facts['lasted_s'])}, {groups} and {restarts} after failures"
 
 
 def _given_back(episode: Episode) -> str:
     facts = episode.facts
-    hosts, away = names(facts.get("hosts") or ()), seconds(float(facts.get("delay_s") or 0.0))
+    hosts, away = names(facts.get("hosts") or ()), duration(float(facts.get("delay_s") or 0.0))
     if facts.get("all"):
         return (
             f"too few nodes for too long: all go back to the queue for {away}, not to block others"
             + (f" ({hosts})" if hosts else "")
         )
-    who = hosts or nodes(int(facts.get("nodes") or 0))
+    who = hosts or counted(int(facts.get("nodes") or 0), "node")
     return f"{who} can not be used now: back to the queue for {away}"
 
 
@@ -158,7 +157,7 @@ def _parked(episode: Episode) -> str:
 
 def _excluded(episode: Episode) -> str:
     facts = episode.facts
-    left = _count(facts.get("hosts_left"), "other host")
+    left = counted(int(facts.get("hosts_left") or 0), "other host")
     return f"{facts.get('host')} is not used any more: {episode.text}; {left} left"
 
 
@@ -189,7 +188,7 @@ def _hang(episode: Episode) -> str:
     places = sorted({str(r["at"]) for r in ranks if r.get("at")})
     where = f" ({', '.join(places)})" if places else ""
     others = f"; the others: {facts['others']}" if facts.get("others") else ""
-    stalled_s = seconds(float(facts.get("stalled_s") or 0.0))
+    stalled_s = duration(float(facts.get("stalled_s") or 0.0))
     return f"no step for {stalled_s}: held up by {who or 'nobody alone'}{where}{others}"
 
 
@@ -259,24 +258,3 @@ _SPECIAL: dict[str, Callable[[Episode], str]] = {
     "gave up": _left,
     "leader": lambda episode: because(episode.causes, episode.leader),
 }
-
-
-# ---- words --------------------------------------------------------------------------------
-
-
-def nodes(number: int) -> str:
-    """Return how many nodes."""
-    return _count(number, "node")
-
-
-def seconds(value: float) -> str:
-    """Return a length of time as people say it."""
-    if value < _LONG_S:
-        return f"{value:.1f} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def _count(number: object, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

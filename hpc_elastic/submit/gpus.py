@@ -24,7 +24,8 @@ from hpc_elastic import commands
 from hpc_elastic.config import Nproc
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.slurm.environment import GPUS, listed_gpus
-from hpc_elastic.submit.plan import PlannedRun, counted
+from hpc_elastic.submit.plan import PlannedRun
+from hpc_elastic.words import counted
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 _TIMEOUT_S = 20.0

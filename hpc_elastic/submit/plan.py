@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from hpc_elastic.config import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.words import counted
 
 SWEEP_WIDE = ("wait", "spread", "snapshot", "dry_run", "poll_s")
 """Settings of the submission itself: one value for all runs of a sweep."""
@@ -223,8 +224,3 @@ def _describe(array: PlannedArray) -> str:
     tasks = counted(len(array.tasks), "task")
     after = "" if array.after is None else f", once array {array.after} has started"
     return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}{after}"
-
-
-def counted(number: int, thing: str) -> str:
-    """Return a number with its noun in the right number (pure)."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"

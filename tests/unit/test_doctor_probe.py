@@ -111,6 +111,7 @@ BAD = [
     # evidence, check, verdict, what is said
     (Evidence(2, waiting={0: "Priority", 1: "Priority"}), "nodes.start", "fail", "2 tasks of 2"),
     (replace(GOOD, waiting={2: "QOSMaxJobsPerUser"}), "nodes.start", "warn", "launcher.qos"),
+    (Evidence(2, waiting={0: "PartitionTimeLimit"}), "nodes.start", "fail", "launcher.time"),
     (replace(GOOD, silent={2: "FAILED on n2: no python"}), "nodes.start", "fail", "no python"),
     (replace(GOOD, problem="squeue failed"), "nodes.start", "fail", "cut short"),
     (with_node(versions={**OWN, "torch": "2.5.0"}), "nodes.versions", "fail", "2.5.0 on n1"),

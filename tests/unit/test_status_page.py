@@ -17,11 +17,12 @@ from hpc_elastic.cli.looking import look, phase_of
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.queues import Queue
 from hpc_elastic.cli.status_text import line, page
-from hpc_elastic.cli.words import clock, duration, number, sparkline
+from hpc_elastic.cli.words import clock, number, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.events import EventLog
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.words import duration
 
 NOW = 1_900_000_000.0
 FAILURE = {
@@ -338,10 +339,7 @@ def test_a_list_of_nothing_says_how_to_begin(tmp_path, monkeypatch, capsys):
 
 
 def test_times_and_numbers_as_a_person_reads_them():
-    """Two units, three digits."""
-    seconds = (0.4, 45, 119, 125, 3600, 12_000, 90_000, 3 * 86_400)
-    said = ["0.4 s", "45 s", "119 s", "2 min", "1 h", "3 h 20 min", "1 d 1 h", "3 d"]
-    assert [duration(s) for s in seconds] == said
+    """Three digits; a day where it is not today."""
     assert [number(x) for x in (0, 0.00012, 0.123456, 3.14159, 187.4, 12_345.6)] == [
         "0", "1.20e-04", "0.123", "3.14", "187", "12,346",
     ]  # fmt: skip

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from hpc_elastic.story.sentences import seconds, sentence
+from hpc_elastic.story.sentences import sentence
 from hpc_elastic.testing.soak.checks import Check
 from hpc_elastic.testing.soak.plan import Fault
 from hpc_elastic.testing.soak.play import Record
 from hpc_elastic.testing.soak.told import Finding, Thrown, Told, tell
+from hpc_elastic.words import duration
 
 _UNSAID = {
     Finding.NOTHING: "(it need not be told)",
@@ -45,7 +46,7 @@ def faults(record: Record) -> Table:
     table.add_column("fault")
     table.add_column("what the story said")
     table.add_column("steps lost", justify="right", footer=str(lost))
-    table.add_column("to the next step", justify="right", footer=seconds(pause_s))
+    table.add_column("to the next step", justify="right", footer=duration(pause_s))
     for thrown, found in zip(record.thrown, told, strict=True):
         table.add_row(*_row(thrown, found, record.started))
     return table
@@ -60,7 +61,7 @@ def _row(thrown: Thrown, told: Told, started: float) -> list[str]:
     said += [escape(sentence(episode)) for episode in told.episodes]
     has_cost = any(e.cost.pause_s is not None for e in told.episodes)
     lost = str(told.lost_steps) if has_cost else ""
-    pause = seconds(told.pause_s) if has_cost else ""
+    pause = duration(told.pause_s) if has_cost else ""
     return [
         str(fault.number),
         at,

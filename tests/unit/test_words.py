@@ -1,0 +1,32 @@
+"""Counts and lengths of time as people read them."""
+
+import pytest
+
+from hpc_elastic.words import counted, duration, node_time
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (-3, "0 s"), (0.44, "0.4 s"), (5, "5 s"), (9.96, "10 s"), (45.3, "45 s"), (119, "119 s"),
+        (120, "2 min"), (125, "2 min 5 s"), (599.4, "9 min 59 s"), (620, "10 min"), (3590, "1 h"),
+        (12_000, "3 h 20 min"), (86_390, "1 d"), (90_000, "1 d 1 h"), (3 * 86_400, "3 d"),
+    ],
+)  # fmt: skip
+def test_a_duration_is_no_more_exact_than_is_of_use(seconds, said):
+    """Its two largest units."""
+    assert duration(seconds) == said
+
+
+def test_a_number_and_its_noun():
+    """Thousands apart."""
+    assert [counted(n, "node") for n in (0, 1, 2000)] == ["0 nodes", "1 node", "2,000 nodes"]
+    assert counted(3, "node lost", "nodes lost") == "3 nodes lost"
+
+
+def test_node_time_has_the_unit_of_what_stands_beside():
+    """So that a column can be compared."""
+    assert [node_time(s) for s in (12, 1200, 36_000)] == [
+        "12.0 node-s", "20.0 node-min", "10.0 node-h",
+    ]  # fmt: skip
+    assert node_time(60, like=36_000) == "0.0 node-h"

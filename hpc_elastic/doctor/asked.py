@@ -9,6 +9,7 @@ from typing import Any
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.settings import resolve
+from hpc_elastic.settings.overrides import put, read_override
 
 _TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 _SHOWN = (
@@ -27,11 +28,17 @@ def parse(words: Sequence[str]) -> RunSettings:
     Raises:
         ConfigError: one of them can not work, or asks for another launcher than slurm.
     """
-    given = {_key(word): word for word in words}
     config: dict[str, Any] = {"launcher": {"backend": "slurm"}}
-    for key, word in given.items():
-        _put(config, key, _value(word))
-    overrides = [f"{key}={word.partition('=')[2]}" for key, word in given.items()]
+    overrides = []
+    for word in words:
+        short, value = read_override(word)
+        key = _on_a_run(short)
+        overrides.append(f"{key}={word.partition('=')[2]}")
+        if key != "launcher":
+            put(config, key, value)
+        elif value != "slurm":
+            remedy = "only slurm can be looked at; give the keys of a group of your own by hand"
+            raise ConfigError(key, value, remedy)
     return resolve(config, overrides=overrides)
 
 
@@ -54,38 +61,8 @@ def shown(settings: RunSettings) -> dict[str, Any]:
     }
 
 
-def _key(word: str) -> str:
-    """Return the dotted key of a word; below ``launcher`` unless it says otherwise."""
-    key, equals, _ = word.lstrip("+").partition("=")
-    if not equals or not key:
-        raise ConfigError(word, None, "write KEY=VALUE, such as partition=gpu")
+def _on_a_run(key: str) -> str:
+    """Return the key as a script has it: below ``launcher`` unless it says otherwise."""
     if key in (*_TOP_LEVEL, "launcher") or key.startswith("launcher."):
         return key
     return f"launcher.{key}"
-
-
-def _value(word: str) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    key, _, text = word.partition("=")
-    try:
-        (override,) = OverridesParser.create().parse_overrides([word])
-    except HydraException as e:
-        raise ConfigError(key, text, f"can not be read: {e}") from e
-    if override.is_sweep_override():
-        raise ConfigError(key, text, "one value, no sweep: the doctor looks at one run")
-    return override.value()
-
-
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a tree; ``launcher=slurm`` says what is known already."""
-    if key == "launcher":
-        if value != "slurm":
-            remedy = "only slurm can be looked at; give the keys of a group of your own by hand"
-            raise ConfigError(key, value, remedy)
-        return
-    *path, name = key.split(".")
-    for part in path:
-        config = config.setdefault(part, {})
-    config[name] = value

@@ -15,6 +15,7 @@ from hpc_elastic.config import RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.settings import resolve
+from hpc_elastic.settings.overrides import put, read_override
 
 CHANGEABLE = ("nodes", "nproc_per_node")
 """Keys beside those of ``launcher``."""
@@ -70,9 +71,9 @@ def changed(before: Mapping[str, Any], overrides: Sequence[str]) -> RunSettings:
     """
     config: dict[str, Any] = json.loads(json.dumps(before))
     for override in overrides:
-        key, value = _parse(override)
+        key, value = read_override(override)
         require_changeable(key, value)
-        _put(config, key, value)
+        put(config, key, value)
     settings = resolve(config, overrides=list(overrides))
     launcher = replace(settings.launcher, wait=True, dry_run=False, snapshot=False)
     return replace(settings, launcher=launcher)
@@ -87,48 +88,3 @@ def require_changeable(key: str, value: object) -> None:
     known = key in CHANGEABLE or (key.startswith("launcher.") and key not in _REMEDIES)
     if not known:
         raise ConfigError(key, value, _REMEDIES.get(key, _FROZEN))
-
-
-def _parse(override: str) -> tuple[str, Any]:
-    """Return key and value of an override of Hydra's.
-
-    Raises:
-        ConfigError: it is none, or deletes, or stands for several values.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException as e:
-        why = "an override is written KEY=VALUE, such as nodes=1:4"
-        raise ConfigError("override", override, why) from e
-    key = str(parsed.key_or_group)
-    if parsed.is_delete():
-        raise ConfigError(f"~{key}", override, "a key can not be deleted here; give it a value")
-    if parsed.is_sweep_override():
-        raise ConfigError(key, override.partition("=")[2], "one run is resumed: give one value")
-    return key, _plain(parsed.value())
-
-
-def _plain(value: Any) -> Any:
-    """Return a parsed value as JSON has it; texts lose the marks of their quotes."""
-    if isinstance(value, Mapping):
-        return {str(_plain(k)): _plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _put(config: dict[str, Any], key: str, value: Any) -> None:
-    *groups, name = key.split(".")
-    for group in groups:
-        inner = config.get(group)
-        config = config.setdefault(group, {}) if isinstance(inner, dict) else _fresh(config, group)
-    merged = isinstance(value, dict) and isinstance(config.get(name), dict)
-    config[name] = {**config[name], **value} if merged else value
-
-
-def _fresh(config: dict[str, Any], group: str) -> dict[str, Any]:
-    config[group] = {}
-    return config[group]  # type: ignore[no-any-return]

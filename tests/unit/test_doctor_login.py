@@ -244,7 +244,7 @@ def test_settings_are_those_of_a_script():
         ("partition", "KEY=VALUE"),
         ("partition=gpu,cpu", "no sweep"),
         ("time=soon", "launcher.time"),
-        ("sbatch={", "can not be read"),
+        ("sbatch={", "Hydra says"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(word, says):

@@ -106,7 +106,7 @@ def test_it_follows_a_run_until_that_has_ended(run, what):
     assert "succeeded" in after[-1]
     if not what:
         assert before[0] == "1970-01-01:\n"
-        assert after == ["00:01:02 the run succeeded; it took 61.0 s, 1 group and 0 restarts "
+        assert after == ["00:01:02 the run succeeded; it took 61 s, 1 group and 0 restarts "
                          "after failures"]  # fmt: skip
     else:
         assert all(json.loads(line) for line in [*before, *after])

@@ -107,7 +107,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             [notice(10.0, 1), notice(10.1, 1, host="node1"), left(14.0, 1), stop(14.1, 1, "gone"),
              stopped(14.2, 0, 1, 27), group(14.9, 2, 0), trains(16.2, 0, 2, 20)],
             f"{PREEMPTED}; group 2 -> 1 node; lost 7 steps (from 27 back to 20), "
-            "trained again after 2.0 s",
+            "trained again after 2 s",
             id="preempted, and not saved in time",
         ),
         pytest.param(
@@ -134,21 +134,21 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0)],
             "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-            "formed anew after 2.0 s",
+            "formed anew after 2 s",
             id="silent",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0),
              notice(20.0, 1), gone(20.1, 1, "its node is to be left: signal"), left(21.0, 1)],
             "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-            "formed anew after 2.0 s",
+            "formed anew after 2 s",
             id="silent, and told to end when it could be reached again",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0, 1),
              gone(30.0, 1, "its connection closed"), stop(30.0, 2, "gone"), group(31.0, 3, 0)],
             "node1 was lost (its agent or its node died); group 2 -> 1 node; "
-            "formed anew after 1.0 s",
+            "formed anew after 1 s",
             id="lost, after it was silent for a while",
         ),
         pytest.param(
@@ -196,20 +196,20 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [stop(10.0, 1, "anew"), group(11.0, 2, 0, 1)],
-            "because of anew; group still 2 nodes; formed anew after 1.0 s",
+            "because of anew; group still 2 nodes; formed anew after 1 s",
             id="an agent joined anew",
         ),
         pytest.param(
             [node(8.0, 2), stop(10.0, 1, "regroup", 30), group(11.0, 2, 0, 1, 2)],
             "node2 joined; all ranks saved step 30; group 2 -> 3 nodes; lost 0 steps, "
-            "formed anew after 1.0 s",
+            "formed anew after 1 s",
             id="growth",
         ),
         pytest.param(
             [notice(10.0, 1), left(10.5, 1), node(20.5, 1, 1), stop(21.0, 1, "regroup", 30),
              group(22.0, 2, 0, 11)],
             f"{PREEMPTED}, node1 came back after 10 s away; all ranks saved step 30; "
-            "group still 2 nodes; lost 0 steps, formed anew after 1.0 s",
+            "group still 2 nodes; lost 0 steps, formed anew after 1 s",
             id="one left and came back before the next round",
         ),
         pytest.param(
@@ -244,13 +244,13 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [event(10.0, "given back", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
-            "too few nodes for too long: all go back to the queue for 5 min 0 s, not to block "
+            "too few nodes for too long: all go back to the queue for 5 min, not to block "
             "others (node0)",
             id="disbanded",
         ),
         pytest.param(
             [event(10.0, "given back", nodes=1, hosts=["node2"], all=False, delay_s=30.0)],
-            "node2 can not be used now: back to the queue for 30.0 s",
+            "node2 can not be used now: back to the queue for 30 s",
             id="sent away",
         ),
         pytest.param(
@@ -278,7 +278,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [event(10.0, "hang", stalled_s=60.0, others="wait in all_reduce", shared=False,
                    ranks=[{"rank": 1, "host": "node1", "task": "7_1", "at": "train.py:7"}])],
-            "no step for 60.0 s: held up by rank 1 on node1 (train.py:7); "
+            "no step for 60 s: held up by rank 1 on node1 (train.py:7); "
             "the others: wait in all_reduce",
             id="a hang",
         ),
@@ -321,7 +321,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [event(10.0, "end", status="failed", rounds=1, restarts=0, failure="rank 0: boom")],
-            "the run failed: rank 0: boom; it took 9.0 s, 1 group and 0 restarts after failures",
+            "the run failed: rank 0: boom; it took 9 s, 1 group and 0 restarts after failures",
             id="failed",
         ),
     ],
@@ -342,7 +342,7 @@ def test_a_run_that_was_gone_comes_back():
     assert (stood.kind, stood.nodes_after, stood.cost.pause_s) == ("stopped", 0, None)
     assert sentence(again) == (
         "node0 and node1 came back after up to 20 s away; again a group of 2 nodes; lost 0 steps, "
-        "trained again after 22.0 s"
+        "trained again after 22 s"
     )
 
 
@@ -371,7 +371,7 @@ def test_two_that_fall_silent_together_are_told_together():
     lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "gone")]
     assert sentence(episodes([*three, *lost, group(12.0, 2, 0)])[-1]) == (
         "node1 and node2 were lost (nothing was heard of them any more); group 3 -> 1 node; "
-        "formed anew after 2.0 s"
+        "formed anew after 2 s"
     )
 
 
@@ -382,7 +382,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
             group(12.0, 2, 0), event(20.0, "given back", 1, delay_s=400.0)]  # fmt: skip
     assert [sentence(episode) for episode in episodes([*TWO, *lost])[-2:]] == [
         "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-        "formed anew after 2.0 s",
+        "formed anew after 2 s",
         "node1 is not used any more: fell silent; 1 other host left",
     ]
 
@@ -392,7 +392,7 @@ def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
     back = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"),
             event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
     assert sentence(episodes([*TWO, *back])[-1]) == (
-        "node1 was out of reach for a while; group still 2 nodes; formed anew after 5.0 s"
+        "node1 was out of reach for a while; group still 2 nodes; formed anew after 5 s"
     )
 
 
@@ -485,6 +485,6 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
     again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
     told = [sentence(e) for e in episodes([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
-    assert "it took 8.0 s" in told[2] and "ada let the run go on" in told[3]
-    assert "it took 10.0 s" in told[-1] and not any("nobody trains" in text for text in told)
+    assert "it took 8 s" in told[2] and "ada let the run go on" in told[3]
+    assert "it took 10 s" in told[-1] and not any("nobody trains" in text for text in told)
     assert "the run failed" not in sentence(episodes([*first, let_go_on, *again])[-1])

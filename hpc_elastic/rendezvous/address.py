@@ -12,6 +12,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,10 +37,14 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 _VIRTUAL = ("docker", "podman", "virbr", "veth", "br-", "cni", "cali", "flannel", "tun", "tap")
 _RESOLVER_TIMEOUT_S = 2.0
 _SLURM_TIMEOUT_S = 5.0
+_LINK_TIMEOUT_S = 5.0
+_LINK_POLL_S = 0.05
 
 
 def find(node_name: str, wanted: str | None, node_address: Callable[[], str | None]) -> Interface:
     """Find the interface that the other nodes reach this one by (every node, once, at its start).
+
+    Where a link that would do is still coming up, it is waited for, 5 s at most.
 
     Args:
         node_name: What Slurm calls this node.
@@ -50,7 +55,7 @@ def find(node_name: str, wanted: str | None, node_address: Callable[[], str | No
     Raises:
         ConfigError: as for `choose`.
     """
-    return choose(node_name, wanted, interfaces(), _told(node_name, node_address))
+    return choose(node_name, wanted, _settled(wanted), _told(node_name, node_address))
 
 
 def choose(
@@ -83,15 +88,42 @@ def choose(
 
 def interfaces() -> list[Interface]:
     """Return every address of this node on an interface that is up, IPv4 first."""
+    return _look()[0]
+
+
+def _settled(wanted: str | None) -> list[Interface]:
+    """Return the interfaces that are up, once one of them will do or none is to come up.
+
+    Linux tells of a link up to a second late (linkwatch), as in a container whose network has just
+    been made; a card may negotiate for longer.
+    """
+    until = time.monotonic() + _LINK_TIMEOUT_S
+    while True:
+        up, coming = _look()
+        if _will_do(up, wanted) or not _will_do(coming, wanted) or time.monotonic() >= until:
+            return up
+        time.sleep(_LINK_POLL_S)
+
+
+def _will_do(found: Iterable[Interface], wanted: str | None) -> bool:
+    return any(_reachable(i.address) and wanted in (None, i.name) for i in found)
+
+
+def _look() -> tuple[list[Interface], list[Interface]]:
+    """Return the addresses on interfaces that are up, and those on ones without a link so far."""
     stats = psutil.net_if_stats()
-    found = [
-        Interface(name, _without_scope(a.address))
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in stats and stats[name].isup
-        for a in addresses
-        if a.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    return sorted(found, key=lambda i: _is_v6(i.address))
+    up, coming = [], []
+    for name, addresses in psutil.net_if_addrs().items():
+        ours = [
+            Interface(name, _without_scope(a.address))
+            for a in addresses
+            if a.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        if name in stats and stats[name].isup:
+            up += ours
+        elif name in stats and "up" in stats[name].flags.split(","):
+            coming += ours
+    return sorted(up, key=lambda i: _is_v6(i.address)), coming
 
 
 def resolve(host: str) -> list[str]:

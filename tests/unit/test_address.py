@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,7 +28,7 @@ def here(monkeypatch):
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             return [(0, 0, 0, "", (ip, 0)) for ip in hosts[host]]
 
-        monkeypatch.setattr(address, "interfaces", lambda: available)
+        monkeypatch.setattr(address, "_look", lambda: (available, []))
         monkeypatch.setattr(address.socket, "getaddrinfo", getaddrinfo)
 
     return set_
@@ -141,6 +142,57 @@ def test_whoever_does_not_answer_is_not_waited_for(here, monkeypatch):
         assert find("n5", None, lambda: release.wait(60) and "n5") == ETH
     finally:
         release.set()
+
+
+@pytest.fixture
+def linked(monkeypatch):
+    """Return a function that gives eth0 these flags, one after the other, and counts the looks."""
+    monkeypatch.setattr(address, "_LINK_POLL_S", 0.001)
+    monkeypatch.setattr(address, "_LINK_TIMEOUT_S", 0.05)
+    ours = [SimpleNamespace(family=socket.AF_INET, address=ETH.address)]
+    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"eth0": ours})
+
+    def set_(*flags):
+        looks = []
+
+        def stats():
+            looks.append(flags[min(len(looks), len(flags) - 1)])
+            return {"eth0": SimpleNamespace(flags=looks[-1], isup="running" in looks[-1])}
+
+        monkeypatch.setattr(address.psutil, "net_if_stats", stats)
+        return looks
+
+    return set_
+
+
+@pytest.mark.parametrize("wanted", [None, "eth0"])
+def test_a_link_that_is_coming_up_is_waited_for(linked, wanted):
+    """Linux tells of it up to a second after the interface was set up."""
+    looks = linked(*["up,broadcast"] * 7, "up,broadcast,running")
+    assert find("n5", wanted, lambda: None) == ETH
+    assert len(looks) == 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"), [(None, "n5 has no address"), ("eth0", "no such interface is up")]
+)
+def test_a_link_that_does_not_come_up_is_not_waited_for_for_ever(linked, wanted, says):
+    """A cable that is not plugged in."""
+    looks = linked("up,broadcast")
+    with pytest.raises(ConfigError, match=says):
+        find("n5", wanted, lambda: None)
+    assert len(looks) > 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), [("broadcast", None), ("up,broadcast", "ib0"), ("up,running", "ib0")]
+)
+def test_nothing_is_waited_for_where_no_link_would_help(linked, flags, wanted):
+    """The interface is off, or another one is wanted: that is said at once."""
+    looks = linked(flags)
+    with pytest.raises(ConfigError):
+        find("n5", wanted, lambda: None)
+    assert len(looks) == 1
 
 
 def test_a_name_resolves_to_addresses_of_both_families(here):

@@ -20,6 +20,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
     <run>/notice/                         a file named like a task or a node: it is to be left
     <run>/excluded.json                   nodes that the run is not to get again, and why
+    <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
     <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
     <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
@@ -237,6 +238,11 @@ class RunDir:
     def excluded(self) -> Path:
         """Nodes that the run is not to get again, each with the reason."""
         return self.path / "excluded.json"
+
+    @property
+    def avoided(self) -> Path:
+        """Folder of which task avoids its last node for now (`hpc_elastic.slurm.last_nodes`)."""
+        return self.path / "avoided"
 
     @property
     def notices(self) -> Path:

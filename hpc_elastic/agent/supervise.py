@@ -53,6 +53,7 @@ from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.session import Candidacy, Leaving, SentBack, Session
 from hpc_elastic.rundir import RunSpec
+from hpc_elastic.slurm import last_nodes
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Reason
 from hpc_elastic.slurm.requeue import depart, foresee, give_back
@@ -137,6 +138,7 @@ def _go(task: Task, events: EventLog, reason: Reason) -> int:
     if task.spec.launcher == "slurm":
         slurm, attempt = SlurmClient(), task.attempt
         how = depart(task.name, slurm, attempt=attempt, reason=reason, run=task.run).value
+        last_nodes.leave(task.run, task.name, task.slurm.node_name, slurm)
     events.write("left", reason=reason.value, how=how)
     return TAKEN
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from hpc_elastic.agent.gang import run_states
 from hpc_elastic.errors import SlurmCommandError, SlurmError
 from hpc_elastic.rundir import RunDir, RunSpec, Submission
-from hpc_elastic.slurm import replacement
+from hpc_elastic.slurm import last_nodes, replacement
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
 from hpc_elastic.slurm.local_tasks import read_local_tasks
@@ -19,6 +21,8 @@ from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 _log = logging.getLogger(__name__)
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class RunTasks(Protocol):
@@ -44,7 +48,9 @@ class RunTasks(Protocol):
             SlurmError: they may start earlier.
         """
 
-    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+    def bring_back(
+        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+    ) -> None:
         """Let tasks that were lost or have left come back as soon as a node is free.
 
         Slurm's two minutes are ended; one that Slurm has ended is requeued, or replaced by another
@@ -54,10 +60,24 @@ class RunTasks(Protocol):
         Args:
             run: Where the run's tasks are recorded.
             tasks: Names as in `view`; others are passed over.
+            unseen: Those of them whose end nobody has seen, each with the node where it may run
+                still: it does not start there, unless Slurm has seen it (`slurm.last_nodes`).
 
         Raises:
             SlurmError: some are as they were.
             OSError: a replacement could not be recorded.
+        """
+
+    def readmit(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Let tasks start on their last nodes again, where these are rid of them.
+
+        Args:
+            run: Where it is recorded which do not.
+            tasks: Names as in `view`, of those that are gone.
+
+        Raises:
+            SlurmError: to be tried again.
+            OSError: likewise.
         """
 
     def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
@@ -86,6 +106,7 @@ class SlurmTasks:
         self._spec = spec
         self._client = client or SlurmClient()
         self._silent = False
+        self._last_nodes = last_nodes.LastNodes()
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Ask squeue once; a Slurm that does not answer is logged once."""
@@ -111,15 +132,24 @@ class SlurmTasks:
         if pending:
             self._client.postpone(pending, delay_s)
 
-    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+    def bring_back(
+        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+    ) -> None:
         """Ask squeue once, then do for each task what is to be done, whatever fails for another."""
         listed = self._listed()
-        states = {queue_name(name): listed[queue_name(name)] for name in self._known(tasks, listed)}
+        known = self._known(tasks, listed)
+        states = {queue_name(name): listed[queue_name(name)] for name in known}
+        last: dict[str, list[str]] = {name: [] for name in states}
+        for name in known:
+            last[queue_name(name)] += [unseen[name]] if name in unseen else []
         back: list[str] = []
         failures: list[SlurmError | OSError] = []
         for name, state in states.items():
             try:
-                back += [name] if self._is_back(run, name, state) else []
+                if self._is_back(run, name, state):
+                    for node in last[name] if _may_still_run(state) else ():
+                        last_nodes.avoid(run, name, node, self._client)
+                    back.append(name)
             except (SlurmError, OSError) as e:
                 failures.append(e)
         if back:
@@ -147,6 +177,10 @@ class SlurmTasks:
             self._client.cancel([name])
             return False
         return True
+
+    def readmit(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Ask about nodes only where one of these tasks avoids one for now."""
+        self._last_nodes.readmit(run, tasks, self._client, time.monotonic())
 
     def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
         """Write it down first: a task that is requeued in the meantime looks there."""
@@ -202,11 +236,21 @@ class LocalTasks:
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: the local launcher's queue has no times."""
 
-    def bring_back(self, run: RunDir, tasks: Iterable[str]) -> None:
+    def bring_back(
+        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+    ) -> None:
         """Do nothing: what has ended on this machine has ended for good."""
+
+    def readmit(self, run: RunDir, tasks: Iterable[str]) -> None:
+        """Do nothing: no task avoids anything."""
 
     def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
         """Do nothing: there is one machine."""
+
+
+def _may_still_run(state: TaskState) -> bool:
+    """Whether an attempt may live that Slurm counts as gone: it has given up the node perhaps."""
+    return state.phase is Phase.PENDING or state.state == "NODE_FAIL"
 
 
 def _is_running(view: Mapping[str, TaskState] | None, task: str) -> bool | None:

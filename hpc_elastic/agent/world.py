@@ -44,12 +44,19 @@ class RunWorld:
         except (SlurmError, OSError) as e:
             _log.warning("pending tasks of the run were not postponed: %s", e)
 
-    def clear_holds(self, tasks: Iterable[str]) -> None:
+    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Let tasks that were lost or have left come back soon, by requeue or replacement."""
         try:
-            self._tasks.bring_back(self._run, tasks)
+            self._tasks.bring_back(self._run, tasks, unseen)
         except (SlurmError, OSError) as e:
             _log.warning("tasks of the run may come back late, or not at all: %s", e)
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """Let tasks start on the nodes that they were lost with, where these are rid of them."""
+        try:
+            self._tasks.readmit(self._run, tasks)
+        except (SlurmError, OSError) as e:
+            _log.warning("tasks of the run avoid nodes that may be well again: %s", e)
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Keep the run's tasks away from nodes that are blamed for something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -113,9 +114,13 @@ class Exclude:
 
 @dataclass(frozen=True)
 class ClearHolds:
-    """Let these tasks, which Slurm holds after a requeue or has ended, start soon."""
+    """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
+
+    ``unseen``: those of them whose end nobody has seen, each with the node where it may run still.
+    """
 
     tasks: tuple[str, ...]
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,14 @@ class Inquire:
 
 @dataclass(frozen=True)
 class Claim:
-    """Try to create record ``number`` as the next leader; then say `claimed`."""
+    """Try to create record ``number`` as the next leader; then say `claimed`.
+
+    ``unseen``: nobody has seen the end of the leader before, who is only out of reach.
+    """
 
     number: int
     before: Record | None
+    unseen: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ until it has moved: Slurm may not have answered. Tasks that the run itself has g
 stay away, and are left alone.
 
 A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
+
+An attempt that fell silent, or that Slurm has counted as gone while it was still heard, has an end
+that nobody has seen: it may run still where it ran, and the task is not to start there yet
+(`hpc_elastic.slurm.last_nodes`).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous import slurms_word
+from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.slurm.states import Phase, TaskState, queue_name
 
 SURE_S = 2.0
@@ -31,6 +36,8 @@ _Attempt = tuple[str, str, int | None]
 class Comebacks:
     """What is known of the tasks that are gone; monotonic seconds of the leader."""
 
+    unseen: dict[str, str] = field(default_factory=dict)
+    """Task -> the node where it may run still, for nobody has seen its end."""
     are_awaited: bool = False
     """Whether Slurm should be asked about some of them."""
     _over: frozenset[str] = frozenset()
@@ -46,6 +53,14 @@ class Comebacks:
     def are_due(self) -> bool:
         """Whether some are to be brought back as soon as Slurm has said so again."""
         return bool(self._seen)
+
+    def vanished(self, agent: Agent) -> None:
+        """An agent is gone, and nobody has seen it end."""
+        self.unseen[agent.task] = agent.host
+
+    def seen(self, task: str) -> None:
+        """An agent of this task is here, or was seen to end."""
+        self.unseen.pop(task, None)
 
     def look(self, lost: Collection[str]) -> None:
         """See whether any are awaited: a round has closed, a task has come, Slurm has answered."""

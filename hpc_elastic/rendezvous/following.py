@@ -182,7 +182,7 @@ class Following:
             self._claiming = True
             hang_up: list[Effect] = [HangUp()] if self._link is _Link.CONNECTING else []
             self._link = _Link.DOWN
-            return [*hang_up, Claim(number + 1, record)]
+            return [*hang_up, Claim(number + 1, record, self._watch.refused_since is None)]
         if record is None or record.number != number:
             return []
         hang_up = list[Effect]()

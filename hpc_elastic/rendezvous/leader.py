@@ -62,6 +62,7 @@ _GARBAGE = 50_000
 """Objects between two looks for garbage: with ten thousand agents each look is long, and there is
 next to none."""
 _WATCH_S = 1.0
+_READMIT_S = 5.0
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
 
@@ -107,7 +108,8 @@ class Leader:
         for note in self._leadership.inherited:
             self._journal.note(note.kind, **note.fields)
         self._listener.serve(self._take)
-        for duty in (self._tick(), self._watch_records(), self._tell_status()):
+        duties = self._tick(), self._watch_records(), self._tell_status(), self._readmit()
+        for duty in duties:
             self._start(duty, self._duties)
         if self._office.notices is not None:
             self._start(self._watch_notices(self._office.notices), self._duties)
@@ -272,9 +274,10 @@ class Leader:
                     self._let_slurm(self._office.world.postpone_pending, delay_s)
                 case Exclude(hosts, why):
                     self._let_slurm(self._office.world.exclude, hosts, why)
-                case ClearHolds(tasks):
-                    self._journal.note("brought back", tasks=list(tasks))
-                    self._let_slurm(self._office.world.clear_holds, tasks)
+                case ClearHolds(tasks, unseen):
+                    avoids = sorted({*unseen.values()})
+                    self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
+                    self._let_slurm(self._office.world.clear_holds, tasks, unseen)
                 case Publish(record):
                     self._start(self._publish(record, list(remaining)), self._clean_up)
                 case StepDown():
@@ -361,6 +364,13 @@ class Leader:
         """Remove a notice file, though this leader may stop at once: it may name its own node."""
         with contextlib.suppress(OSError):
             await self._in_thread(partial(files.passed_on, name, to_anybody=to_anybody))
+
+    async def _readmit(self) -> None:
+        """See whether tasks that are gone may start again on the nodes that they were lost with."""
+        while True:
+            await asyncio.sleep(_READMIT_S)
+            if gone := tuple(self._leadership.machine.muster.lost):
+                await self._in_thread(self._office.world.readmit, gone)
 
     async def _tell_status(self) -> None:
         while True:

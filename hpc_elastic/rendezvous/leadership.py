@@ -123,6 +123,7 @@ class Leadership:
             effects.append(Drop(agent))
             effects += self.disconnected(agent, "connected anew", now)
         self._attendance.connected(agent, now)
+        self.machine.comebacks.seen(agent.task)
         self._yield_if_cut_off(now)
         return effects
 
@@ -147,6 +148,7 @@ class Leadership:
         """The connection to an agent is gone."""
         if not self._forget(agent):
             return []
+        self.machine.comebacks.seen(agent.task)
         return self._do(self.machine.gone(agent, why, now), now)
 
     def asked_to_leave(self, name: str, left_s: float) -> list[Effect]:
@@ -287,18 +289,21 @@ class Leadership:
         return None
 
     def _next(self, **changes: Any) -> Record:
-        lost, away = dict(self.machine.muster.lost), dict(self.machine.patience.away)
-        tally = self.machine.blame.tally()
-        number = self.at.number + 1
-        return replace(self.at, number=number, lost=lost, away=away, tally=tally, **changes)
+        machine = self.machine
+        return replace(
+            self.at, number=self.at.number + 1, lost=dict(machine.muster.lost),
+            unseen=dict(machine.comebacks.unseen), away=dict(machine.patience.away),
+            tally=machine.blame.tally(), **changes,
+        )  # fmt: skip
 
     def _carry_out(self, action: Action, now: float) -> list[Effect]:
         match action:
             case Note() | Exclude():
                 return [action]
-            case ClearHolds(tasks):  # it may have waited for a record
+            case ClearHolds(tasks, unseen):  # it may have waited for a record
                 held = self.machine.not_given_back(tasks)
-                return [ClearHolds(held)] if held else []
+                still = {task: node for task, node in unseen.items() if task in held}
+                return [ClearHolds(held, still)] if held else []
             case StopRound(agents, reason):
                 self.estimate.broke(now)
                 stop = notes.stop(action, self.machine.round)

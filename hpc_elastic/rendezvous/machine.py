@@ -127,7 +127,7 @@ class Machine:
         machine = cls(
             rules, Patience(rules, rng, record.given_back, dict(record.away)),
             Roster(record.members), round=record.round, forming_since=now,
-            muster=Muster(lost=dict(record.lost)),
+            muster=Muster(lost=dict(record.lost)), comebacks=Comebacks(dict(record.unseen)),
         )  # fmt: skip
         machine.blame = Blame.resume(record, rules)
         machine.muster.expect(record.members)
@@ -217,7 +217,9 @@ class Machine:
         """An agent is not heard any more, though nothing has ended its connection."""
         if self._is_at_work(agent):
             self.blame.fell_silent(agent.host)
-        return self.gone(agent, why, now)
+        actions = self.gone(agent, why, now)
+        self.comebacks.vanished(agent)
+        return actions
 
     def slurm_says(
         self, view: Mapping[str, TaskState] | None, asked_at: float, now: float
@@ -225,10 +227,12 @@ class Machine:
         """Slurm answered how the tasks of the run are; None: it did not answer."""
         self.muster.slurm_says(view)
         due = self.comebacks.due(view or {}, self.muster.lost, self.patience.away, now)
-        actions: list[Action] = [ClearHolds(due)] if due else []
+        unseen = {task: node for task, node in self.comebacks.unseen.items() if task in due}
+        actions: list[Action] = [ClearHolds(due, unseen)] if due else []
         members = self.members if self.phase is Phase.RUNNING else self.muster.unsettled
         for agent in list(self.muster.ended(members, asked_at)):
             actions += self.gone(agent, "Slurm says that its task has ended", now)
+            self.comebacks.vanished(agent)
         if self.phase is Phase.FORMING and (why := self._hopeless(view or {})):
             return actions + self._end(EndRun("failed", why))
         return actions + self._advance(now)

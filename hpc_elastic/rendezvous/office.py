@@ -35,8 +35,14 @@ class World(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""
 
-    def clear_holds(self, tasks: Iterable[str]) -> None:
-        """Let tasks that Slurm holds for two minutes, or has ended, start again soon."""
+    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
+        """Let tasks that Slurm holds for two minutes, or has ended, start again soon.
+
+        Those whose end nobody has seen may run still on these nodes, and do not start there.
+        """
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """Let these tasks, which are gone, start there again where the nodes are rid of them."""
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Let none of the run's queued tasks start on these hosts."""

@@ -114,6 +114,8 @@ class Record:
     """Members of the last round, in rank order."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """Task -> attempt that was lost; Slurm may call it RUNNING for a while yet."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Task -> the node where it may run still, for nobody has seen the end of what was lost."""
     given_back: int = 0
     """How often the run gave its nodes back because they were too few."""
     started: float = 0.0
@@ -136,7 +138,9 @@ class Record:
         return json.dumps({"record": body, "mac": sign(secret, f"record|{body}")})
 
 
-def claim(number: int, before: Record | None, leader: Endpoint, now: float) -> Record:
+def claim(
+    number: int, before: Record | None, leader: Endpoint, now: float, *, unseen: bool = False
+) -> Record:
     """Return the record that makes somebody the leader of the next epoch.
 
     The leader before is noted as lost: it is not waited for until it joins anew.
@@ -147,6 +151,7 @@ def claim(number: int, before: Record | None, leader: Endpoint, now: float) -> R
             damaged, and may each have begun an epoch.
         leader: Who claims.
         now: Unix time.
+        unseen: Whether nobody has seen the end of the leader before.
     """
     if before is None:
         return Record(number=number, epoch=number, leader=leader, started=now)
@@ -155,8 +160,13 @@ def claim(number: int, before: Record | None, leader: Endpoint, now: float) -> R
         lost[gone.task] = max(gone.attempt, before.lost.get(gone.task, -1))
     if lost.get(leader.task, -1) >= leader.attempt:
         del lost[leader.task]
-    epoch, started = before.epoch + number - before.number, before.started or now
-    return replace(before, number=number, epoch=epoch, leader=leader, lost=lost, started=started)
+    may_run = {t: node for t, node in before.unseen.items() if t not in (gone.task, leader.task)}
+    if unseen:
+        may_run |= {m.task: m.host for m in before.members if m.task == gone.task != leader.task}
+    return replace(
+        before, number=number, epoch=before.epoch + number - before.number, leader=leader,
+        lost=lost, unseen=may_run, started=before.started or now,
+    )  # fmt: skip
 
 
 def begins_anew(number: int, record: Record | None) -> bool:

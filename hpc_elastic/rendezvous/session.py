@@ -238,8 +238,8 @@ class Session(Hearing, Reports):
                     self._say(message)
                 case Inquire(task):
                     self._start(self._inquire(task))
-                case Claim(number, before):
-                    self._start(self._claim(number, before))
+                case Claim():
+                    self._start(self._claim(effect))
                 case Lead(record):
                     self._lead(record)
                 case Publish(record):
@@ -357,7 +357,7 @@ class Session(Hearing, Reports):
 
     # ---- leading ------------------------------------------------------------------------
 
-    async def _claim(self, number: int, before: Record | None) -> None:
+    async def _claim(self, wanted: Claim) -> None:
         """Try to create the next record as the next leader; whoever creates it first leads."""
         await self._stop_leading()
         try:
@@ -368,7 +368,8 @@ class Session(Hearing, Reports):
             self._carry_out(self._following.claimed(None, time.monotonic()))
             return
         here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
-        mine: Record | None = claim(number, before, here, time.time())
+        number, before, unseen = wanted.number, wanted.before, wanted.unseen
+        mine: Record | None = claim(number, before, here, time.time(), unseen=unseen)
         try:
             if mine is not None and not await self._create(mine, first=before is None):
                 mine = None

@@ -103,8 +103,11 @@ class _Step:
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: nothing of a step is in the queue."""
 
-    def clear_holds(self, tasks: Iterable[str]) -> None:
+    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Do nothing: nothing of a job step is queued."""
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """Do nothing, for the same reason."""
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Do nothing, for the same reason."""

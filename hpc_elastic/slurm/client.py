@@ -28,6 +28,7 @@ from hpc_elastic.slurm.outputs import (
     is_unknown_node,
     lists_all,
     parse_config,
+    parse_is_up,
     parse_job_id,
     parse_node_address,
     parse_partition_names,
@@ -163,13 +164,21 @@ class SlurmClient:
         Returns:
             None if Slurm has no such node, or no address of it.
         """
+        output = self._node(node)
+        return None if output is None else parse_node_address(output)
+
+    def is_up(self, node: str) -> bool:
+        """Tell whether a node is up, so that Slurm may start jobs there; an unknown one is not."""
+        output = self._node(node)
+        return output is not None and parse_is_up(output)
+
+    def _node(self, node: str) -> str | None:
         try:
-            output = self._run(["scontrol", "show", "node", node])
+            return self._run(["scontrol", "show", "node", node])
         except SlurmCommandError as e:
             if not is_unknown_node(e):
                 raise
             return None
-        return parse_node_address(output)
 
     def requeue(self, task: str) -> None:
         """Send a task back to the queue: Slurm kills it, and starts it again when it can.
@@ -239,6 +248,27 @@ class SlurmClient:
                 continue
             for task in _compact(names):
                 self._update_waiting(task, f"ExcNodeList={compress(merged)}")
+
+    def excluded(self, task: str) -> tuple[str, ...] | None:
+        """Return the nodes that a pending task avoids; None if it does not wait."""
+        name = queue_name(task)
+        for record in self._records(name):
+            if name in record.tasks and record.may_wait:
+                return record.excluded
+        return None
+
+    def readmit(self, task: str, host: str) -> bool:
+        """Let a pending task start on a node that it avoids; return False if it does not wait.
+
+        With it goes the hold of a task that had no other node to start on (``BadConstraints``).
+        """
+        avoided = self.excluded(task)
+        if avoided is None:
+            return False
+        if host in avoided:
+            rest = sorted(set(avoided) - {host})
+            self._update_waiting(queue_name(task), f"ExcNodeList={compress(rest)}")
+        return True
 
     def _by_excluded(self, tasks: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
         """Return the waiting ones of some tasks by the nodes that they avoid."""

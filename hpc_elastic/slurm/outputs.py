@@ -37,6 +37,10 @@ NODES_FORMAT = "%D|%T"
 
 _FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
+_NOT_UP = {
+    *("DOWN", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"),
+    *("POWERING_UP", "REBOOT_ISSUED"),
+}
 _DEFAULT_KILL_WAIT_S = 30
 _DATE = "%Y-%m-%dT%H:%M:%S"
 _DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
@@ -233,6 +237,16 @@ def parse_node_address(output: str) -> str | None:
     """Return the address in what ``scontrol show node`` printed; None if it has none."""
     m = re.search(r"(?<!\S)NodeAddr=(\S+)", output)
     return None if m is None or m[1] == "n/a" or is_nothing(m[1]) else m[1]
+
+
+def parse_is_up(output: str) -> bool:
+    """Tell whether a node is up, by what ``scontrol show node`` printed.
+
+    A drained one is, and so is one of a state that a later Slurm may add.
+    """
+    m = re.search(r"(?<!\S)State=(\S+)", output)
+    words = set() if m is None else set(m[1].replace("*", "+NOT_RESPONDING").split("+"))
+    return words.isdisjoint(_NOT_UP)
 
 
 def parse_job_id(output: str) -> str:

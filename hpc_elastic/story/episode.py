@@ -56,9 +56,9 @@ class Episode:
         facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
             to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
             given back: nodes, hosts, all, delay_s; parked: hosts; excluded: host, hosts_left;
-            strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts;
-            hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the event;
-            not saved: step.
+            strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts,
+            avoids; hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the
+            event; not saved: step.
         is_open: Whether it goes on still.
         has_replicas: Whether nobody was stopped because of others (``ft=true``).
     """

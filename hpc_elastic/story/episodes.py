@@ -90,7 +90,8 @@ def _crash_loop(run: Chronicle, event: Event) -> Episode:
 def _brought_back(run: Chronicle, event: Event) -> Episode:
     tasks, time = [str(task) for task in event.get("tasks", ())], float(event["time"])
     hosts = [run.host_at(task, time) for task in tasks]
-    return _aside("brought back", event, {"tasks": tasks, "hosts": hosts})
+    avoids = [str(host) for host in event.get("avoids", ())]
+    return _aside("brought back", event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
 
 
 def _not_saved(run: Chronicle, event: Event) -> Episode:

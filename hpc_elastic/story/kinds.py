@@ -117,7 +117,9 @@ _OF_THE_GROUP = (
           Field("why", "text", "what was weighed"))),
     Kind("brought back", "Tasks that were lost are let start again soon.",
          "when Slurm holds them, or has ended them", _LEADER,
-         (Field("tasks", "texts", "which"),)),
+         (Field("tasks", "texts", "which"),
+          Field("avoids", "texts", "nodes where some of them may run still, for nobody has seen "
+                "their end: they start there again once the node is rid of them", True))),
     Kind("end", "The run has ended.", "when its result is written", _LEADER,
          (Field("status", "text", "`succeeded`, `failed` or `closed`"),
           Field("rounds", "integer", "how many there were"),

@@ -178,7 +178,9 @@ def _brought_back(episode: Episode) -> str:
     tasks, hosts = episode.facts.get("tasks", ()), episode.facts.get("hosts", ())
     what = f"task{'' if len(tasks) == 1 else 's'} {names(tasks)}"
     where = f", last on {names(hosts)}," if list(hosts) != list(tasks) else ""
-    return f"{what}{where} may start again as soon as a node is free (the leader asked Slurm)"
+    avoids = episode.facts.get("avoids", ())
+    but = f", but on {names(avoids)} only once that is rid of it" if avoids else ""
+    return f"{what}{where} may start again as soon as a node is free{but} (the leader asked Slurm)"
 
 
 def _hang(episode: Episode) -> str:

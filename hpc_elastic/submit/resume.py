@@ -203,8 +203,8 @@ def _put_away(run: RunDir, folder: Path) -> None:
     for file in (run.result, run.cancelled, run.status, run.excluded):
         with contextlib.suppress(FileNotFoundError):
             file.rename(folder / file.name)
-    for notice in run.notices.glob("*"):
-        notice.unlink(missing_ok=True)
+    for asked in (*run.notices.glob("*"), *run.avoided.glob("*")):
+        asked.unlink(missing_ok=True)
 
 
 def _put_back(run: RunDir, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,9 +75,12 @@ class Group:
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
 
-    def clear_holds(self, tasks: Iterable[str]) -> None:
+    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Note it."""
         self.brought_back += tasks
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """No task avoids a node."""
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Note it."""

@@ -276,6 +276,12 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="brought back",
         ),
         pytest.param(
+            [event(10.0, "brought back", tasks=["7_1"], avoids=["node1"])],
+            "task 7_1, last on node1, may start again as soon as a node is free, but on node1 only "
+            "once that is rid of it (the leader asked Slurm)",
+            id="brought back, its end unseen",
+        ),
+        pytest.param(
             [event(10.0, "hang", stalled_s=60.0, others="wait in all_reduce", shared=False,
                    ranks=[{"rank": 1, "host": "node1", "task": "7_1", "at": "train.py:7"}])],
             "no step for 60 s: held up by rank 1 on node1 (train.py:7); "

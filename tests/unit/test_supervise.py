@@ -63,17 +63,22 @@ def test_a_node_that_can_not_be_requeued_ends_its_task(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(("launcher", "how"), [("slurm", "requeue"), ("local", "ended")])
 def test_a_node_that_is_left_goes_as_slurm_says(tmp_path, monkeypatch, launcher, how):
     """A process of the local launcher just ends."""
-    given = []
+    given, left = [], []
 
     def depart(*args: object, **fields: object) -> Departure:
         given.append((args[0], fields))
         return Departure.REQUEUE
 
+    def leave(*args: object) -> None:
+        left.append(args[:3])
+
     monkeypatch.setattr(module, "depart", depart)
-    spec = SimpleNamespace(launcher=launcher)
-    task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec)
+    monkeypatch.setattr(module.last_nodes, "leave", leave)
+    spec, slurm = SimpleNamespace(launcher=launcher), SimpleNamespace(node_name="n3")
+    task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
     assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", how)
     expected = {"attempt": 2, "reason": Reason.TIME_LIMIT, "run": "its run"}
     assert given == ([("7_1", expected)] if launcher == "slurm" else [])
+    assert left == ([("its run", "7_1", "n3")] if launcher == "slurm" else [])

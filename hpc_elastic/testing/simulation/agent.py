@@ -189,8 +189,8 @@ class AgentProcess:
                 self._hang_up()
             case Inquire(task):
                 sim.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
-            case Claim(number, before):
-                self._claim(number, before)
+            case Claim():
+                self._claim(effect)
             case Publish(record):
                 sim.monitor.published(record)
             case Lead(record):
@@ -206,10 +206,11 @@ class AgentProcess:
     def _slurm_says(self, task: str, runs: bool | None) -> None:
         self._do(self._following.slurm_says(task, runs, self.host.clock()))
 
-    def _claim(self, number: int, before: Record | None) -> None:
+    def _claim(self, wanted: Claim) -> None:
         endpoint = self.sim.new_endpoint(self.host)
         self.leaders.append(Leader(self, endpoint))
-        record = claim(number, before, endpoint, self.sim.world.now)
+        number, before, unseen = wanted.number, wanted.before, wanted.unseen
+        record = claim(number, before, endpoint, self.sim.world.now, unseen=unseen)
         self.sim.world.note(self.host.task, "claims", record)
         self._put(record)
 

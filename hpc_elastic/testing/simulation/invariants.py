@@ -109,7 +109,7 @@ class Monitor:
         self._check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
         state = replace(
             before, number=record.number, epoch=record.epoch, leader=record.leader,
-            lost=record.lost,
+            lost=record.lost, unseen=record.unseen,
         )  # fmt: skip
         self._check(record == state, "a claim changed the run's state", before, record)
 

@@ -114,6 +114,7 @@ def main() -> None:
     _requeued(recorder, jobs["array"])
     _steered(recorder, {**jobs, "over": over})
     _nowhere(recorder)
+    _down(recorder)
     text = json.dumps({**jobs, "over": over}, indent=1) + "\n"
     (recorder.folder / "jobs.json").write_text(text)
     recorder.slurm.heal_all()
@@ -163,6 +164,17 @@ def _nowhere(recorder: Recorder) -> None:
     recorder.slurm.run([*low, "default=no"])
     recorder.record("sbatch-no-partition", ["sbatch", "--wrap=true"])
     recorder.slurm.run([*low, "default=yes"])
+
+
+def _down(recorder: Recorder) -> None:
+    """Record a node that takes no more jobs, and then does not answer."""
+    show = ["scontrol", "show", "node", "node4"]
+    recorder.slurm.run(["scontrol", "update", "nodename=node4", "state=drain", "reason=test"])
+    recorder.record("scontrol-node-drained", show)
+    recorder.slurm.run(["scontrol", "update", "nodename=node4", "state=resume"])
+    recorder.slurm.kill_node("node4")
+    wait_until("node4 down", lambda: "DOWN" in recorder.slurm.run(show).stdout, 60)
+    recorder.record("scontrol-node-down", show)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.reasons`
     ("Held", "`scontrol release`, or ask the admin who holds it"),
     ("Licenses", "licences are in use: wait"),
     ("Reservation", "the reservation has not begun, or is not yours"),
-    ("launch failed", "the nodes' prolog fails: tell the admin"),
 )
 
 

@@ -50,7 +50,7 @@ class Claim:
 
     number: int
     before: Record | None
-    unseen: bool = True
+    unseen: bool
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,11 @@ class Comebacks:
 
     def look(self, lost: Collection[str]) -> None:
         """See whether any are awaited: a round has closed, a task has come, Slurm has answered."""
-        self.are_awaited = any(task not in self._over for task in lost)
+        self.are_awaited = bool(self.awaited(lost))
+
+    def awaited(self, lost: Collection[str]) -> tuple[str, ...]:
+        """Return those of the tasks that are gone that may yet come back."""
+        return tuple(task for task in lost if task not in self._over)
 
     def due(
         self,

@@ -62,7 +62,7 @@ _GARBAGE = 50_000
 """Objects between two looks for garbage: with ten thousand agents each look is long, and there is
 next to none."""
 _WATCH_S = 1.0
-_READMIT_S = 5.0
+_READMIT_S = 10.0
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
 
@@ -369,7 +369,8 @@ class Leader:
         """See whether tasks that are gone may start again on the nodes that they were lost with."""
         while True:
             await asyncio.sleep(_READMIT_S)
-            if gone := tuple(self._leadership.machine.muster.lost):
+            machine = self._leadership.machine
+            if gone := machine.comebacks.awaited(machine.muster.lost):
                 await self._in_thread(self._office.world.readmit, gone)
 
     async def _tell_status(self) -> None:

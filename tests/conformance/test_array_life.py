@@ -171,6 +171,11 @@ def test_jobs_keep_to_their_nodes(backend):
     backend.client.exclude([f"{held}_1"], ["node2", "node4"])
     assert backend.shown(f"{held}_1")["ExcNodeList"] == "node[2,4]"
     assert backend.shown(f"{held}_0")["ExcNodeList"] == "(null)"
+    assert backend.client.readmit(f"{held}_1", "node2")
+    assert backend.shown(f"{held}_1")["ExcNodeList"] == "node4"
+    assert backend.client.readmit(f"{held}_1", "node4")
+    assert backend.shown(f"{held}_1")["ExcNodeList"] == "(null)"
+    assert not backend.client.readmit(wanted, "node4")
 
 
 @pytest.mark.parametrize(

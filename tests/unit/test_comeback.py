@@ -133,3 +133,30 @@ def test_a_task_that_was_given_back_meanwhile_is_left_alone():
     assert m.not_given_back([B.task]) == (B.task,)
     m.patience.away[B.task] = m.muster.lost[B.task]
     assert m.not_given_back([B.task, "7_9"]) == ("7_9",)
+
+
+def brought_back(m: Machine, state: TaskState) -> ClearHolds:
+    """Let Slurm show a task so for two seconds; return what the leader does."""
+    says(m, state, 10.0)
+    actions = m.slurm_says(running(A, C) | {state.task: state}, 12.0, 12.0)
+    (action,) = (a for a in actions if isinstance(a, ClearHolds))
+    return action
+
+
+def test_a_task_that_fell_silent_may_run_still():
+    """Its node was cut off perhaps, and may be back at any time."""
+    m = training(A, B, C)
+    m.fell_silent(B, "silent", 5.0)
+    assert brought_back(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
+
+
+def test_a_task_that_slurm_has_given_up_while_it_was_heard_may_run_still():
+    """Slurm's daemon on its node has died; its processes live."""
+    m = training(A, B, C)
+    m.slurm_says(running(A, C) | {B.task: held(B.task)}, 6.0, 6.0)
+    assert brought_back(m, held(B.task)) == ClearHolds((B.task,), {B.task: "node2"})
+
+
+def test_a_task_whose_connection_has_closed_does_not_run_any_more():
+    """Its process has ended, and its node was there to say so."""
+    assert brought_back(lost(), held(B.task)) == ClearHolds((B.task,), {})

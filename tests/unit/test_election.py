@@ -93,7 +93,7 @@ def test_a_claim_follows_the_damaged_record():
     f = agent(B)
     f.looked(6, RECORD, None, 0.0)
     f.looked(6, RECORD, None, 3.5)
-    assert f.looked(6, RECORD, None, 3.6) == [Claim(7, RECORD)]
+    assert f.looked(6, RECORD, None, 3.6) == [Claim(7, RECORD, unseen=True)]
 
 
 def test_another_leader_begins_the_wait_anew():
@@ -127,6 +127,18 @@ def test_members_claim_one_after_the_other_in_rank_order():
     assert claims_at(MANY.members[-1], MANY) - second < 1.1
 
 
+def test_a_leader_whose_port_refuses_has_ended():
+    """Its node is there to say so."""
+    f, now, effects = agent(B), 0.0, []
+    f.tick(now)
+    while not of(effects, Claim):
+        f.not_connected("refused", now, refused=True)
+        now += 0.1
+        assert now < 10.0
+        effects = f.looked(5, RECORD, None, now)
+    assert of(effects, Claim) == [Claim(6, RECORD, unseen=False)]
+
+
 def test_a_newcomer_stands_last_in_line():
     """Members of the last round hold its state."""
     newcomer = Agent("7_9", 0, 9, "node9", 1)
@@ -147,7 +159,7 @@ def test_an_attempt_to_connect_ends_with_the_claim():
         now += 0.1
         assert now < 10.0
         effects = f.looked(5, RECORD, 1, now)
-    assert effects == [HangUp(), Claim(6, RECORD)]
+    assert effects == [HangUp(), Claim(6, RECORD, unseen=True)]
     assert f.not_connected("no route", now, refused=UNREACHABLE) == []
 
 

@@ -36,7 +36,7 @@ def test_the_first_agent_of_a_run_claims_the_first_record():
     """There is nobody to look for."""
     f = agent()
     assert f.tick(0.0) == [Look()]
-    assert f.looked(0, None, None, 0.1) == [Claim(1, None)]
+    assert f.looked(0, None, None, 0.1) == [Claim(1, None, unseen=True)]
     assert f.tick(0.2) == [], "one thing at a time"
     mine = Record(1, 1, replace(LEADER, task=B.task))
     assert f.claimed(mine, 0.3) == [Lead(mine), Look()]

@@ -43,6 +43,28 @@ def test_a_silent_agent_is_lost_after_lost_after_s():
     assert of(effects, Drop) == [Drop(B)] and told(effects, "stop") == [A, C]
 
 
+def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
+    """The next record says so, for the next leader."""
+    leader = training(A, B, C)
+    passed(leader, 5.0, A, C)
+    assert leader.machine.comebacks.unseen == {B.task: B.host}
+    rejoin(leader, A, 5.1)
+    rejoin(leader, C, 5.1)
+    (create,) = of(leader.slurm_says(running(A, B, C), 5.2), Create)
+    assert create.record.unseen == {B.task: B.host}
+    assert leading(create.record).machine.comebacks.unseen == {B.task: B.host}
+    leader.connected(B, 6.0)
+    assert leader.machine.comebacks.unseen == {}
+
+
+def test_who_hangs_up_has_ended():
+    """Even where Slurm has said before that its task is gone."""
+    leader = training(A, B, C)
+    leader.machine.comebacks.vanished(B)
+    leader.disconnected(B, "its connection closed", 2.0)
+    assert leader.machine.comebacks.unseen == {}
+
+
 def test_whatever_an_agent_says_shows_that_it_lives():
     """Beats or others."""
     leader = training(A, B)

@@ -16,7 +16,7 @@ CAUSE = Failure("7_0", "node1", 0, 0, 12.5, "boom", exception="ValueError", exit
 VICTIM = Failure("7_1", "nöde2", 2, 1, 12.7, "Connection closed by peer", signal="SIGTERM")
 BEFORE = Record(
     6, 2, FIRST, round=4, restarts=1, members=(A, B), lost={"7_3": 1},
-    given_back=2, started=1000.5,
+    given_back=2, started=1000.5, unseen={"7_4": "node9"},
 )  # fmt: skip
 
 
@@ -89,6 +89,15 @@ def test_who_claims_after_itself_is_not_lost():
         again = replace(FIRST, port=5000, attempt=attempt)
         lost = claim(7, BEFORE, again, 2000.0).lost
         assert lost.get("7_0", -1) < attempt, "the claimer itself counts as lost"
+
+
+def test_a_claim_notes_where_the_leader_before_may_run_still():
+    """It was out of reach only: nobody has seen its end. A claim that saw it end forgets it."""
+    assert claim(7, BEFORE, SECOND, 2000.0, unseen=True).unseen == {"7_0": "node1", "7_4": "node9"}
+    before = replace(BEFORE, unseen={"7_0": "node1", "7_1": "nöde2", "7_3": "node4"})
+    assert claim(7, before, SECOND, 2000.0).unseen == {"7_3": "node4"}
+    assert claim(7, before, SECOND, 2000.0, unseen=True).unseen == {"7_0": "node1", "7_3": "node4"}
+    assert claim(7, before, FIRST, 2000.0, unseen=True).unseen == {"7_1": "nöde2", "7_3": "node4"}
 
 
 def test_damaged_records_may_each_have_begun_an_epoch():

@@ -169,6 +169,15 @@ def test_a_node_has_its_address(recorded):
     assert outputs.parse_node_address(recorded("scontrol-no-node")) is None
 
 
+def test_a_node_is_up_or_not(recorded):
+    """One that takes no more jobs is; one that does not answer is not."""
+    is_up = {
+        name: outputs.parse_is_up(recorded(f"scontrol-node{name}"))
+        for name in ("", "-drained", "-down")
+    }
+    assert is_up == {"": True, "-drained": True, "-down": False}
+
+
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("judge", "names"),

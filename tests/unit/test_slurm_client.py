@@ -305,6 +305,48 @@ def test_nodes_that_are_avoided_already_need_no_call(command, tmp_path):
     assert command.calls() == ["-o show job 7"] * 2
 
 
+ALONE = "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobState={state} ExcNodeList=n[1-3]"
+
+
+@pytest.mark.parametrize(
+    ("host", "rest"), [("n2", "n[1,3]"), ("n9", None)], ids=["avoided", "not avoided"]
+)
+def test_a_node_that_a_waiting_task_avoids_is_given_back_to_it(command, host, rest):
+    """The others that it avoids stay."""
+    record = ALONE.format(state="PENDING")
+    command("scontrol", f'[ "$1" = update ] || echo "{record}"')
+    assert command.client.readmit("7_1", host)
+    updates = [] if rest is None else [f"update jobid=7_1 ExcNodeList={rest}"]
+    assert command.calls() == ["-o show job 7_1", *updates]
+
+
+def test_a_task_that_runs_can_not_be_given_a_node(command):
+    """Slurm changes that of waiting tasks only."""
+    record = ALONE.format(state="RUNNING")
+    command("scontrol", f'[ "$1" = update ] || echo "{record}"')
+    assert not command.client.readmit("7_1", "n2")
+    assert command.calls() == ["-o show job 7_1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_up"),
+    [
+        *[(s, True) for s in ("IDLE", "MIXED+DRAIN", "ALLOCATED+COMPLETING", "SOMETHING_NEW")],
+        *[(s, False) for s in ("DOWN*", "IDLE*", "DOWN+NOT_RESPONDING", "IDLE+POWERED_DOWN")],
+    ],
+)
+def test_a_node_is_up_by_its_state(command, state, is_up):
+    """Not while Slurm does not hear it."""
+    command("scontrol", f"echo 'NodeName=n1 State={state} ThreadsPerCore=1'")
+    assert command.client.is_up("n1") is is_up
+
+
+def test_a_node_that_slurm_does_not_know_is_not_up(command):
+    """It was taken out of the cluster."""
+    command("scontrol", "echo 'Node n1 not found'; echo 'Node n1 not found' >&2; exit 1")
+    assert not command.client.is_up("n1")
+
+
 def test_records_that_can_not_be_read_are_slurms_failure(command):
     """Who asks is prepared for that."""
     command("scontrol", "echo 'JobId=7 JobState=PENDING ExcNodeList=n[1-'")

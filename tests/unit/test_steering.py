@@ -103,7 +103,7 @@ def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
     f.join()
     f.tick(0.0)
     again = reopen(6, RECORD, 1)
-    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again)]
+    assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again, unseen=True)]
 
 
 @pytest.mark.parametrize("ending", [None, Ending("failed")])

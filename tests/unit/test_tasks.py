@@ -173,11 +173,13 @@ def test_without_the_launchers_table_nobody_knows(tmp_path):
 class LeadersClient(FakeClient):
     """Takes what a leader tells Slurm about tasks that are to come back."""
 
-    def __init__(self, states, *, refuses=(), fails=()):
+    def __init__(self, states, *, refuses=(), fails=(), mute=()):
         super().__init__(states)
         self._fails = fails
         self.requeued: list[str] = []
-        self.excluded: list[tuple[list[str], list[str]]] = []
+        self.excluded_nodes: list[tuple[list[str], list[str]]] = []
+        self.avoided: dict[str, tuple[str, ...]] = {}
+        self._mute = mute
         self.submitted: list[int | None] = []
         self._refuses = refuses
 
@@ -190,10 +192,16 @@ class LeadersClient(FakeClient):
             raise SlurmCommandError(["scontrol"], 1, says)
         self.requeued.append(task)
 
+    def excluded(self, task):
+        """What a task avoids, or no answer."""
+        if task in self._mute:
+            raise SlurmCommandError(["scontrol"], None, "no answer within 10 s")
+        return self.avoided.get(task, ())
+
     def exclude(self, tasks, hosts):
         """Take note of it."""
         if list(hosts):
-            self.excluded.append((list(tasks), sorted(hosts)))
+            self.excluded_nodes.append((list(tasks), sorted(hosts)))
 
     def resubmit(self, script, index, *, exclude):
         """Take note of it."""
@@ -223,6 +231,37 @@ def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
     assert client.submitted == [3]
     assert client.postponed == [(["70_0", "70_2"], 2)]
     assert current_names(run.load())[3] == "99_3"
+
+
+def test_a_task_whose_end_nobody_has_seen_does_not_start_where_it_may_run(tmp_path):
+    """Unless Slurm has seen its end; and before it is told when it may start."""
+    run = run_of(tmp_path, "70", [(0, i) for i in range(4)])
+    states = [
+        TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0),
+        TaskState("70_1", "NODE_FAIL"),
+        TaskState("70_2", "PREEMPTED"),
+        TaskState("70_3", "NODE_FAIL"),
+    ]
+    client = LeadersClient(states)
+    client.avoided["70_3"] = ("n3",)
+    tasks = SlurmTasks(run.load(), client)
+    tasks.bring_back(run, [f"70_{i}" for i in range(4)], {f"70_{i}": f"n{i}" for i in range(4)})
+    assert client.excluded_nodes == [(["70_0"], ["n0"]), (["70_1"], ["n1"])]
+    assert client.postponed == [([f"70_{i}" for i in range(4)], 2)]
+    assert sorted(file.name for file in run.avoided.iterdir()) == ["70_0@n0", "70_1@n1"]
+
+
+def test_a_task_that_can_not_be_kept_away_is_not_brought_back(tmp_path):
+    """It would start where it may run still; the others come back."""
+    run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
+    states = [
+        TaskState(f"70_{i}", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
+        for i in range(2)
+    ]
+    client = LeadersClient(states, mute=["70_0"])
+    with pytest.raises(SlurmCommandError, match="no answer"):
+        SlurmTasks(run.load(), client).bring_back(run, ["70_0", "70_1"], {"70_0": "n0"})
+    assert client.postponed == [(["70_1"], 2)]
 
 
 def test_a_task_for_which_slurm_does_not_answer_costs_the_others_nothing(tmp_path):
@@ -267,4 +306,4 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
     tasks = SlurmTasks(run.load(), client)
     tasks.exclude(run, ["n3"], "CUDA error")
     tasks.bring_back(run, ["70_0"])
-    assert client.excluded == [(["70_0"], ["n3"])] * 2
+    assert client.excluded_nodes == [(["70_0"], ["n3"])] * 2

@@ -30,9 +30,10 @@ def task_on(run, node: str) -> str:
     return next(m["task"] for m in members if m["host"] == node)
 
 
-@pytest.mark.parametrize("leads", [False, True] if LONG else [False])
+@pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_last_nodes")
+@pytest.mark.parametrize("leads", [False, True], ids=["a follower's", "the leader's"])
 def test_a_task_does_not_start_where_it_may_run_still(slurm, run, leads):
-    """It does when its last attempt has left in good order, which learns only now what happened."""
+    """It does when its last attempt has left in good order, or the node has been back a while."""
     cut = next(n for n in hosts(run.sweep) if (n == leader_host(run.sweep)) == leads)
     task = task_on(run, cut)
     slurm.partition(cut)

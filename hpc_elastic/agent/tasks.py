@@ -106,7 +106,6 @@ class SlurmTasks:
         self._spec = spec
         self._client = client or SlurmClient()
         self._silent = False
-        self._last_nodes = last_nodes.LastNodes()
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Ask squeue once; a Slurm that does not answer is logged once."""
@@ -180,7 +179,7 @@ class SlurmTasks:
 
     def readmit(self, run: RunDir, tasks: Iterable[str]) -> None:
         """Ask about nodes only where one of these tasks avoids one for now."""
-        self._last_nodes.readmit(run, tasks, self._client, time.monotonic())
+        last_nodes.readmit(run, tasks, self._client, time.time())
 
     def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
         """Write it down first: a task that is requeued in the meantime looks there."""

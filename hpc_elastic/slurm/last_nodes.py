@@ -7,12 +7,15 @@ Slurm drains the node ("Duplicate jobid") then, and holds the task ("launch fail
 however long the node was away (measured on 22.05 and 26.05). So a task whose end nobody has seen
 avoids its last node, by ExcNodeList,
 
-- until that has been up for ``RID_S``, as the leader sees it; or
+- until that has been up for ``RID_S``, as the run's leaders see it; or
 - until its last attempt, which learns of its fate at last, leaves in good order.
 
-    <run>/avoided/<task>@<node>   an empty file: that is why the task avoids the node
+    <run>/avoided/<task>@<node>   that is why the task avoids the node; in it, since when that is
+                                  up again (Unix seconds)
 
-What a task avoids for other reasons has no such file, and stays as it is.
+What a task avoids for other reasons has no such file, and stays as it is. While it waits, other
+tasks of its array that stand behind it do not start on the node either: of an array of which one
+element can not start Slurm tries no other in that round (22.05 and 26.05).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.files import write_atomic
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
@@ -65,35 +69,32 @@ def leave(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
         _log.warning("%s may not start on %s for another minute: %s", task, node, e)
 
 
-class LastNodes:
-    """Lets tasks start on the nodes that they avoid for now, once these are rid of them."""
+def readmit(run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
+    """Let tasks start on the nodes that they avoid for now, where these are rid of them (leader).
 
-    def __init__(self) -> None:
-        self._up_since: dict[str, float] = {}
+    To be called again and again: how long a node has been up counts from the first call that finds
+    it so, whoever made that.
 
-    def readmit(self, run: RunDir, tasks: Iterable[str], client: SlurmClient, now: float) -> None:
-        """See which nodes are back.
+    Args:
+        run: The run.
+        tasks: Those of its tasks that are gone; others are seen to when they are.
+        client: How to reach Slurm. It is asked about nodes that one of these tasks avoids.
+        now: Unix time. The next leader's clock may differ by seconds, which do not matter here.
 
-        Args:
-            run: The run.
-            tasks: Those of its tasks that are gone; others are seen to when they are.
-            client: How to reach Slurm. It is asked about nodes that one of these tasks avoids.
-            now: The time, in monotonic seconds.
-
-        Raises:
-            SlurmCommandError: Slurm does not answer; to be tried again.
-            OSError: the run's directory can not be read; likewise.
-        """
-        gone = set(map(queue_name, tasks))
-        avoided = [(task, node) for task, node in _avoided(run) if task in gone]
-        for node in {node for _, node in avoided}:
-            if client.is_up(node):
-                self._up_since.setdefault(node, now)
-            else:
-                self._up_since.pop(node, None)
-        for task, node in avoided:
-            if now - self._up_since.get(node, now) >= RID_S:
-                _readmit(run, task, node, client)
+    Raises:
+        SlurmCommandError: Slurm does not answer; to be tried again.
+        OSError: the run's directory can not be read or written; likewise.
+    """
+    gone = set(map(queue_name, tasks))
+    avoided = [(task, node) for task, node in _avoided(run) if task in gone]
+    is_up = {node: client.is_up(node) for node in {node for _, node in avoided}}
+    for task, node in avoided:
+        file = _file(run, task, node)
+        since = _up_since(file)
+        if (since is not None) != is_up[node]:
+            write_atomic(file, str(now) if is_up[node] else "")
+        elif since is not None and now - since >= RID_S:
+            _readmit(run, task, node, client)
 
 
 def _readmit(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
@@ -111,6 +112,13 @@ def _avoided(run: RunDir) -> Iterator[tuple[str, str]]:
     for name in names:
         task, _, node = name.partition("@")
         yield task, node
+
+
+def _up_since(file: Path) -> float | None:
+    try:
+        return float(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _file(run: RunDir, task: str, node: str) -> Path:

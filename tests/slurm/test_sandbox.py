@@ -183,6 +183,29 @@ def test_partitioned_node_runs_but_is_not_reached(slurm):
     )
 
 
+def test_a_read_only_node_starts_no_task(slurm, tmp_path):
+    """Its files are read-only there and nowhere else: tasks fail, or Slurm holds them."""
+    options = [f"--output={tmp_path}/out", "--nodelist=node3"]
+    main(["read-only-node", "3", "--name", slurm.name])
+    slurm.make_read_only(3)
+    assert slurm.exec_on(3, ["touch", f"{tmp_path}/new"], check=False).returncode
+    slurm.exec_on(2, ["touch", f"{tmp_path}/new"])
+    assert [node["files"] for node in slurm.status()["nodes"]].index("read-only") == 2
+    job = submit(slurm, "true", *options)
+    wait("the end", lambda: job_field(slurm, job, "JobState") == "FAILED")
+    assert job_field(slurm, job, "Reason") == "JobLaunchFailure"
+    main(["writable-node", "3", "--name", slurm.name])
+    slurm.make_read_only(3, spool=True)
+    job = submit(slurm, "true", *options)
+    held = "launch_failed_requeued_held"
+    wait("the hold", lambda: job_field(slurm, job, "Reason") == held)
+    slurm.make_writable(3)
+    assert {node["files"] for node in slurm.status()["nodes"]} == {"writable"}
+    slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
+    slurm.run(["scontrol", "release", job])
+    wait("the end", lambda: job_field(slurm, job, "JobState") == "COMPLETED")
+
+
 def test_preemption_terminates_the_step_and_requeues(slurm, tmp_path):
     """A job of `high` takes the node: SIGTERM reaches the step, and the task starts once more."""
     log = tmp_path / "log"
@@ -205,10 +228,12 @@ def test_heal_all_undoes_every_fault(slurm):
     slurm.kill_node(1)
     slurm.pause_node(2)
     slurm.partition(3)
+    slurm.make_read_only(4)
     slurm.heal_all()
     assert set(slurm.node_states().values()) == {"idle"}
     assert slurm.run(["squeue", "-h"]).stdout == ""
     assert {node["processes"] for node in slurm.status()["nodes"]} == {"running"}
+    assert {node["files"] for node in slurm.status()["nodes"]} == {"writable"}
 
 
 def test_slurm_env_points_commands_at_the_sandbox(slurm_env):

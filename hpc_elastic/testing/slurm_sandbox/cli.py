@@ -24,6 +24,7 @@ _FAULTS = {
     "resume-node": ("resume_node", "let a paused node go on"),
     "partition": ("partition", "cut a node off from the network"),
     "heal": ("heal", "give a node its network back"),
+    "writable-node": ("make_writable", "let a read-only node write again"),
 }
 _EPILOG = 'try: eval "$(scripts/slurm_sandbox.py up | tail -1)" && srun -N4 hostname'
 
@@ -43,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     _command(commands, "heal-all", "undo every fault and cancel every job")
     for name, (_, help_text) in _FAULTS.items():
         _command(commands, name, help_text).add_argument("node", help="2 or node2")
+    read_only = _command(commands, "read-only-node", "let a node see files read-only")
+    read_only.add_argument("node", help="2 or node2")
+    read_only.add_argument("--spool", action="store_true", help="Slurm's spool, and nothing else")
     preempt = _command(commands, "preempt", "take nodes away for a job of the high partition")
     preempt.add_argument("nodes", nargs="+", metavar="node", help="2 or node2")
     preempt.add_argument("--for-s", type=float, default=30.0, help="seconds (default 30)")
@@ -114,6 +118,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         sandbox.down()
     elif arguments.command == "heal-all":
         sandbox.heal_all()
+    elif arguments.command == "read-only-node":
+        sandbox.make_read_only(arguments.node, spool=arguments.spool)
     elif arguments.command == "preempt":
         print(sandbox.preempt(arguments.nodes, arguments.for_s))
     else:
@@ -162,7 +168,7 @@ def human(status: Status) -> str:
         return head
     rows = [
         f"{node['name']:8} {node['address']:14} processes {node['processes']:8} "
-        f"link {node['link']:5} slurm {node['slurm']}"
+        f"link {node['link']:5} files {node['files']:9} slurm {node['slurm']}"
         for node in status["nodes"]
     ]
     return "\n".join([head, f"SLURM_CONF={status['slurm_conf']}", *rows])

@@ -1,14 +1,15 @@
-"""What can be done to a sandbox's nodes: kill, pause, cut off, take away, and bring back.
+"""What can be done to a sandbox's nodes: kill, pause, cut off, make read-only, and bring back.
 
 Functions here act on a state that the caller has loaded, and return the state that holds after.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 
-from . import network
+from . import mounts, network
 from .client import ask, cancel_all, is_idle, is_there, is_written_off, resume, wait_nodes
 from .commands import tail, wait_until
 from .daemons import init_of, start_slurmctld, start_slurmd, wait_for_controller
@@ -82,6 +83,26 @@ def heal(state: State, node: str) -> None:
     network.set_link(state.layout, node, up=True)
 
 
+def make_read_only(state: State, node: str, *, spool: bool = False) -> None:
+    """Let a node see every folder of jobs read-only, or Slurm's spool in place of them.
+
+    Raises:
+        SandboxError: The node is dead.
+    """
+    init = init_of(state, node)
+    if init is None:
+        raise SandboxError(f"{node} is dead: start it first")
+    own_spool = mounts.spool(state.layout, node)
+    mounts.make_read_only(init, [own_spool] if spool else mounts.job_folders())
+
+
+def make_writable(state: State, node: str) -> None:
+    """Undo `make_read_only`; no effect on any other node."""
+    init = init_of(state, node)
+    if init is not None:
+        mounts.make_writable(init, [*mounts.job_folders(), mounts.spool(state.layout, node)])
+
+
 def stop_controller(state: State) -> None:
     """End slurmctld with SIGTERM, so that it saves its state; no effect if it does not run."""
     process = state.processes["slurmctld"]
@@ -119,9 +140,9 @@ def preempt(state: State, nodes: Sequence[str], for_s: float) -> str:
 
 
 def bring_back(state: State) -> State:
-    """Undo every fault: slurmctld runs, cables in, paused nodes go on, dead ones are started.
+    """Undo every fault; jobs are left alone.
 
-    Jobs are left alone.
+    slurmctld runs, cables are in, paused nodes go on, read-only ones may write, dead ones start.
 
     Returns:
         The state with new processes of the nodes that were dead.
@@ -130,6 +151,7 @@ def bring_back(state: State) -> State:
     for node in state.config.node_names:
         heal(state, node)
         resume_node(state, node)
+        make_writable(state, node)
         if init_of(state, node) is None:
             state = start_slurmd(state, node)
     wait_back(state, state.config.node_names)
@@ -142,6 +164,15 @@ def heal_all(state: State) -> State:
     cancel_all(state)
     wait_nodes(state, state.config.node_names, is_idle, NODE_TIMEOUT_S)
     return state
+
+
+def files_state(state: State, node: str) -> str:
+    """Return ``writable`` or ``read-only`` for a node's files, ``unknown`` where nothing tells."""
+    init = init_of(state, node)
+    if init is None or not os.access(f"/proc/{init.pid}/root", os.R_OK):
+        return "unknown"
+    folders = [*mounts.job_folders(), mounts.spool(state.layout, node)]
+    return "read-only" if mounts.read_only(init, folders) else "writable"
 
 
 def process_state(state: State, node: str) -> str:

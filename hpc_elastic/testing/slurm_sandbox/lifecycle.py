@@ -17,7 +17,7 @@ from . import accounting, daemons, network, releases
 from .client import is_idle, node_states, wait_nodes
 from .config import SandboxConfig
 from .errors import SandboxError
-from .faults import NODE_TIMEOUT_S, bring_back, kill_node, process_state
+from .faults import NODE_TIMEOUT_S, bring_back, files_state, kill_node, process_state
 from .layout import Layout
 from .processes import end, is_alive
 from .state import State, forget, load, locked, save
@@ -27,12 +27,13 @@ _PLACES = "-places"  # no sandbox can have this name
 
 
 class NodeStatus(TypedDict):
-    """How one node is: its processes, its cable, and what Slurm thinks of it."""
+    """How one node is: its processes, its cable, its files, and what Slurm thinks of it."""
 
     name: str
     address: str
     processes: str
     link: str
+    files: str
     slurm: str
 
 
@@ -153,5 +154,6 @@ def _node_status(state: State, node: str, slurm: dict[str, str]) -> NodeStatus:
         address=state.layout.address(node),
         processes=process_state(state, node),
         link=network.link_state(state.layout, node),
+        files=files_state(state, node),
         slurm=slurm.get(node, "unknown"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -181,6 +182,21 @@ class SlurmSandbox:
     def heal(self, node: str | int) -> None:
         """Give a node its network back; `wait_idle` tells when Slurm has noticed."""
         self._act(faults.heal, node)
+
+    def make_read_only(self, node: str | int, *, spool: bool = False) -> None:
+        """Let a node see files read-only, as after a disk's error; what is open stays writable.
+
+        Args:
+            node: Which node.
+            spool: Whether that is Slurm's spool only, so that Slurm holds a task that starts there
+                (``launch failed requeued held``). Otherwise all but Slurm's files is read-only: a
+                task whose output file is there fails (``JobLaunchFailure``).
+        """
+        self._act(functools.partial(faults.make_read_only, spool=spool), node)
+
+    def make_writable(self, node: str | int) -> None:
+        """Undo `make_read_only`."""
+        self._act(faults.make_writable, node)
 
     def preempt(self, nodes: Sequence[str | int], for_s: float = 30.0) -> str:
         """Take nodes away for a job of the `high` partition, and return that job's id."""

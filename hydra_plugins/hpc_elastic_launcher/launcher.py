@@ -1,4 +1,4 @@
-"""The Hydra launcher plugin: ``hydra/launcher=hpc_elastic``, which the launcher groups choose.
+"""The Hydra launcher plugin, which the groups ``launcher=slurm`` and ``launcher=local`` choose.
 
 Hydra imports this module for every Hydra script on the machine, whether it uses us or not: so
 nothing but Hydra's own interface is imported before the first launch.

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra.core.config_store import ConfigStore
 
 import hpc_elastic
 from hpc_elastic.config import LocalSettings, NodeRange, SlurmSettings
 from hpc_elastic.resources import folder
 from hpc_elastic.settings import resolve
-from hydra_plugins.hpc_elastic_launcher.config_store import register
 
 SCRIPT = """
 import hydra
@@ -139,14 +137,14 @@ def test_an_unknown_key_reaches_our_own_error(project, override):
         resolve(project.compose("+launcher=slurm", override))
 
 
-def test_the_schema_has_every_key_of_the_dataclass():
-    """The keys are not written down twice."""
-    register()
-    register()
-    for name, settings in (("slurm", SlurmSettings()), ("local", LocalSettings())):
-        node = ConfigStore.instance().load(f"launcher/schema/{name}.yaml").node
-        assert set(node) == {*asdict(settings), "backend"}
-        assert set(node.rendezvous) == set(asdict(settings)["rendezvous"])
+@pytest.mark.parametrize("backend", ["slurm", "local"])
+def test_every_setting_is_shown_with_its_default(project, backend):
+    """``--cfg job`` prints what a run would have; ``???`` would say that a value is missing."""
+    project.write(config="lr: 1")
+    shown = project.compose(f"+launcher={backend}")
+    defaults = {"slurm": SlurmSettings, "local": LocalSettings}[backend]()
+    assert shown.pop("launcher") == {**asdict(defaults), "backend": backend}
+    assert shown == {"nodes": 1, "nproc_per_node": "auto", "ft": False, "lr": 1}
 
 
 def test_the_packaged_folders_are_found():

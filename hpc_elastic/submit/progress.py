@@ -7,6 +7,7 @@ say, and the displays show it.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -15,42 +16,81 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.backend import TrackedRun
 from hpc_elastic.submit.outcome import Outcome
+from hpc_elastic.words import duration
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_COLUMNS = ("run", "overrides", "tasks", "state", "nodes", "step", "loss", "restarts")
-_WRAPPED = ("run", "overrides", "tasks", "result")
+_WRAPPED = ("run", "overrides", "queue", "result")
 """Columns that take several lines where the terminal is narrow; the others are kept whole."""
 _REASON_WIDTH = len("(Resources),")
+_BAR_WIDTH = 10
 _LOG_WIDTH = 160
 """Columns of the tables in a log file, where rich would assume 80."""
 _CHROME_LINES = 6
 """Lines of the table that are no runs, and of the prompt around it."""
+_LINE_EVERY_S = (10.0, 600.0)
+"""Shortest and longest time between two lines of a run in a log file that tell of its steps."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run in the table; texts, empty where nothing is known."""
+    """One run in the table; texts are empty and numbers None where nothing is known.
+
+    Attributes:
+        run: Its name in the sweep.
+        overrides: Its overrides.
+        state: ``queued``, ``forming`` (tasks run, no group trains yet), ``training``,
+            ``given back``, or how it ended.
+        nodes: Nodes of the group that trains, and how many it may have: ``2 of 4``.
+        queue: Its tasks that do not run, by state, and why the pending ones wait.
+        step: The last step that was reported.
+        total_steps: Where the training will be done.
+        loss: The last loss that was reported.
+        left_s: Seconds until ``total_steps``, at the present pace.
+        restarts: Restarts that were spent, of those allowed: ``1 of 3``; empty if none was.
+        ended: Whether the run has ended.
+    """
 
     run: str
     overrides: str
-    tasks: str = ""
-    state: str = "waiting"
+    state: str = "queued"
     nodes: str = ""
-    step: str = ""
+    queue: str = ""
+    step: int | None = None
+    total_steps: int | None = None
     loss: str = ""
+    left_s: float | None = None
     restarts: str = ""
     ended: bool = False
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """Return the texts in the order of the columns."""
-        return tuple(str(getattr(self, name)) for name in _COLUMNS)
+    def share(self) -> float | None:
+        """Return how much of the training is done, from 0 to 1; None if that is not known."""
+        if self.step is None or not self.total_steps:
+            return None
+        return min(1.0, self.step / self.total_steps)
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """Return the text of each column, in their order."""
+        share = "" if self.share is None else f"{_bar(self.share)} {math.floor(self.share * 100)}%"
+        return {
+            "run": self.run, "overrides": self.overrides, "state": self.state,
+            "nodes": self.nodes, "queue": self.queue, "progress": share,
+            "step": "" if self.step is None else f"{self.step:,}", "loss": self.loss,
+            "time left": "" if self.left_s is None else duration(self.left_s),
+            "restarts": self.restarts,
+        }  # fmt: skip
+
+
+def _bar(share: float) -> str:
+    done = round(share * _BAR_WIDTH)
+    return "━" * done + "╌" * (_BAR_WIDTH - done)
 
 
 class Display(Protocol):
@@ -91,33 +131,64 @@ def row_of(
     """
     row = before or Row(run.name, run.label)
     if states is not None:
-        row = replace(row, tasks=_tasks(states))
+        row = replace(row, queue=_queue(states), state=_state_without_status(row, states))
     if status is not None:
+        nodes = status.get("nodes")
         row = replace(
             row,
-            state=str(status.get("phase") or row.state),
-            nodes=_text(status.get("nodes")),
-            step=_text(status.get("step")),
+            state=_PHASES.get(str(status.get("phase")), row.state),
+            nodes=f"{nodes} of {len(run.tasks)}" if nodes else "",
+            step=status.get("step"),
+            total_steps=status.get("total_steps"),
             loss=_text(status.get("loss")),
+            left_s=_left_s(status),
             restarts=_restarts(status),
         )
+        if row.state == "forming" and states and not _any_runs(states):
+            row = replace(row, state="queued")
     if outcome is not None:
-        row = replace(row, state=outcome.status, nodes="", ended=True)
+        row = replace(row, state=outcome.status, nodes="", queue="", left_s=None, ended=True)
     return row
 
 
-def _tasks(states: Iterable[TaskState]) -> str:
-    """Return how many tasks are in which state, and what the pending ones wait for."""
-    counts = Counter(state.state for state in states)
-    reasons = Counter(s.reason for s in states if s.state == "PENDING" and s.reason)
+_PHASES = {"waiting": "forming", "training": "training", "given back": "given back"}
+"""What is shown for the phases of status.json; how a run ended is told by its outcome."""
+
+
+def _state_without_status(row: Row, states: Sequence[TaskState]) -> str:
+    """Return the state of a run as far as its tasks show it: no leader need live to tell it."""
+    if row.state in ("queued", "forming"):
+        return "forming" if _any_runs(states) else "queued"
+    return row.state
+
+
+def _any_runs(states: Iterable[TaskState]) -> bool:
+    return any(state.phase is Phase.RUNNING for state in states)
+
+
+def _queue(states: Iterable[TaskState]) -> str:
+    """Return how many tasks that do not run are in which state, and why the pending ones wait."""
+    waiting = [state for state in states if state.phase is not Phase.RUNNING]
+    counts = Counter(state.state for state in waiting)
+    reasons = Counter(s.reason for s in waiting if s.state == "PENDING" and s.reason)
     why = f" ({reasons.most_common(1)[0][0]})" if reasons else ""
     parts = [f"{n} {name}{why if name == 'PENDING' else ''}" for name, n in sorted(counts.items())]
     return ", ".join(parts)
 
 
+def _left_s(status: Mapping[str, Any]) -> float | None:
+    """Return the seconds until the last step at the present pace; None if it is not known."""
+    step, total, pace = (status.get(name) for name in ("step", "total_steps", "steps_per_s"))
+    if step is None or total is None or not pace or status.get("phase") != "training":
+        return None
+    return float(max(0, total - step) / pace)
+
+
 def _restarts(status: Mapping[str, Any]) -> str:
     spent, allowed = status.get("restarts"), status.get("max_restarts")
-    return _text(spent) if allowed is None else f"{spent or 0}/{allowed}"
+    if not spent:
+        return ""
+    return str(spent) if allowed is None else f"{spent} of {allowed}"
 
 
 def _text(value: object) -> str:
@@ -178,11 +249,11 @@ def choose_display(console: Console) -> Display:
 
 
 class PlainDisplay:
-    """One line when something of a run has changed, at most every few seconds for its step."""
+    """One line when something of a run has changed, and for its step now and then."""
 
-    def __init__(self, console: Console, every_s: float = 10.0) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._every_s = every_s
+        self._began = time.monotonic()
         self._shown: dict[str, tuple[Row, float]] = {}
 
     def __enter__(self) -> Display:
@@ -195,9 +266,10 @@ class PlainDisplay:
     def show(self, rows: Sequence[Row]) -> None:
         """Print the rows that have changed."""
         now = time.monotonic()
+        every_s = line_spacing_s(now - self._began)
         for row in rows:
             before, at = self._shown.get(row.run, (None, now))
-            if worth_a_line(row, before, since_s=now - at, every_s=self._every_s):
+            if worth_a_line(row, before, since_s=now - at, every_s=every_s):
                 self._shown[row.run] = (row, now)
                 self.say(line_of(row))
 
@@ -206,19 +278,38 @@ class PlainDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def line_spacing_s(age_s: float) -> float:
+    """Return the seconds between two lines that tell of steps only, after so long (pure).
+
+    They grow with the age of the display, so that a day's log has some 200 lines a run.
+    """
+    shortest, longest = _LINE_EVERY_S
+    return min(longest, max(shortest, age_s / 10))
+
+
 def worth_a_line(row: Row, before: Row | None, *, since_s: float, every_s: float) -> bool:
     """Say whether a row is printed: at once if it changed, steps and losses now and then (pure)."""
     if before is None or row == before:
         return before is None
-    calm = replace(row, step=before.step, loss=before.loss)
+    calm = replace(
+        row, step=before.step, total_steps=before.total_steps, loss=before.loss,
+        left_s=before.left_s,
+    )  # fmt: skip
     return calm != before or since_s >= every_s
 
 
 def line_of(row: Row) -> str:
     """Return a row as one line (pure)."""
-    named = [f"{name} {getattr(row, name)}" for name in _COLUMNS[4:] if getattr(row, name)]
+    told = [f"{row.state} on {row.nodes} nodes" if row.nodes else row.state]
+    told += [row.queue] if row.queue else []
+    if row.step is not None:
+        share = "" if row.share is None else f" of {row.total_steps:,} ({row.share:.0%})"
+        told.append(f"step {row.step:,}{share}")
+    told += [f"loss {row.loss}"] if row.loss else []
+    told += [f"{duration(row.left_s)} left"] if row.left_s is not None else []
+    told += [f"{row.restarts} restarts"] if row.restarts else []
     head = f"[{row.run}] {row.overrides}".rstrip()
-    return ": ".join([head, ", ".join(filter(None, [row.state, row.tasks, *named]))])
+    return f"{head}: {', '.join(told)}"
 
 
 class LiveDisplay:
@@ -260,10 +351,12 @@ def _table(rows: Sequence[Row], num_lines: int) -> Table:
 
     shown = fitting(rows, num_lines)
     hidden = len(rows) - len(shown)
-    table = _empty_table(_COLUMNS)
+    cells = [row.cells for row in shown]
+    columns = [name for name in (cells[0] if cells else ()) if any(row[name] for row in cells)]
+    table = _empty_table(columns)
     table.caption = f"and {hidden} more" if hidden else None
-    for row in shown:
-        table.add_row(*(escape(cell) for cell in row.cells))
+    for row in cells:
+        table.add_row(*(escape(row[name]) for name in columns))
     return table
 
 
@@ -274,7 +367,7 @@ def _empty_table(columns: Sequence[str]) -> Table:
 
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in columns:
-        width = _REASON_WIDTH if name == "tasks" else None
+        width = _REASON_WIDTH if name == "queue" else None
         table.add_column(name, no_wrap=name not in _WRAPPED, overflow="fold", min_width=width)
     return table
 

@@ -19,6 +19,7 @@ from hpc_elastic.submit.progress import (
     Row,
     fitting,
     line_of,
+    line_spacing_s,
     places,
     results_table,
     row_of,
@@ -228,7 +229,7 @@ def test_a_gang_is_one_line_of_the_queue_and_several_tasks(run):
     script, shown = Script([[running, RUNNING], [TaskState("8", "FAILED")], []]), Shown()
     watch = waiter(script, [gang], shown)
     watch.look()
-    assert shown.rows[-1][0].tasks == "3 RUNNING"
+    assert (shown.rows[-1][0].state, shown.rows[-1][0].queue) == ("forming", "")
     (outcome,) = watch.wait()
     assert outcome.status == "lost"
     assert all(text in str(outcome.error) for text in ("8.1: FAILED", "7_0: RUNNING", "module:"))
@@ -345,10 +346,14 @@ STATUS = {
 
 
 def test_a_row_puts_status_and_queue_into_words(run):
-    """Tasks by state with the reason of those that wait; the group as its leader sees it."""
-    row = row_of(run, STATUS, [RUNNING, PENDING], None, None)
-    expected = ("0", "lr=0.1", "1 PENDING (Resources), 1 RUNNING", "training", "2", "120", "0.1235")
-    assert row.cells == (*expected, "1/3")
+    """Tasks that do not run, and why; the group as its leader sees it; how much is done."""
+    status = {**STATUS, "total_steps": 480, "steps_per_s": 2.0}
+    row = row_of(run, status, [RUNNING, PENDING], None, None)
+    assert row.cells == {
+        "run": "0", "overrides": "lr=0.1", "state": "training", "nodes": "2 of 2",
+        "queue": "1 PENDING (Resources)", "progress": "━━╌╌╌╌╌╌╌╌ 25%", "step": "120",
+        "loss": "0.1235", "time left": "3 min", "restarts": "1 of 3",
+    }  # fmt: skip
 
 
 def test_a_row_keeps_what_is_not_known_anew(run):
@@ -358,16 +363,48 @@ def test_a_row_keeps_what_is_not_known_anew(run):
     assert row_of(run, {**STATUS, "loss": None}, None, None, before).loss == ""
 
 
+def test_a_row_says_whether_a_run_waits_for_nodes_or_forms_its_group(run):
+    """Its tasks are queued; they run and meet; and a status that no leader keeps up is old."""
+    assert row_of(run, None, [PENDING], None, None).state == "queued"
+    assert row_of(run, None, [RUNNING, PENDING], None, None).state == "forming"
+    waiting = {"phase": "waiting", "nodes": 0}
+    assert row_of(run, waiting, [RUNNING], None, None).state == "forming"
+    assert row_of(run, waiting, [PENDING], None, None).state == "queued"
+    training = row_of(run, STATUS, [RUNNING], None, None)
+    assert row_of(run, None, [RUNNING], None, training).state == "training"
+
+
+def test_a_run_that_has_ended_has_no_tasks_and_no_time_left(run):
+    """Its tasks may still be listed as running for a moment: that is no news of the run."""
+    status = {**STATUS, "total_steps": 120, "steps_per_s": 2.0}
+    before = row_of(run, status, [RUNNING, PENDING], None, None)
+    ended = Outcome(run, "succeeded", {}, 1, None)
+    row = row_of(run, status, [RUNNING], ended, before)
+    told = "[0] lr=0.1: succeeded, step 120 of 120 (100%), loss 0.1235, 1 of 3 restarts"
+    assert line_of(row) == told
+
+
 def test_plain_lines_come_on_change_only():
     """A log file gets a line when something happens, and a sign of life now and then."""
-    row = Row("0", "lr=0.1", state="training", nodes="2", step="1")
-    later = replace(row, step="2", loss="0.1")
+    row = Row("0", "lr=0.1", state="training", nodes="2 of 4", step=1, total_steps=1200)
+    later = replace(row, step=2, loss="0.1", left_s=61.0)
     assert worth_a_line(row, None, since_s=0, every_s=10)
     assert not worth_a_line(row, row, since_s=99, every_s=10)
     assert not worth_a_line(later, row, since_s=1, every_s=10)
     assert worth_a_line(later, row, since_s=10, every_s=10)
-    assert worth_a_line(replace(row, nodes="3"), row, since_s=0, every_s=10)
-    assert line_of(row) == "[0] lr=0.1: training, nodes 2, step 1"
+    assert worth_a_line(replace(row, nodes="3 of 4"), row, since_s=0, every_s=10)
+    assert line_of(later) == (
+        "[0] lr=0.1: training on 2 of 4 nodes, step 2 of 1,200 (0%), loss 0.1, 61 s left"
+    )
+
+
+def test_lines_of_steps_come_more_seldom_as_a_run_goes_on():
+    """A day in a log file is some 200 lines for each run, and no minute of its start is silent."""
+    assert [line_spacing_s(age) for age in (0, 100, 1000, 86_400)] == [10, 10, 100, 600]
+    at, num_lines = 0.0, 0
+    while at < 86_400:
+        at, num_lines = at + line_spacing_s(at), num_lines + 1
+    assert 150 < num_lines < 250
 
 
 def text_of(display_class, rows, **console) -> str:
@@ -383,13 +420,16 @@ def text_of(display_class, rows, **console) -> str:
 def test_plain_display_prints_rows_once_and_markup_as_it_is():
     """Square brackets in overrides are no markup."""
     text = text_of(PlainDisplay, [Row("0", "a=[1,2]")])
-    assert text.splitlines() == ["[hello] [bold]world", "[0] a=[1,2]: waiting"]
+    assert text.splitlines() == ["[hello] [bold]world", "[0] a=[1,2]: queued"]
 
 
-def test_live_display_shows_a_table():
-    """On a terminal, the rows stand in one table."""
-    text = text_of(LiveDisplay, [Row("0", "a=[1,2]", state="training")], force_terminal=True)
-    assert "a=[1,2]" in text and "training" in text and "[hello]" in text
+def test_live_display_shows_a_table_with_a_bar():
+    """On a terminal the rows stand in one table, of the columns that have anything to tell."""
+    row = Row("0", "a=[1,2]", state="training", step=5, total_steps=10, left_s=30.0)
+    text = text_of(LiveDisplay, [row], force_terminal=True)
+    expected = ("a=[1,2]", "training", "━━━━━╌╌╌╌╌ 50%", "30 s", "[hello]")
+    assert all(told in text for told in expected)
+    assert "restarts" not in text and "queue" not in text
 
 
 def test_runs_that_go_on_are_shown_first_where_not_all_fit():

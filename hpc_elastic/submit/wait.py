@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
+from hpc_elastic.events import Event, EventReader
 from hpc_elastic.files import read_json
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.reasons import remedy
@@ -29,6 +30,9 @@ GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
 UNREADABLE_S = 30.0
 """How long a run may be unreadable before the user is told."""
+
+_LONGEST_ERROR = 600
+"""Characters of a failed worker's error at most: the run's log files hold all of it."""
 
 Verdict = Literal["going", "gone", "lost"]
 
@@ -60,6 +64,10 @@ class _Memory:
     stuck: frozenset[str] = frozenset()
     unreadable: tuple[float, OSError] | None = None
     """Since when, and why; None if the last look went well."""
+    num_restarts_told: int = 0
+    restarts: dict[int, Event] = field(default_factory=dict)
+    """The ``restart`` events read so far, by their number."""
+    events: EventReader | None = None
 
 
 class Waiter:
@@ -136,8 +144,10 @@ class Waiter:
         outcome = self._outcome_of(run, self._memory[number], states)
         if outcome is not None:
             self._outcomes[number] = outcome
-        before = self._rows.get(number)
-        self._rows[number] = row_of(run, _status(run.paths), states, outcome, before)
+        before, status = self._rows.get(number), _status(run.paths)
+        self._rows[number] = row_of(run, status, states, outcome, before)
+        if status is not None:
+            self._tell_of_restarts(run, self._memory[number], status)
 
     def _outcome_of(
         self, run: TrackedRun, memory: _Memory, states: list[TaskState] | None
@@ -166,6 +176,29 @@ class Waiter:
             self._display.say("the runs can be read again")
             self._blind = False
 
+    def _tell_of_restarts(
+        self, run: TrackedRun, memory: _Memory, status: Mapping[str, Any]
+    ) -> None:
+        """Print the error behind each restart, once.
+
+        The events are read only when status.json counts a restart that was not told yet. A file
+        system that shows them late is asked again at the next look.
+        """
+        spent, allowed = int(status.get("restarts") or 0), status.get("max_restarts")
+        if spent <= memory.num_restarts_told:
+            return
+        memory.events = memory.events or EventReader(run.paths.event_logs)
+        try:
+            _note_restarts(memory.restarts, memory.events.new())
+        except OSError:
+            return
+        while (event := memory.restarts.get(memory.num_restarts_told + 1)) is not None:
+            memory.num_restarts_told += 1
+            error = str(event.get("failure") or "")
+            shown = error if len(error) <= _LONGEST_ERROR else f"{error[:_LONGEST_ERROR]}..."
+            count = f"restart {memory.num_restarts_told} of {allowed}"
+            self._display.say(f"[{run.name}] {run.label}".rstrip() + f": {count}: {shown}")
+
     def _missing(self, run: TrackedRun, memory: _Memory, states: list[TaskState]) -> Outcome | None:
         """Return the outcome of a run that has no result; None if one may still come."""
         memory.last_seen.update({state.task: _describe(state) for state in states})
@@ -193,6 +226,15 @@ class Waiter:
             head = f"task {waiting[reason]} of {run.label or run.name} will not start by itself"
             self._display.say(f"{head} ({reason}): {remedy(reason)}")
         memory.stuck |= waiting.keys()
+
+
+def _note_restarts(restarts: dict[int, Event], events: Iterable[Event]) -> None:
+    """Add the ``restart`` events by number; a resumed run counts its restarts from 0 again."""
+    for event in events:
+        if event["kind"] == "resume":
+            restarts.clear()
+        elif event["kind"] == "restart":
+            restarts[int(event["restarts"])] = event
 
 
 def _status(run: RunDir) -> dict[str, Any] | None:

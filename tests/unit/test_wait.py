@@ -65,6 +65,11 @@ def write(run: TrackedRun, **result) -> None:
     run.paths.result.write_text(json.dumps(result))
 
 
+def write_status(run: TrackedRun, **status) -> None:
+    """Write the run's status.json."""
+    run.paths.status.write_text(json.dumps({"phase": "training", **status}))
+
+
 FAILURE = {
     "host": "node3",
     "task": "7_3",
@@ -311,6 +316,39 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
         write(each, status="succeeded", restarts=0)
     assert [outcome.status for outcome in watch.wait()] == ["succeeded"] * 2
     assert shown.said[1:] == ["the runs can be read again"]
+
+
+def test_the_error_behind_a_restart_is_printed_once_when_it_happens(run):
+    """With its host and rank; those before a run was resumed are no news, nor is a late file."""
+    events = run.dir / "events"
+    events.mkdir()
+
+    def write_events(*found: tuple[str, dict]) -> None:
+        lines = [{"v": 1, "time": 1.0, "kind": kind, "task": "7_0", **rest} for kind, rest in found]
+        with (events / "7_0.jsonl").open("a") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def fails(number: int, error: str) -> tuple[str, dict]:
+        return "restart", {"restarts": number, "host": "node2", "failure": error}
+
+    script, shown = Script([[RUNNING]]), Shown()
+    watch = waiter(script, [run], shown)
+    write_events(fails(1, "of old"), fails(2, "of old"), ("resume", {"generation": 1}))
+    write_status(run, restarts=0, max_restarts=3)
+    watch.look()
+    write_status(run, restarts=1, max_restarts=3)
+    watch.look()
+    assert shown.said == [], "the file system does not show the event yet"
+    first = "rank 1 (local rank 0) on node2, exit code 1: ValueError: boom"
+    write_events(fails(1, first))
+    watch.look()
+    write_status(run, restarts=3, max_restarts=3)
+    write_events(fails(2, "x" * 5000), fails(3, "third"))
+    watch.look()
+    watch.look()
+    assert [len(said) < 700 for said in shown.said] == [True] * 3
+    assert shown.said[0] == f"[0] lr=0.1: restart 1 of 3: {first}"
+    assert shown.said[2] == "[0] lr=0.1: restart 3 of 3: third"
 
 
 def test_a_task_that_fails_while_others_wait_is_told_at_once(run):

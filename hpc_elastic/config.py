@@ -113,7 +113,8 @@ class LauncherSettings:
     wait: bool = True
     """Block until the runs have ended; false returns once they are submitted."""
     spread: Literal["runs", "nodes"] = "runs"
-    """Order in the queue: every run gets a first node first, or one run after the other."""
+    """Order in the queue: the min nodes of every run in turn and further nodes after that, or all
+    nodes of one run after the other."""
     snapshot: bool = False
     """Run from a copy of the code taken at submission."""
     dry_run: bool = False

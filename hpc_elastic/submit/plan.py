@@ -4,8 +4,12 @@ A run of up to n nodes is n array tasks, its *slots*. Runs that ask Slurm for th
 share an array, so that a sweep is one sbatch call. The index of a task in its array is its place
 in the queue, hence the two orders:
 
-    spread=runs    slot 0 of every run, then slot 1 of every run that has one, and so on
+    spread=runs    the min nodes of the first run, those of the second, and so on; then the first
+                   further slot of every run, then the second
     spread=nodes   all slots of the first run, then all of the second
+
+Below its min nodes a run can not train. If every run stood in the queue with its first node, a
+sweep of more runs than there are nodes would hold all of them, and no run could begin.
 
 Slurm numbers the tasks of an array from 0 to MaxArraySize - 1 at most: what does not fit goes to
 the next array, in the same order, and a run may lie across two.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,9 +209,12 @@ def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot
     """Return the slots of some runs that are no gang's, in the queue's order."""
     slots = {run: _array_slots(runs[run].settings) for run in group}
     if runs[group[0]].settings.launcher.spread == "nodes":
-        return (Slot(run, slot) for run in group for slot in slots[run])
-    most = max(len(slots[run]) for run in group)
-    return (Slot(run, slots[run][n]) for n in range(most) for run in group if n < len(slots[run]))
+        yield from (Slot(run, slot) for run in group for slot in slots[run])
+        return
+    least = {run: runs[run].settings.nodes.min for run in group}
+    yield from (Slot(run, slot) for run in group for slot in slots[run] if slot < least[run])
+    further = [[Slot(run, slot) for slot in slots[run] if slot >= least[run]] for run in group]
+    yield from (slot for nth in zip_longest(*further) for slot in nth if slot is not None)
 
 
 def _array_slots(settings: RunSettings) -> range:

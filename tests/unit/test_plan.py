@@ -26,11 +26,20 @@ def order(planned: Plan, array: int = 0) -> list[tuple[int, int]]:
 
 
 def test_spread_runs_gives_every_run_a_first_node_first():
-    """With spread=runs no run has two nodes in the queue before each has one."""
+    """With spread=runs and a minimum of one, no run has two in the queue before each has one."""
     assert order(plan(run("a", 3), run("b", 1), run("c", 2))) == [
         *[(0, 0), (1, 0), (2, 0)],
         *[(0, 1), (2, 1)],
         (0, 2),
+    ]
+
+
+def test_spread_runs_queues_the_minimum_of_one_run_after_the_other():
+    """With fewer nodes than runs, the first runs can begin: no run holds a node for nothing."""
+    assert order(plan(run("a", 3, low=2), run("b", 2, low=2), run("c", 4, low=1))) == [
+        *[(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)],
+        *[(0, 2), (2, 1)],
+        *[(2, 2), (2, 3)],
     ]
 
 

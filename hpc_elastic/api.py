@@ -85,13 +85,13 @@ def launch(
         ConfigError: a setting, the function or an argument can not work.
         SubmissionError: Slurm refused the job.
         WorkerGroupError: the training failed; holds the first failure.
+        SystemExit: Ctrl-C or SIGTERM; what has become of the run was printed.
     """
     from hpc_elastic.settings import resolve
     from hpc_elastic.submit import session
     from hpc_elastic.submit.entry import entry_of
     from hpc_elastic.submit.freeze import require_writable
     from hpc_elastic.submit.plan import PlannedRun
-    from hpc_elastic.submit.processes import terminated_as_interrupt
 
     config = {
         "nodes": nodes,
@@ -104,13 +104,13 @@ def launch(
     path = Path(run_dir).absolute() if run_dir else _new_run_dir(fn.__name__)
     require_writable(path)
     source = Path(entry.script).parent if entry.script else Path(entry.cwd)
-    prepared = session.prepare_runs(
-        [PlannedRun(path, checked)], entry, sweep=path, name=fn.__name__, source=source
-    )
-    if checked.launcher.dry_run:
-        session.announce(prepared)
-        return LaunchResult({}, path)
-    with terminated_as_interrupt():
+    with session.ended_by_interrupt():
+        prepared = session.prepare_runs(
+            [PlannedRun(path, checked)], entry, sweep=path, name=fn.__name__, source=source
+        )
+        if checked.launcher.dry_run:
+            session.announce(prepared)
+            return LaunchResult({}, path)
         submitted = session.submit(prepared)
         if not checked.launcher.wait:
             session.announce(prepared, submitted)

@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.ClickException as e:
         e.show()
         return e.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as e:
+        if str(e):
+            click.echo(f"hpc-elastic: {e}", err=True)
         return INTERRUPTED
     if not isinstance(code, int):
         return 0

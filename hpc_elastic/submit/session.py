@@ -126,9 +126,30 @@ def let_go_on_failure(handle: Handle) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt as e:
+        raise KeyboardInterrupt(handle.leave()) from e
     except BaseException:
         print(handle.leave(), file=sys.stderr)
         raise
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """End this program with a message, and no traceback, on Ctrl-C or SIGTERM.
+
+    The message is that of the KeyboardInterrupt, if whoever was interrupted gave it one.
+
+    Raises:
+        SystemExit: it was interrupted.
+    """
+    from hpc_elastic.submit.processes import terminated_as_interrupt
+
+    try:
+        with terminated_as_interrupt():
+            yield
+    except KeyboardInterrupt as e:
+        print(str(e) or "interrupted: nothing was submitted", file=sys.stderr)
+        sys.exit(130)
 
 
 def wait(submitted: Submitted, out: TextIO | None = None) -> list[Outcome]:

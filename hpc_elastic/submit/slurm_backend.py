@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
-from hpc_elastic.rundir import SUBMISSION, Submission
+from hpc_elastic.rundir import SUBMISSION, RunDir, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import TaskState
@@ -72,6 +72,7 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
         ConfigError: sbatch refused a setting; names the key.
         SubmissionError: sbatch refused the job for another reason. In both cases the arrays that
             were submitted before are cancelled.
+        KeyboardInterrupt: the same; its text says what has become of the runs.
     """
     from hpc_elastic.submit.executor import SbatchRefusedError, array_job_id, submit_script
 
@@ -84,12 +85,28 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
         try:
             jobs = submit_script(script, len(array.tasks), after=after)
         except BaseException as e:
+            if isinstance(e, KeyboardInterrupt):
+                _mark_cancelled(prepared)
             SlurmHandle(list(ids.values()), sweep, client).cancel()
+            if isinstance(e, KeyboardInterrupt):
+                what = f"no run was started, and {sweep} can be removed"
+                raise KeyboardInterrupt(f"interrupted during the submission: {what}") from e
             if isinstance(e, SbatchRefusedError):
                 raise explain(e.stderr, array.launcher, known_partitions(client)) from e
             raise
         ids[array.number] = array_job_id(jobs)
     return SlurmHandle(list(ids.values()), sweep, client)
+
+
+def _mark_cancelled(prepared: Prepared) -> None:
+    """Let every task of the runs end as soon as it starts.
+
+    The interrupted sbatch may have submitted its job, whose id nobody knows.
+    """
+    from hpc_elastic.submit.cancel import mark
+
+    for run in prepared.plan.runs:
+        mark(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:

@@ -38,7 +38,6 @@ from hpc_elastic.submit.frozen import remembered_grammar
 from hpc_elastic.submit.outcome import Outcome
 from hpc_elastic.submit.plan import PlannedRun
 from hpc_elastic.submit.prepare import Prepared, several_at_once
-from hpc_elastic.submit.processes import terminated_as_interrupt
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,18 @@ def launch_sweep(
     Raises:
         HpcElasticError: nothing was submitted. A run that fails later raises when its JobReturn
             is read, as Hydra wants it.
+        SystemExit: it was interrupted; what has become of the runs was printed.
     """
     detached = detach.report_file() is not None
     shared = SharedSections()
-    jobs = _freeze(sweep, job_overrides, initial_job_idx, shared)
-    for job in jobs:
-        _on_job_start(sweep, job)
-    prepared = _prepare(sweep, jobs, shared)
-    if prepared.plan.launcher.dry_run:
-        session.announce(prepared)
-        return [_returned(job) for job in jobs]
-    with terminated_as_interrupt():
+    with session.ended_by_interrupt():
+        jobs = _freeze(sweep, job_overrides, initial_job_idx, shared)
+        for job in jobs:
+            _on_job_start(sweep, job)
+        prepared = _prepare(sweep, jobs, shared)
+        if prepared.plan.launcher.dry_run:
+            session.announce(prepared)
+            return [_returned(job) for job in jobs]
         submitted = session.submit(prepared)
         with session.let_go_on_failure(submitted.handle):
             if detached:

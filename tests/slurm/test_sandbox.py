@@ -199,6 +199,7 @@ def test_a_read_only_node_starts_no_task(slurm, tmp_path):
     job = submit(slurm, "true", *options)
     held = "launch_failed_requeued_held"
     wait("the hold", lambda: job_field(slurm, job, "Reason") == held)
+    assert not Path("core").exists(), "a step daemon that can not start a task crashes (22.05)"
     slurm.make_writable(3)
     assert {node["files"] for node in slurm.status()["nodes"]} == {"writable"}
     slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])

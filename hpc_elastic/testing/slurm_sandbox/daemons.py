@@ -165,6 +165,7 @@ def slurmd_argv(layout: Layout, node: str) -> list[str]:
         *("nsenter", f"--net=/run/netns/{layout.namespace(node)}"),
         *("unshare", "--uts", "--mount", "--propagation=slave", "--pid", "--fork"),
         *("--kill-child", "--mount-proc", *become_argv(layout, node)),
+        *("env", f"--chdir={layout.directory}/log"),  # where a step daemon that crashes dumps core
         *(sys.executable, "-I", "-S", str(Path(__file__).with_name("node_init.py"))),
         *(program(layout, "slurmd"), "-D", "-N", node, *_stepd(layout)),
     ]

@@ -1,7 +1,7 @@
 """Record what a command shows on a terminal as an SVG: how status.svg and events.svg were made.
 
     eval "$(scripts/slurm_sandbox.py up | tail -n 1)"
-    python train.py -m launcher=slurm nodes=1:2 epochs=80 pause_s=0.1 lr=0.1,0.01 &
+    python train.py -m launcher=slurm nodes=1:2 epochs=80 pause_s=0.1 lr=0.1,0.001 &
     scripts/slurm_sandbox.py preempt 3 --for-s 8       # and, when it is back,
     scripts/slurm_sandbox.py kill-node 3               # start-node 3 some seconds later
     RUN=$(hpc-elastic list --json | jq -r '.[0].directory')

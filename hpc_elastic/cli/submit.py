@@ -22,7 +22,7 @@ _EXAMPLES = """
 \b
 Examples:
   hpc-elastic submit train.py launcher=slurm nodes=1:16 launcher.partition=gpu
-  hpc-elastic submit train.py -m launcher=slurm lr=0.1,0.01
+  hpc-elastic submit train.py -m launcher=slurm lr=0.1,0.001
   hpc-elastic submit --json train.py launcher=local nodes=2
 
 \b

@@ -55,7 +55,7 @@ from hpc_elastic.rendezvous.session import Candidacy, Leaving, SentBack, Session
 from hpc_elastic.rundir import RunSpec
 from hpc_elastic.slurm import last_nodes
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.decision import Reason
+from hpc_elastic.slurm.decision import Facts, Meaning, Reason, meaning
 from hpc_elastic.slurm.requeue import depart, foresee, give_back
 from hpc_elastic.slurm.states import queue_name
 
@@ -135,12 +135,32 @@ def _scheduler(task: Task) -> Scheduler | None:
 def _go(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     how = "ended"
+    known: list[Facts] = []
     if task.spec.launcher == "slurm":
         slurm, attempt = SlurmClient(), task.attempt
-        how = depart(task.name, slurm, attempt=attempt, reason=reason, run=task.run).value
+        how = depart(
+            task.name, slurm, attempt=attempt, reason=reason, run=task.run, note=known.append
+        ).value
         last_nodes.leave(task.run, task.name, task.slurm.node_name, slurm)
-    events.write("left", reason=reason.value, how=how)
+    means = _meaning(known[0], task.slurm.node_name) if known else {}
+    events.write("left", reason=reason.value, how=how, **means)
     return TAKEN
+
+
+def _meaning(facts: Facts, host: str) -> dict[str, str]:
+    """Return what is known of a SIGTERM, as fields of the event."""
+    if facts.reason is not Reason.SIGNAL:
+        return {}
+    means = meaning(facts)
+    found = {} if means is None else {"means": means.value}
+    if means not in (None, Meaning.REQUEUED, Meaning.CANCELLED):
+        return found
+    try:
+        node = SlurmClient().out_of_service(host)
+    except SlurmCommandError as e:
+        _log.warning("the state of %s is not known: %s", host, e)
+        return found
+    return {**found, "node": node} if node else found
 
 
 class _Node:

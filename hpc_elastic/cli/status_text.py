@@ -29,12 +29,13 @@ _COLOURS = {
 }  # fmt: skip
 _DEPARTURES = {
     "preempted": ("preemption", None), "time limit": ("time limit", None),
+    "requeued": ("task requeued", "tasks requeued"),
     "cancelled": ("task cancelled", "tasks cancelled"), "gone": ("node lost", "nodes lost"),
     "silence": ("node lost without a word", "nodes lost without a word"),
     "asked": ("node left as asked", "nodes left as asked"),
     "given back": ("node given back", "nodes given back"),
     "gave up": ("node gave up", "nodes gave up"),
-    "signal": ("node taken", "nodes taken"),
+    "signal": ("task told to stop", "tasks told to stop"),
 }  # fmt: skip
 _NOT_LISTED = "not in the queue"
 _LAST = {"end": "until the end", "gone": "lost", "silence": "lost without a word"}

@@ -31,6 +31,7 @@ from hpc_elastic.slurm.outputs import (
     parse_is_up,
     parse_job_id,
     parse_node_address,
+    parse_out_of_service,
     parse_partition_names,
     parse_preemption,
     parse_records,
@@ -171,6 +172,11 @@ class SlurmClient:
         """Tell whether a node is up, so that Slurm may start jobs there; an unknown one is not."""
         output = self._node(node)
         return output is not None and parse_is_up(output)
+
+    def out_of_service(self, node: str) -> str:
+        """Return why a node gets no new jobs, in Slurm's words; empty: it does, or is unknown."""
+        output = self._node(node)
+        return "" if output is None else parse_out_of_service(output)
 
     def _node(self, node: str) -> str | None:
         try:

@@ -55,6 +55,16 @@ class Departure(Enum):
     STAY = "stay"
 
 
+class Meaning(Enum):
+    """What SIGTERM meant to a task, as far as Slurm says."""
+
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"  # by `scontrol requeue`, or by Slurm, which took its node out of service
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time limit"
+    RUN_ENDED = "run ended"
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known when a task has to go.
@@ -166,6 +176,25 @@ TABLE: tuple[Row, ...] = (
     Row("cancelled or ended", lambda _: True, Departure.EXIT),
 )
 """The first row that applies decides. REQUEUE becomes REPLACE where Slurm refuses to requeue."""
+
+
+def meaning(facts: Facts) -> Meaning | None:
+    """Return what SIGTERM meant to a task; None: Slurm does not say.
+
+    It may come from anybody: a task that runs on, and is not preempted, says nothing of its reason.
+    """
+    if facts.run_ended:
+        return Meaning.RUN_ENDED
+    if facts.state is None:
+        return None
+    if facts.state.preempted or facts.state.state == "PREEMPTED":
+        return Meaning.PREEMPTED
+    if _had_no_time_left(facts):
+        return Meaning.TIME_LIMIT
+    if _was_requeued(facts) or facts.phase is Phase.PENDING or _lost_its_node(facts):
+        return Meaning.REQUEUED
+    was_ended = facts.phase is Phase.LEAVING or facts.state.state == "CANCELLED"
+    return Meaning.CANCELLED if was_ended else None
 
 
 def row_of(facts: Facts) -> Row:

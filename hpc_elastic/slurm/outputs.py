@@ -41,6 +41,7 @@ _NOT_UP = {
     *("DOWN", "NOT_RESPONDING", "UNKNOWN", "FUTURE", "POWERED_DOWN", "POWERING_DOWN"),
     *("POWERING_UP", "REBOOT_ISSUED"),
 }
+_NO_NEW_JOBS = {"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "REBOOT_REQUESTED"}
 _DEFAULT_KILL_WAIT_S = 30
 _DATE = "%Y-%m-%dT%H:%M:%S"
 _DURATION = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", re.ASCII)
@@ -247,6 +248,20 @@ def parse_is_up(output: str) -> bool:
     m = re.search(r"(?<!\S)State=(\S+)", output)
     words = set() if m is None else set(m[1].replace("*", "+NOT_RESPONDING").split("+"))
     return words.isdisjoint(_NOT_UP)
+
+
+def parse_out_of_service(output: str) -> str:
+    """Return why a node gets no new jobs, by what ``scontrol show node`` printed; empty: it does.
+
+    Returns:
+        Slurm's words, such as ``IDLE+DRAIN: maintenance [root@2030-01-31T12:00:00]``.
+    """
+    m = re.search(r"(?<!\S)State=(\S+)", output)
+    words = set() if m is None else set(m[1].replace("*", "+NOT_RESPONDING").split("+"))
+    if m is None or words.isdisjoint(_NOT_UP | _NO_NEW_JOBS):
+        return ""
+    reason = re.search(r"(?<!\S)Reason=(.+)", output)
+    return m[1] if reason is None else f"{m[1]}: {reason[1].strip()}"
 
 
 def parse_job_id(output: str) -> str:

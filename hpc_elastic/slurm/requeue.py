@@ -91,6 +91,7 @@ def depart(
     attempt: int | None = None,
     reason: Reason = Reason.SIGNAL,
     run: RunDir | None = None,
+    note: Callable[[Facts], None] = lambda facts: None,
 ) -> Departure:
     """Go back to the queue if the task is to come back; return how it goes.
 
@@ -107,6 +108,7 @@ def depart(
         reason: Why it goes.
         run: Its run: whether that has ended, which nodes it avoids, and where another task is
             submitted in place of one that Slurm will not requeue. None: none of that is done.
+        note: Is told what Slurm says before anything is done about it.
 
     Returns:
         REQUEUE, REQUEUED and REPLACE: the node comes back; EXIT: it does not; STAY: Slurm could
@@ -114,7 +116,7 @@ def depart(
     """
     with _deaf_to_sigterm(for_good=True):
         try:
-            return _patiently(lambda: _go(task, client, attempt, reason, RETURN_DELAY_S, run))
+            return _patiently(lambda: _go(task, client, attempt, reason, RETURN_DELAY_S, run, note))
         except (SlurmCommandError, OSError) as e:
             _log.warning("not requeued by ourselves, waiting for Slurm to do it: %s", e)
             time.sleep(_KILLED_WITHIN_S)
@@ -192,8 +194,11 @@ def _go(
     reason: Reason,
     delay_s: float,
     run: RunDir | None,
+    note: Callable[[Facts], None] = lambda facts: None,
 ) -> Departure:
-    return _carry_out(task, client, _ask(task, client, attempt, reason, run), delay_s, run)
+    facts = _ask(task, client, attempt, reason, run)
+    note(facts)
+    return _carry_out(task, client, facts, delay_s, run)
 
 
 def _ask(

@@ -9,6 +9,7 @@ from hpc_elastic.events import Event
 from hpc_elastic.story.lives import Chronicle, Life
 
 _COMES_BACK = ("requeue", "requeued", "replace")
+_SIGNALLED = "signalled"
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,9 @@ class Cause:
     """What brought a change about.
 
     Attributes:
-        what: ``preempted``, ``time limit``, ``asked``, ``cancelled`` (or may not come back),
-            ``signalled`` (SIGTERM, and nobody says why), ``given back``, ``excluded``,
+        what: ``preempted``, ``time limit``, ``asked``, ``requeued`` (its task was, and it was not
+            preempted), ``cancelled``, ``run ended`` (its task was told so), ``signalled`` (SIGTERM,
+            and it is not known why), ``given back``, ``excluded``,
             ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
             ``leader lost``, ``leader changed``, ``out of reach`` (for a while), ``worker failed``,
             ``rejoined``, ``arrived``, ``returned``, ``other``.
@@ -43,7 +45,8 @@ class Cause:
     def is_announced(self) -> bool:
         """Whether there was time to save."""
         return self.what in (
-            "preempted", "time limit", "asked", "cancelled", "signalled", "arrived", "returned",
+            "preempted", "time limit", "asked", "requeued", "cancelled", "run ended", _SIGNALLED,
+            "arrived", "returned",
         )  # fmt: skip
 
 
@@ -80,21 +83,14 @@ def why_left(
 
 
 def _noticed(life: Life, notice: Event) -> Cause:
-    how = life.ends_after(0.0).get("left", {}).get("how")
+    left = life.ends_after(0.0).get("left", {})
+    how, reason = left.get("how"), str(notice["reason"])
     back = None if how in (None, "stay") else how in _COMES_BACK
+    what = str(left.get("means") or _SIGNALLED) if reason == "signal" else reason
     return Cause(
-        _meaning(str(notice["reason"]), how), _time(notice), (life.host,),
+        what, _time(notice), (life.host,), str(left.get("node") or ""),
         signal=notice.get("signal"), given_s=notice.get("given_s"), comes_back=back,
     )  # fmt: skip
-
-
-def _meaning(reason: str, how: str | None) -> str:
-    """Tell what a notice meant, from how the task went."""
-    if reason != "signal":
-        return reason
-    if how in _COMES_BACK:
-        return "preempted"
-    return "cancelled" if how == "exit" else "signalled"
 
 
 def _unannounced(life: Life, ends: Mapping[str, Event], *, led: bool) -> Cause:
@@ -117,7 +113,9 @@ def _unannounced(life: Life, ends: Mapping[str, Event], *, led: bool) -> Cause:
 def why_came(life: Life, run: Chronicle, at: float) -> Cause:
     """Tell where a new member has come from.
 
-    A node that the run has had before came back, whichever of its tasks had it then.
+    A node that was in the group before came back, whichever of its tasks had it then. It was away
+    from when the group lost it until its agent was there again: one that was only cut off, or
+    stood still, is there when it is a member.
 
     Args:
         life: What happened to it.
@@ -125,11 +123,11 @@ def why_came(life: Life, run: Chronicle, at: float) -> Cause:
         at: When it became a member.
     """
     time = life.started if life.started is not None else at
-    left, earlier = run.last_left(life.host, time), run.earlier(life)
-    if left is not None:
-        return Cause("returned", time, (life.host,), away_s=round(time - left, 1))
-    is_back = earlier is not None and earlier.host == life.host  # nobody saw it go
-    return Cause("returned" if is_back else "arrived", time, (life.host,))
+    left = run.last_left(life.host, at)
+    if left is None:
+        return Cause("arrived", time, (life.host,))
+    back = time if time > left else at
+    return Cause("returned", back, (life.host,), away_s=round(back - left, 1))
 
 
 def together(causes: Iterable[Cause]) -> tuple[Cause, ...]:

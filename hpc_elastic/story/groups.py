@@ -17,6 +17,8 @@ from hpc_elastic.story.lives import Chronicle, Life
 
 _ANNOUNCED = "its node is to be left"
 """So begins why a node is gone that the leader was told of before."""
+_AT_ONCE_S = 1.0
+"""A leader that gives up a member stops the round in the same moment."""
 
 
 def group_episodes(run: Chronicle) -> Iterator[Episode]:
@@ -132,10 +134,12 @@ class _Change:
     def _out_of_reach(self, after: float, until: float) -> Iterator[Cause]:
         """Yield which members were given up, and are members again.
 
-        A leader that was replaced may have been cut off itself: its word on others is none.
+        A leader that was replaced may have been cut off itself: its word on others is none, then
+        and when it notices later how many it does not hear. So only those count that ended a round.
         """
-        if self._new_leader is not None:
+        if self._new_leader is not None or self._stop is None or self._stop.get("cause") != "gone":
             return
+        after = max(after, float(self._stop["time"]) - _AT_ONCE_S)
         stayed = {life.task: life for life in self._was if life in self._is}
         for event in self._run.of("gone", after=after, until=until):
             if event["task"] in stayed and not _is_told(event):

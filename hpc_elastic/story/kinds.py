@@ -62,7 +62,12 @@ _OF_TASKS = (
           Field("how", "text", "`requeue`: the task has put itself back into the queue; "
                 "`requeued`: Slurm, or somebody else, has; `replace`: another task was submitted "
                 "in its place; `exit`: it was cancelled, or may not come back; `stay`: it can not "
-                "be told; `ended`: there is no queue (launcher=local)"))),
+                "be told; `ended`: there is no queue (launcher=local)"),
+          Field("means", "text", "what SIGTERM meant, as Slurm said when asked: `preempted`; "
+                "`requeued`, and not preempted; `cancelled`; `time limit`; `run ended`; absent: "
+                "it is not known, or there was none", True),
+          Field("node", "text", "where the task was not preempted, and its node was not in service "
+                "then: the node's state and the reason, in Slurm's words", True))),
     Kind("given back", "Nodes that can not be used go back to the queue.", "when that is decided, "
          "and when each goes", "the leader, and the node's agent",
          (Field("delay_s", "number", "seconds for which they stay away"),

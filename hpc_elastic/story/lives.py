@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from hpc_elastic.events import Event
@@ -53,15 +55,9 @@ class Life:
             by_round: dict[int, Event] = getattr(self, kind)
             by_round[int(event["round"])] = event
 
-    def ends_after(self, time: float) -> dict[str, Event]:
-        """Return the first of its ends after a time, by kind."""
-        return {e["kind"]: e for e in reversed(self.ends) if float(e["time"]) > time}
-
-    @property
-    def ended(self) -> float | None:
-        """When it ended; None: nobody says that it has."""
-        times = [float(event["time"]) for event in self.ends_after(self.joined).values()]
-        return min(times, default=None)
+    def ends_after(self, time: float, until: float = float("inf")) -> dict[str, Event]:
+        """Return the first of its ends in ``(time, until]``, by kind."""
+        return {e["kind"]: e for e in reversed(self.ends) if time < float(e["time"]) <= until}
 
     def _add_notice(self, event: Event) -> None:
         """Keep the first one; but a signal says more, and the agent more than the leader."""
@@ -113,16 +109,44 @@ class Chronicle:
             self._lives[task].append(found)
         return found
 
-    def earlier(self, life: Life) -> Life | None:
-        """Return the attempt before; None: it was the first."""
-        lives = self._lives[life.task]
-        index = lives.index(life)
-        return lives[index - 1] if index else None
-
     def last_left(self, host: str, until: float) -> float | None:
-        """Return when a node was last left; None: the run has not had it before."""
-        ends = [life.ended for life in self.lives if life.host == host]
-        return max((end for end in ends if end is not None and end <= until), default=None)
+        """Return when a node was last taken out of the group; None: it has not been before."""
+        times = self._departures.get(host, [])
+        at = bisect_right(times, until)
+        return times[at - 1] if at else None
+
+    @cached_property
+    def _departures(self) -> dict[str, list[float]]:
+        """When each node was taken out of the group, whatever became of its task after that."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for before, after in pairwise(self.rounds):
+            stays = self.members(after)
+            for life in self.members(before):
+                time = self._departure(life, before, float(after["time"]))
+                if time is not None and (life not in stays or "departed" in life.ends_after(
+                    float(before["time"]), float(after["time"])
+                )):  # fmt: skip
+                    found[life.host].append(time)
+        return {host: sorted(times) for host, times in found.items()}
+
+    def _departure(self, life: Life, round_: Event, until: float) -> float | None:
+        """Return when a round was over for a member, as far as events before the next one say."""
+        since, number = float(round_["time"]), int(round_["number"])
+        events = [
+            *life.ends_after(since, until).values(),
+            *self._stops.get(number, ()), *self.ends.values(),
+            *(m.stopped[number] for m in self.members(round_) if number in m.stopped),
+        ]  # fmt: skip
+        times = [float(event["time"]) for event in events]
+        return min((time for time in times if since < time <= until), default=None)
+
+    @cached_property
+    def _stops(self) -> dict[int, list[Event]]:
+        """The ends of rounds, by the rounds' numbers."""
+        found: dict[int, list[Event]] = defaultdict(list)
+        for event in self.of("stop"):
+            found[int(event.get("round", 0))].append(event)
+        return found
 
     @property
     def lives(self) -> Iterator[Life]:

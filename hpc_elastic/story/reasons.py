@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.story.causes import Cause
+from hpc_elastic.words import duration
 
 _NAMED = 4
 
 _DIED = "its agent or its node died", "their agents or their nodes died"
+_SILENT = "it did not answer any more", "they did not answer any more"
 _SEEN = {
-    "": _DIED,
+    "": _SILENT,
     "its connection closed": _DIED,
     "silent": ("nothing was heard of it any more", "nothing was heard of them any more"),
     "has not found the new leader": (
@@ -54,15 +56,28 @@ def _was(cause: Cause, what: str) -> str:
 
 def _announced(what: str) -> Callable[[Cause], str]:
     def say(cause: Cause) -> str:
-        grace = None if cause.given_s is None else f"{cause.given_s:g} s grace"
+        grace = None if cause.given_s is None else f"{duration(cause.given_s)} grace"
         how = ", ".join(part for part in (cause.signal, grace) if part)
-        return _was(cause, what + (f" ({how})" if how else ""))
+        stays = ", and does not come back" if cause.comes_back is False else ""
+        return _was(cause, what + (f" ({how})" if how else "")) + stays
+
+    return say
+
+
+def _of_task(what: str) -> Callable[[Cause], str]:
+    """Tell what was done to the tasks of nodes, and what Slurm says of a node at that time."""
+
+    def say(cause: Cause) -> str:
+        tasks = "the task" if len(cause.hosts) == 1 else "the tasks"
+        was = "was" if len(cause.hosts) == 1 else "were"
+        node = f", while Slurm had the node as {cause.detail}" if cause.detail else ""
+        return f"{tasks} of {names(cause.hosts)} {was} {what} ({cause.signal or 'SIGTERM'}){node}"
 
     return say
 
 
 def _time_limit(cause: Cause) -> str:
-    left = "" if cause.given_s is None else f", {cause.given_s:g} s before it"
+    left = "" if cause.given_s is None else f", {duration(cause.given_s)} before it"
     several = len(cause.hosts) > 1
     return f"{names(cause.hosts)} left because of {'their' if several else 'its'} time limit{left}"
 
@@ -70,10 +85,6 @@ def _time_limit(cause: Cause) -> str:
 def _asked(cause: Cause) -> str:
     by = cause.signal or "a notice file, or the script"
     return _was(cause, f"asked to leave ({by})")
-
-
-def _cancelled(cause: Cause) -> str:
-    return _was(cause, f"cancelled, or may not be requeued again ({cause.signal or 'SIGTERM'})")
 
 
 def _seen(cause: Cause) -> str:
@@ -103,7 +114,7 @@ def _worker_failed(cause: Cause) -> str:
 
 def _returned(cause: Cause) -> str:
     several = "up to " if len(cause.hosts) > 1 else ""
-    away = "" if cause.away_s is None else f" after {several}{cause.away_s:.0f} s away"
+    away = "" if cause.away_s is None else f" after {several}{duration(cause.away_s)} away"
     return f"{names(cause.hosts)} came back{away}"
 
 
@@ -113,10 +124,12 @@ def _other(cause: Cause) -> str:
 
 _SAYS: dict[str, Callable[[Cause], str]] = {
     "preempted": _announced("preempted"),
-    "signalled": _announced("told to end"),
+    "signalled": _of_task("told to stop"),
+    "requeued": _of_task("requeued"),
+    "cancelled": _of_task("cancelled"),
+    "run ended": _of_task("told to stop, for its run had ended"),
     "time limit": _time_limit,
     "asked": _asked,
-    "cancelled": _cancelled,
     "given back": lambda c: _was(c, "given back to the queue"),
     "excluded": lambda c: f"{_was(c, 'excluded')} ({c.detail})",
     "gave up": lambda c: f"the agent of {names(c.hosts)} gave up ({c.detail})",

@@ -16,7 +16,6 @@ Key = tuple[str, int]
 """A task and its attempt."""
 
 _GOES = ("left", "gave up", "given back")
-_COMES_BACK = ("requeue", "requeued", "replace")
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,9 @@ class Attempt:
         begin: When its process was started.
         joined: When it first asked for a place in a round; None if it never did.
         end: When it was over, or now.
-        ended_by: ``preempted``, ``cancelled``, ``time limit``, ``asked`` or another reason to leave
-            (`slurm.decision.Reason`); ``gave up``; ``given back``; ``gone``: the group lost it;
+        ended_by: ``preempted``, ``requeued``, ``cancelled`` or what else SIGTERM meant
+            (`slurm.decision.Meaning`; ``signal``: it is not known); ``time limit``, ``asked``;
+            ``gave up``; ``given back``; ``gone``: the group lost it;
             ``silence``: nobody noted its end; ``end``: of the run. None: it goes on.
     """
 
@@ -199,12 +199,9 @@ def _end(its: Sequence[Event]) -> tuple[float | None, str | None]:
 
 
 def _why(goes: Event) -> str:
-    """Return why an attempt went; Slurm's SIGTERM means whatever was done about it."""
+    """Return why an attempt went; what SIGTERM meant, Slurm was asked."""
     reason = str(goes.get("reason") or goes["kind"])
-    if reason != "signal":
-        return reason
-    how = goes.get("how")
-    return "preempted" if how in _COMES_BACK else "cancelled" if how == "exit" else reason
+    return str(goes.get("means") or reason) if reason == "signal" else reason
 
 
 def rounds_of(events: Sequence[Event], *, now: float, ft: bool) -> list[Round]:

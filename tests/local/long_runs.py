@@ -85,7 +85,8 @@ class LongRun:
             self._train(self.now + 4)
             self._save()
             self._stop("regroup", f"{host(slot)} is to be left", [*self.members], self.saved)
-            self._tell("left", slot, reason=reason, how="requeue")
+            means = {"means": "preempted"} if reason == "signal" else {}
+            self._tell("left", slot, reason=reason, how="requeue", **means)
         heapq.heappush(self.back, (self.now + self.random.uniform(240, 3000), slot))
         self._form(stay)
         return None

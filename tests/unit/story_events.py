@@ -58,9 +58,12 @@ def notice(time: float, slot: int, reason: str = "signal", **fields: object) -> 
     return event(time, "notice", slot, reason=reason, left_s=3.3, **given, **fields)
 
 
-def left(time: float, slot: int, how: str = "requeue", reason: str = "signal") -> Event:
-    """A node was left."""
-    return event(time, "left", slot, reason=reason, how=how)
+def left(
+    time: float, slot: int, how: str = "requeue", reason: str = "signal", **fields: object
+) -> Event:
+    """A node was left: after a preemption, where nothing else is said."""
+    means = {"means": "preempted"} if reason == "signal" and not fields else fields
+    return event(time, "left", slot, reason=reason, how=how, **means)
 
 
 def gone(time: float, slot: int, why: str) -> Event:

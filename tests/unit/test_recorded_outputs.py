@@ -248,3 +248,13 @@ def test_more_nodes_or_cpus_than_there_are_are_refused():
     )
     assert isinstance(nodes, SubmissionError) and "together" in str(nodes)
     assert isinstance(cpus, ConfigError) and cpus.key == "launcher.cpus_per_node"
+
+
+def test_a_node_is_in_service_or_not(recorded):
+    """In every release's words: its state, and the reason that somebody gave."""
+    told = {
+        name: outputs.parse_out_of_service(recorded(f"scontrol-node{name}"))
+        for name in ("", "-drained", "-down")
+    }
+    assert told[""] == ""
+    assert told["-drained"].startswith("ALLOCATED+DRAIN: test [") and "DOWN" in told["-down"]

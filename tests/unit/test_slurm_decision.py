@@ -2,7 +2,16 @@
 
 import pytest
 
-from hpc_elastic.slurm.decision import TABLE, Departure, Facts, Reason, decide, row_of
+from hpc_elastic.slurm.decision import (
+    TABLE,
+    Departure,
+    Facts,
+    Meaning,
+    Reason,
+    decide,
+    meaning,
+    row_of,
+)
 from hpc_elastic.slurm.states import TaskState
 
 
@@ -74,3 +83,28 @@ def test_where_slurm_refuses_another_task_takes_the_place(known, expected):
     )  # fmt: skip
     replaced = Departure.REPLACE if expected is Departure.REQUEUE else expected
     assert decide(refused) is replaced
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        (facts(Reason.SIGNAL, ("RUNNING", PREEMPTED)), Meaning.PREEMPTED),
+        (facts(Reason.SIGNAL, ("COMPLETING", REQUEUED)), Meaning.PREEMPTED),
+        (facts(Reason.SIGNAL, ("COMPLETING", PREEMPTED)), Meaning.PREEMPTED),
+        (facts(Reason.SIGNAL, "PREEMPTED"), Meaning.PREEMPTED),
+        (facts(Reason.SIGNAL, ("COMPLETING", AGAIN)), Meaning.REQUEUED),
+        (facts(Reason.SIGNAL, ("PENDING", AGAIN)), Meaning.REQUEUED),
+        (facts(Reason.SIGNAL, "PENDING", attempt=None), Meaning.REQUEUED),
+        (facts(Reason.SIGNAL, "NODE_FAIL"), Meaning.REQUEUED),
+        (facts(Reason.SIGNAL, ("COMPLETING", AT_LIMIT)), Meaning.TIME_LIMIT),
+        (facts(Reason.SIGNAL, "COMPLETING"), Meaning.CANCELLED),
+        (facts(Reason.SIGNAL, "CANCELLED"), Meaning.CANCELLED),
+        (facts(Reason.SIGNAL, "COMPLETING", run_ended=True), Meaning.RUN_ENDED),
+        (facts(Reason.SIGNAL, "RUNNING"), None),
+        (facts(Reason.SIGNAL, "FAILED"), None),
+        (facts(Reason.SIGNAL, None), None),
+    ],
+)
+def test_what_sigterm_means_is_said_only_where_slurm_says_it(known, expected):
+    """`scontrol requeue` is no preemption; a signal from somewhere is no word of Slurm's."""
+    assert meaning(known) is expected

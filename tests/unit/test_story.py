@@ -111,9 +111,9 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="preempted, and not saved in time",
         ),
         pytest.param(
-            [notice(10.0, 1, "time limit", given_s=60.0), left(11.0, 1, reason="time limit"),
+            [notice(10.0, 1, "time limit", given_s=4.36543), left(11.0, 1, reason="time limit"),
              stop(10.9, 1, "regroup", 20), group(12.0, 2, 0)],
-            "node1 left because of its time limit, 60 s before it; all ranks saved step 20; "
+            "node1 left because of its time limit, 4.4 s before it; all ranks saved step 20; "
             "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
             id="time limit",
         ),
@@ -125,11 +125,41 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="asked",
         ),
         pytest.param(
-            [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, "exit"),
-             group(12.0, 2, 0)],
-            "node1 was cancelled, or may not be requeued again (SIGTERM); all ranks saved step 20; "
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20),
+             left(11.0, 1, "exit", means="cancelled"), group(12.0, 2, 0)],
+            "the task of node1 was cancelled (SIGTERM); all ranks saved step 20; "
             "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
             id="cancelled",
+        ),
+        pytest.param(
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, "exit"),
+             group(12.0, 2, 0)],
+            f"{PREEMPTED}, and does not come back; all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="preempted, and may not be requeued again",
+        ),
+        pytest.param(
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20),
+             left(11.0, 1, "requeued", means="requeued"), group(12.0, 2, 0)],
+            "the task of node1 was requeued (SIGTERM); all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="requeued by scontrol",
+        ),
+        pytest.param(
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20),
+             left(11.0, 1, "requeued", means="requeued", node="IDLE+DRAIN: broken [root@now]"),
+             group(12.0, 2, 0)],
+            "the task of node1 was requeued (SIGTERM), while Slurm had the node as IDLE+DRAIN: "
+            "broken [root@now]; all ranks saved step 20; group 2 -> 1 node; lost 0 steps, "
+            "formed anew after 1.1 s",
+            id="requeued, for its node is drained",
+        ),
+        pytest.param(
+            [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, node=""),
+             group(12.0, 2, 0)],
+            "the task of node1 was told to stop (SIGTERM); all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            id="SIGTERM, and nobody knows why",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0)],
@@ -160,14 +190,14 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
              group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20)],
-            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "node0, the leader, was lost (it did not answer any more), node1 leads now; "
             "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
             id="the leader died",
         ),
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
              group(11.0, 2, 1, epoch=2), trains(12.5, 1, 2, 20), notice(20.0, 0), left(21.0, 0)],
-            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "node0, the leader, was lost (it did not answer any more), node1 leads now; "
             "group 2 -> 1 node; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
             id="the leader was cut off, and told to end when it could be reached again",
         ),
@@ -182,7 +212,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), stopped(10.2, 1, 1, 27),
              event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2),
              notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
-            "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+            "node0, the leader, was lost (it did not answer any more), node1 leads now; "
             "group 2 -> 1 node; formed anew after 0.8 s",
             id="the leader was cut off, and took the others for lost",
         ),
@@ -226,7 +256,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [notice(10.0, 1)],
-            "node1 was told to end (SIGTERM, 5 s grace); group of 2 nodes changes; "
+            "the task of node1 was told to stop (SIGTERM); group of 2 nodes changes; "
             "it is not over yet",
             id="under way",
         ),
@@ -352,6 +382,25 @@ def test_a_run_that_was_gone_comes_back():
     )
 
 
+def test_a_leader_that_stood_still_takes_nobody_for_lost():
+    """When it goes on it hears nobody for a moment, and says so; it was away itself."""
+    lost = [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2)]
+    wakes = [gone(20.0, 1, "silent"), event(20.5, "joined", 0, host="node0")]
+    again = [stop(21.0, 2, "regroup", 30), group(22.0, 3, 1, 0, epoch=2)]
+    *_, left, came = episodes([*TWO, *lost, *wakes, *again])
+    assert sentence(left).startswith("node0, the leader, was lost (it did not answer any more)")
+    assert sentence(came).startswith("node0 came back after 12 s away; all ranks saved step 30")
+
+
+def test_how_long_a_node_was_away_counts_from_its_group():
+    """Attempts of its task that came to nothing in between, or ended late, do not matter."""
+    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(11.0, 2, 0)]
+    late = [notice(60.0, 1), left(61.0, 1), node(70.0, 1, 1), notice(100.0, 1), left(101.0, 1)]
+    again = [node(181.0, 1, 2), stop(182.0, 2, "regroup", 30), group(183.0, 3, 0, 21)]
+    told = [sentence(e) for e in episodes([*TWO, *lost, *late, *again])]
+    assert told[-1].startswith("node1 came back after 2 min 51 s away; all ranks saved step 30")
+
+
 @pytest.mark.parametrize(
     ("task", "attempt", "host", "told"),
     [
@@ -423,7 +472,7 @@ def test_the_replica_that_led_may_die():
     events = [event(10.0, "leader", 1, epoch=2),
               event(10.0, "departed", 0, host="node0", nodes=2)]  # fmt: skip
     assert replicas(*events) == [
-        "node0, the leader, was lost (its agent or its node died), node1 leads now; "
+        "node0, the leader, was lost (it did not answer any more), node1 leads now; "
         "3 -> 2 replicas; the others train on"
     ]
 

@@ -164,7 +164,7 @@ def test_a_requeue_is_two_attempts_and_a_wait():
     """The time in the queue is nobody's; the second attempt begins from its own process on."""
     events = [
         *ALONE, told(60, "notice"), told(61, "stop"),
-        told(62, "left", reason="signal", how="requeued"),
+        told(62, "left", reason="signal", how="requeued", means="preempted"),
         task(90, attempt=1), told(93, "joined"), closed(94, 2, (A, 1)),
         trains(96, 2, 52, attempt=1),
     ]  # fmt: skip

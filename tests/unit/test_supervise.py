@@ -1,5 +1,6 @@
 """What a node's task decides by itself: how many workers, and how it goes back to the queue."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ from hpc_elastic.agent.supervise import TAKEN, num_workers
 from hpc_elastic.errors import ConfigError, SlurmCommandError
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous.session import SentBack
-from hpc_elastic.slurm.decision import Departure, Reason
+from hpc_elastic.slurm.decision import Departure, Facts, Reason
+from hpc_elastic.slurm.states import TaskState
 
 
 @pytest.mark.parametrize(
@@ -80,5 +82,46 @@ def test_a_node_that_is_left_goes_as_slurm_says(tmp_path, monkeypatch, launcher,
     (event,) = read_events(tmp_path)
     assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", how)
     expected = {"attempt": 2, "reason": Reason.TIME_LIMIT, "run": "its run"}
+    for _, fields in given:
+        assert fields.pop("note") is not None
     assert given == ([("7_1", expected)] if launcher == "slurm" else [])
     assert left == ([("its run", "7_1", "n3")] if launcher == "slurm" else [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "state", "node", "told"),
+    [
+        (Reason.SIGNAL, {"preempted": True}, "IDLE+DRAIN: broken", {"means": "preempted"}),
+        (Reason.SIGNAL, {"state": "COMPLETING", "restarts": 3}, "", {"means": "requeued"}),
+        (
+            Reason.SIGNAL, {"state": "COMPLETING", "restarts": 3}, "IDLE+DRAIN: broken",
+            {"means": "requeued", "node": "IDLE+DRAIN: broken"},
+        ),
+        (Reason.SIGNAL, {"state": "COMPLETING"}, "", {"means": "cancelled"}),
+        (Reason.SIGNAL, {}, "IDLE+DRAIN: broken", {"node": "IDLE+DRAIN: broken"}),
+        (Reason.SIGNAL, {"state": "COMPLETING"}, None, {"means": "cancelled"}),
+        (Reason.ASKED, {"preempted": True}, "", {}),
+    ],
+)  # fmt: skip
+def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state, node, told):
+    """As Slurm says; where it says nothing of it, or does not answer, nothing is claimed."""
+
+    class Client:
+        def out_of_service(self, host: str) -> str:
+            assert host == "n3"
+            if node is None:
+                raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
+            return str(node)
+
+    def depart(*_: object, note: Callable[[Facts], None], **__: object) -> Departure:
+        note(Facts(reason, TaskState("7_1", **{"state": "RUNNING", "restarts": 2, **state}), 2))
+        return Departure.REQUEUED
+
+    monkeypatch.setattr(module, "SlurmClient", Client)
+    monkeypatch.setattr(module, "depart", depart)
+    monkeypatch.setattr(module.last_nodes, "leave", lambda *_: None)
+    spec, slurm = SimpleNamespace(launcher="slurm"), SimpleNamespace(node_name="n3")
+    task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)
+    module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), reason)
+    (event,) = read_events(tmp_path)
+    assert {key: event[key] for key in ("means", "node") if key in event} == told

@@ -93,7 +93,7 @@ _ALL = (
         takes_s=20.0, costs_task=True,
     ),
     Kind(
-        "requeue", "the task of {hosts} requeued by hand", frozenset({"preempted", "signalled"}),
+        "requeue", "the task of {hosts} requeued by hand", frozenset({"requeued", "signalled"}),
         takes_s=30.0,
     ),
     Kind(

@@ -14,11 +14,14 @@
 shuffles without a list of indices, `ledger` writes down what each rank trained on, and `audit`
 proves from it that no sample was left out or used twice.
 
-For datasets with a length and an index ("map-style") only: a stream has no position that could be
-handed to another number of workers. The package imports NumPy, and no torch.
+`ElasticStream` does the same for sharded data that is read forwards: files, ranges, generators. It
+is used as the sampler is, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
+
+The package imports NumPy, and no torch.
 """
 
 from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
 from hpc_elastic.data.sampler import ElasticSampler
+from hpc_elastic.data.stream import ElasticStream, count_samples
 
-__all__ = ["ElasticBatch", "ElasticSampler", "GlobalBatch"]
+__all__ = ["ElasticBatch", "ElasticSampler", "ElasticStream", "GlobalBatch", "count_samples"]

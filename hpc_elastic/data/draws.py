@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hpc_elastic.data.order import Order
 from hpc_elastic.data.plan import Place, Plan
 from hpc_elastic.errors import ConfigError
 
@@ -43,9 +42,7 @@ class Draws:
 
     def _start(self, place: Place) -> None:
         self.begin = self._done = self._drawn = place
-        self._order = Order(
-            self._plan.length, self._plan.seed, place.epoch, shuffle=self._plan.shuffle
-        )
+        self._samples = self._plan.samples(place.epoch)
         self._queue: deque[tuple[list[int], Place]] = deque()
 
     def __iter__(self) -> Draws:
@@ -81,7 +78,7 @@ class Draws:
                 num_drawn += part.num_loaded
             self._drawn = places[-1] = Place(before.epoch, first + size, before.step + 1)
         if positions:
-            samples = self._order(np.concatenate(positions))
+            samples = self._samples(np.concatenate(positions))
             cuts = np.cumsum([len(p) for p in positions])[:-1]
             indices = (part.tolist() for part in np.split(samples, cuts))
             self._queue.extend(zip(indices, places, strict=True))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpc_elastic.data import order
 from hpc_elastic.data.batch import ElasticBatch
@@ -97,6 +101,10 @@ class Plan:
         last = self.size(full * self.batch.global_batch)
         num_parts = full * self.batch.num_parts(self.batch.global_batch)
         return num_parts + (self.batch.num_parts(last) if last else 0)
+
+    def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return what gives the sample at each position of an epoch."""
+        return order.Order(self.length, self.seed, epoch, shuffle=self.shuffle)
 
     def facts(self) -> dict[str, Any]:
         """Return what decides which sample is where: a position means nothing without it."""

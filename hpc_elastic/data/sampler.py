@@ -40,10 +40,10 @@ class ElasticSampler:
     """Gives every sample once an epoch, whatever happens to the world size in between.
 
     Give it to a DataLoader as its ``batch_sampler``, to the checkpoint as a part of the state, and
-    go through the loader by `batches`. For map-style datasets: a stream has no position that
-    another number of workers could go on from. torchdata's StatefulDataLoader works as well. If
-    only that is saved and not the sampler, its state comes to be known when the first loop
-    begins, as always with torchdata: `epochs` counts from 0 until then.
+    go through the loader by `batches`. For map-style datasets; `ElasticStream` is for data that is
+    read forwards. torchdata's StatefulDataLoader works as well. If only that is saved and not the
+    sampler, its state comes to be known when the first loop begins, as always with torchdata:
+    `epochs` counts from 0 until then.
 
     Random numbers: beginning a loader does not touch torch's, so the model's are the same after a
     restart if they are in the checkpoint. Those that a dataset draws in a loader's worker process

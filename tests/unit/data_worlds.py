@@ -41,14 +41,20 @@ class World:
         self, size: int, dataset_len: int, batch: tuple[int, int | None], state=None, **options
     ) -> None:
         options = {"seed": 3, **options}
-        self.samplers = [
-            ElasticSampler(dataset_len, batch=ElasticBatch(*batch, rank, size), **options)
-            for rank in range(size)
-        ]
+        batches = [ElasticBatch(*batch, rank, size) for rank in range(size)]
+        self.samplers = [self.sampler(dataset_len, batch=each, **options) for each in batches]
         for sampler in self.samplers:
             if state is not None:
                 sampler.load_state_dict(json.loads(json.dumps(state)))
         self.trained: list[tuple[int, int, list[int]]] = []
+
+    def sampler(self, dataset_len: int, **options) -> ElasticSampler:
+        """Make the sampler of a rank."""
+        return ElasticSampler(dataset_len, **options)
+
+    def loader(self, sampler: ElasticSampler, num_ahead: int):
+        """Make the loader of a rank."""
+        return Loader(sampler, num_ahead)
 
     def state(self) -> dict:
         """Return the state as a checkpoint of all ranks has it, which must be equal on all."""
@@ -58,7 +64,7 @@ class World:
 
     def steps(self, num_epochs: int, num_ahead: int = 4) -> Iterator[int]:
         """Train; yield the step's number after each."""
-        loaders = [Loader(sampler, num_ahead) for sampler in self.samplers]
+        loaders = [self.loader(sampler, num_ahead) for sampler in self.samplers]
         for epochs in zip(*(s.epochs(num_epochs) for s in self.samplers), strict=True):
             assert len(set(epochs)) == 1
             batches = [s.batches(each) for s, each in zip(self.samplers, loaders, strict=True)]

@@ -1,0 +1,576 @@
+"""The stream: sharded data that is read forwards, each sample once an epoch at any world size.
+
+The data is a list of shards (files, ranges, generators) of known lengths, and a function that reads
+one shard from a given sample on. The epoch's order is computed, as the sampler's is: the n-th
+sample of an epoch is a function of the shards' lengths, the seed and n alone. So the position in
+the stream is one number, the same on every rank, and all rules of `sampler` hold: what counts is
+what was trained, a state fits any number of ranks and loader workers, and the ledger proves it.
+
+How an order that is computed can be read forwards
+--------------------------------------------------
+The epoch's shards, in a keyed permutation, make one sequence of samples. It is cut into *lanes* of
+equal length, and the order goes round the lanes, ``run`` samples of each at a time:
+
+    position 0 .. run-1: lane 0     run .. 2 run - 1: lane 1     ...     then lane 0 again
+
+Samples are shuffled inside *windows*: each lane is cut into stretches of ``window`` samples, and
+each of them is permuted by a key of its own. A reader of a lane goes forwards, and holds those
+samples of one window that it has passed and not given yet. It needs no state: a new reader begins
+at the window's first sample. The windows of different lanes begin at different steps, so that they
+are not all filled at once.
+
+A global batch takes ``run`` samples of each of ``batch_lanes`` lanes, and there are ``period``
+times as many lanes: step t takes the lanes of t mod period. A rank trains the same part of every
+global batch, and a DataLoader deals micro-batches to its workers in turn. So each lane is read by
+one worker of one rank where the numbers divide each other, and nothing is read twice. Where they do
+not, or where the group changes, a lane is read by several, each of which passes over what the
+others train: that costs reading, and changes nothing of what is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
+from hpc_elastic.data.order import Order, hashed
+from hpc_elastic.data.plan import End, Plan
+from hpc_elastic.data.replicas import Manager
+from hpc_elastic.data.sampler import ElasticSampler
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.files import read_json, write_atomic
+
+_log = logging.getLogger(__name__)
+
+Read = Callable[[Any, int], Iterable[Any]]
+"""Reads a shard from one of its samples on: ``read(shard, start)``."""
+
+_SAY_EVERY_S = 10.0
+_MANY_READERS = 1.5
+_MOST_LANES = 192
+_PERIODS = (24, 12, 8, 4, 2, 1)
+"""Numbers that most numbers of loader workers divide."""
+
+
+class ElasticStream(ElasticSampler):
+    """Gives every sample of sharded data once an epoch, read forwards, for any world size.
+
+    It is used as `ElasticSampler` is, with a dataset of its own:
+
+        stream = ElasticStream(files, read, lengths, seed=0, batch=128)
+        loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=4)
+        for epoch in stream.epochs(10):
+            for batch in stream.batches(loader):
+                for samples, weight in batch.parts(model): ...
+
+    The state is a few numbers, however large the shuffle buffer is: what was in it is read again.
+
+    Args:
+        shards: What ``read`` is called with: paths, numbers, or anything else that can be sent to
+            a loader's worker. The same ones in the same order on every rank and after each restart.
+        read: Called as ``read(shard, start)`` in the process that loads; returns an iterable of
+            the shard's samples from number ``start`` on, always the same ones. Where the format
+            has no index, ``itertools.islice(samples, start, None)`` passes over the others.
+        lengths: Samples of each shard; `count_samples` finds them where they are not known.
+        seed: Of the order; the same on all ranks.
+        batch: How many samples make a step, and how they are divided; a number is a global batch.
+        shuffle: Shards in a new order each epoch, and samples shuffled in the buffer. False: the
+            lanes go through the shards in the given order; with ``num_lanes=1`` so does the epoch.
+        shuffle_buffer: Samples among which is shuffled, over all lanes and so over all workers
+            together, at least 1. A larger one takes more memory, and more reading after a restart.
+        num_lanes: In how many places the data is read at the same time, over all workers of all
+            ranks, at least 1. It should not be below the workers of the largest group. It may be
+            above the number of shards if ``read`` finds ``start`` without reading what is before.
+            None: as many as there are shards, 192 at most. It is rounded down to what divides the
+            global batch.
+        end: What becomes of an epoch's last samples, as with `ElasticSampler`.
+        name: Of its ledger, as with `ElasticSampler`.
+        manager: A fault-tolerant manager, as with `ElasticSampler`. The replicas' shares change
+            with their number, so more is read twice than without.
+
+    Raises:
+        ConfigError: an argument is out of range, or an epoch would have no batch.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        read: Read,
+        lengths: Sequence[int],
+        seed: int,
+        *,
+        batch: ElasticBatch | int,
+        shuffle: bool = True,
+        shuffle_buffer: int = 1000,
+        num_lanes: int | None = None,
+        end: End = "keep",
+        name: str | None = "train",
+        manager: Manager | None = None,
+    ) -> None:
+        shards, numbers = list(shards), _checked(shards, lengths)
+        if shuffle_buffer < 1:
+            raise ConfigError("shuffle_buffer", shuffle_buffer, "give at least one sample")
+        if num_lanes is not None and num_lanes < 1:
+            raise ConfigError("num_lanes", num_lanes, "give at least one, or None")
+        super().__init__(
+            sum(numbers), seed, batch=batch, shuffle=shuffle, end=end, name=name, manager=manager
+        )
+        self._layout = Layout.of(
+            numbers,
+            global_batch=self._plan.batch.global_batch,
+            num_lanes=num_lanes or min(len(shards), _MOST_LANES),
+            seed=seed,
+            shuffle_buffer=shuffle_buffer if shuffle else 0,
+        )
+        self._plan = StreamPlan(**vars(self._plan), layout=self._layout, shards=_digest(shards))
+        self.dataset = StreamDataset(shards, read, self._layout)
+        self._has_advised = False
+
+    def batches(self, loader: Any) -> Iterator[GlobalBatch]:
+        """Yield the global batches that are left of the epoch; see `ElasticSampler.batches`.
+
+        Args:
+            loader: A DataLoader of `dataset` whose ``batch_sampler`` is this.
+
+        Raises:
+            ConfigError: the loader has another dataset, batch sampler or order.
+            RuntimeError: as `ElasticSampler.batches`.
+        """
+        if getattr(loader, "dataset", self.dataset) is not self.dataset:
+            raise ConfigError("dataset", loader.dataset, "make the loader with stream.dataset")
+        if not self._has_advised:
+            self._has_advised = True
+            self._advise(getattr(loader, "num_workers", 0))
+        return super().batches(loader)
+
+    def _advise(self, num_workers: int) -> None:
+        """Say so where lanes are read by several workers."""
+        layout, batch = self._layout, self._plan.batch
+        _, world_size = batch.group()
+        num_readers = layout.num_readers(batch, max(1, num_workers))
+        if num_readers > _MANY_READERS:
+            _log.warning(
+                "%.1f of this rank's workers read each shard, and pass over each other's samples: "
+                "give a num_workers that divides %d, micro-batches of %d samples, or other lanes",
+                num_readers,
+                layout.period,
+                layout.run,
+            )
+        if world_size > layout.batch_lanes:
+            _log.warning(
+                "%d ranks share %d lanes of a batch, so several read the same shards: give more "
+                "shards, or more lanes if the reader can seek",
+                world_size,
+                layout.batch_lanes,
+            )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each position of an epoch stands in the shards (pure).
+
+    Attributes:
+        lengths: Samples of each shard.
+        seed: Of the order.
+        batch_lanes: Lanes of which a global batch takes samples.
+        period: After how many steps the same lanes come again.
+        run: Samples that are taken of a lane at a time.
+        window: Samples of a lane among which is shuffled; 0: nothing is shuffled.
+    """
+
+    lengths: tuple[int, ...]
+    seed: int
+    batch_lanes: int
+    period: int
+    run: int
+    window: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: tuple[int, ...],
+        *,
+        global_batch: int,
+        num_lanes: int,
+        seed: int,
+        shuffle_buffer: int,
+    ) -> Layout:
+        """Lay a stream out for a global batch: all of a batch's lanes have the same share."""
+        period = next(p for p in _PERIODS if p * p <= num_lanes)
+        most = num_lanes // period
+        batch_lanes = next(n for n in range(min(most, global_batch), 0, -1) if not global_batch % n)
+        window = shuffle_buffer and max(1, shuffle_buffer // (batch_lanes * period))
+        run = global_batch // batch_lanes
+        return cls(lengths, seed, batch_lanes, period, run, window)
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes the sequence of an epoch is cut into."""
+        return self.batch_lanes * self.period
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return sum(self.lengths)
+
+    def begin(self, lane: int) -> int:
+        """Return where a lane begins in the sequence; that of lane `num_lanes` is its end."""
+        return self.num_samples * lane // self.num_lanes
+
+    def places(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the lane of each position, and how many samples of that lane come before it."""
+        num_lanes, edges = self.num_lanes, self._edges
+        taken = self.num_samples // (num_lanes * self.run) * self.run
+        lane = positions // self.run % num_lanes
+        before = positions // (self.run * num_lanes) * self.run + positions % self.run
+        # What is left of the lanes after the last whole round comes lane by lane.
+        in_rest = positions >= taken * num_lanes
+        places = positions[in_rest] - taken * num_lanes
+        rest = np.searchsorted(edges, places, side="right") - 1
+        lane[in_rest] = rest
+        before[in_rest] = taken + places - edges[rest]
+        return lane, before
+
+    @cached_property
+    def _edges(self) -> NDArray[np.int64]:
+        """Where the rest of each lane begins in the positions behind the last whole round."""
+        num_lanes = self.num_lanes
+        taken = self.num_samples // (num_lanes * self.run) * self.run
+        begins = np.array([self.begin(lane) for lane in range(num_lanes + 1)], dtype=np.int64)
+        return begins - taken * np.arange(num_lanes + 1)
+
+    def num_readers(self, batch: ElasticBatch, num_workers: int) -> float:
+        """Return how many of a rank's workers read a lane that it reads, on the average.
+
+        Args:
+            batch: How the rank divides a global batch.
+            num_workers: Workers of its loader, which take the micro-batches in turn.
+        """
+        parts = batch.parts(self.batch_lanes * self.run)
+        readers: set[tuple[int, int]] = set()
+        for step in range(math.lcm(self.period, num_workers)):
+            first = step % self.period * self.batch_lanes
+            for i, part in enumerate(parts, step * len(parts)):
+                last = (part.offset + part.num_loaded - 1) // self.run
+                lanes = range(part.offset // self.run, last + 1)
+                readers.update((first + lane, i % num_workers) for lane in lanes)
+        return len(readers) / len({lane for lane, _ in readers})
+
+    def window_of(self, lane: int, before: int) -> range:
+        """Return the samples of a lane among which one is shuffled; itself if it is not."""
+        if not self.window:
+            return range(before, before + 1)
+        shift = self.window * lane // self.num_lanes
+        first = (before + shift) // self.window * self.window - shift
+        size = self.begin(lane + 1) - self.begin(lane)
+        return range(max(0, first), min(size, first + self.window))
+
+    def shuffled(self, epoch: int, lane: int, window: range) -> NDArray[np.int64]:
+        """Return the samples of a window in the order of an epoch."""
+        order = Order(
+            len(window), hashed(self.seed, lane, window.start), epoch, shuffle=self.window > 1
+        )
+        return order(np.arange(len(window))) + window.start
+
+    def shards(self, epoch: int) -> list[int]:
+        """Return the shards in the order of an epoch."""
+        order = Order(len(self.lengths), self.seed, epoch, shuffle=self.window > 0)
+        found: list[int] = order(np.arange(len(self.lengths))).tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """A stream's epoch as global batches: positions, which only the dataset turns into samples.
+
+    Attributes:
+        layout: Where each position stands.
+        shards: A digest of the shards' names.
+    """
+
+    layout: Layout
+    shards: str
+
+    def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return what gives the number of each position for `StreamDataset`."""
+        return lambda positions: epoch * self.length + positions % self.length
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides which sample is where; the global batch is a part of it."""
+        lengths = " ".join(map(str, self.layout.lengths))
+        return {
+            **super().facts(),
+            "global_batch": self.batch.global_batch,
+            "num_lanes": self.layout.num_lanes,
+            "shuffle_window": self.layout.window,
+            "lengths": hashlib.sha256(lengths.encode()).hexdigest()[:16],
+            "shards": self.shards,
+        }
+
+
+class StreamDataset:
+    """Reads a stream's samples by number, in a DataLoader's worker or in the process itself.
+
+    The number of a sample is its position, counted on over the epochs. Any number can be asked for
+    at any time; it is fast where each lane's numbers are asked for in their order.
+    """
+
+    def __init__(self, shards: Sequence[Any], read: Read, layout: Layout) -> None:
+        self._shards, self._read, self._layout = shards, read, layout
+        self._epoch: _Epoch | None = None
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        """Return the samples of an epoch."""
+        return self._layout.num_samples
+
+    def __getitem__(self, number: int) -> Any:
+        """Return one sample."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples of a micro-batch."""
+        if self._process != os.getpid():  # open files of the parent have one position for both
+            self._epoch, self._process = None, os.getpid()
+        size = self._layout.num_samples
+        epoch = numbers[0] // size
+        if self._epoch is None or self._epoch.number != epoch:
+            self._epoch = _Epoch(epoch, self._shards, self._read, self._layout)
+        return self._epoch.get(np.array(numbers, dtype=np.int64) % size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_epoch": None, "_process": None}
+
+
+class _Epoch:
+    """One epoch as one process reads it: a reader for each lane of which it was asked a sample."""
+
+    def __init__(self, number: int, shards: Sequence[Any], read: Read, layout: Layout) -> None:
+        self.number = number
+        self._layout = layout
+        order = layout.shards(number)
+        self._sequence = _Sequence([shards[i] for i in order], [layout.lengths[i] for i in order])
+        self._read = read
+        self._lanes: dict[int, _Lane] = {}
+
+    def get(self, positions: NDArray[np.int64]) -> list[Any]:
+        lanes, befores = self._layout.places(positions)
+        return [
+            self._lane(lane).get(before)
+            for lane, before in zip(lanes.tolist(), befores.tolist(), strict=True)
+        ]
+
+    def _lane(self, number: int) -> _Lane:
+        if number not in self._lanes:
+            reader = _Reader(self._sequence, self._read)
+            self._lanes[number] = _Lane(number, self.number, self._layout, reader)
+        return self._lanes[number]
+
+
+class _Lane:
+    """Reads one lane of an epoch forwards, and holds what it has passed of one window."""
+
+    def __init__(self, number: int, epoch: int, layout: Layout, reader: _Reader) -> None:
+        self._number, self._epoch, self._layout = number, epoch, layout
+        self._reader = reader
+        self._begin = layout.begin(number)
+        self._window = range(0)
+        self._order: list[int] = []
+        self._held: dict[int, Any] = {}
+
+    def get(self, before: int) -> Any:
+        """Return the sample that has so many of this lane before it, in the epoch's order."""
+        if before not in self._window:
+            self._window = self._layout.window_of(self._number, before)
+            shuffled = self._layout.shuffled(self._epoch, self._number, self._window)
+            self._order = shuffled.tolist()
+            self._held = {}
+        wanted = self._begin + self._order[before - self._window.start]
+        if wanted not in self._held:
+            self._pass_to(wanted)
+        return self._held.pop(wanted)
+
+    def _pass_to(self, wanted: int) -> None:
+        """Read up to a sample; from the window's first one, unless all before it are known."""
+        reader, first = self._reader, self._begin + self._window.start
+        if not first <= reader.next <= wanted:
+            reader.go_to(first)
+            self._held = {}
+        while reader.next <= wanted:
+            number = reader.next
+            self._held[number] = reader.read()
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """The shards of an epoch, one after the other."""
+
+    shards: Sequence[Any]
+    lengths: Sequence[int]
+    begins: list[int] = field(init=False)
+    """Where each shard begins; the last is the end."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "begins", [0, *np.cumsum(self.lengths).tolist()])
+
+    def shard_at(self, number: int) -> int:
+        """Return which shard a sample is in; one without samples has none."""
+        return bisect_right(self.begins, number) - 1
+
+
+class _Reader:
+    """Reads the sequence of an epoch forwards, from any sample on.
+
+    Attributes:
+        next: The sample that `read` returns; -1 before the first `go_to`.
+    """
+
+    def __init__(self, sequence: _Sequence, read: Read) -> None:
+        self._sequence, self._read = sequence, read
+        self._samples: Iterator[Any] | None = None
+        self._shard = -1
+        self.next = -1
+
+    def go_to(self, number: int) -> None:
+        """Be before a sample: by reading on in an open shard, or by opening it there."""
+        shard = self._sequence.shard_at(number)
+        if self._samples is None or shard != self._shard or number < self.next:
+            self._open(shard, number)
+        while self.next < number:
+            self.read()
+
+    def read(self) -> Any:
+        """Return the next sample.
+
+        Raises:
+            ValueError: the shard has another length than was said.
+        """
+        if self._samples is None:
+            self._open(self._sequence.shard_at(self.next), self.next)
+        assert self._samples is not None
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise ValueError(self._wrong_length(f"ended before sample {self._index}")) from None
+        self.next += 1
+        if self.next == self._sequence.begins[self._shard + 1]:
+            if next(self._samples, self) is not self:
+                raise ValueError(self._wrong_length("goes on behind its last one"))
+            self._samples = None
+        return sample
+
+    def _open(self, shard: int, number: int) -> None:
+        self._shard, self.next = shard, number
+        self._samples = iter(self._read(self._sequence.shards[shard], self._index))
+
+    @property
+    def _index(self) -> int:
+        return self.next - self._sequence.begins[self._shard]
+
+    def _wrong_length(self, what: str) -> str:
+        shard, length = self._sequence.shards[self._shard], self._sequence.lengths[self._shard]
+        return (
+            f"shard {shard!r:.200} was said to have {length} samples, and {what}: correct lengths, "
+            "and see that read(shard, start) yields the same samples every time, from start on"
+        )
+
+
+def count_samples(
+    shards: Sequence[Any], read: Read, file: str | os.PathLike[str] | None = None
+) -> list[int]:
+    """Find the lengths of shards by reading all of them once (every rank; collective).
+
+    Each rank counts its part of the shards, where torch.distributed is initialised. Call it with a
+    reader that makes as little of a sample as it can. A shard that never ends has no length: cut
+    its ``read`` off by `itertools.islice`, and give that length.
+
+    Args:
+        shards: As `ElasticStream` is given them.
+        read: As `ElasticStream` is given it.
+        file: Where the lengths are kept, on a file system that all ranks share: what stands there
+            is not counted again, unless the shards have changed. None keeps them nowhere.
+
+    Returns:
+        The samples of each shard, the same on every rank.
+    """
+    rank, world_size = 0, 1
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    path, digest = Path(file) if file is not None else None, _digest(shards)
+    known = read_json(path) if path and rank == 0 else None
+    if known and known.get("shards") == digest and len(known["lengths"]) == len(shards):
+        found = [int(length) for length in known["lengths"]]
+    else:
+        found = [-1 if rank == 0 else 0] * len(shards)
+    lengths = _sum_over_ranks(found)
+    if -1 not in lengths:
+        return lengths
+    own = [i % world_size == rank for i in range(len(shards))]
+    lengths = _sum_over_ranks(
+        [_count(shard, read) if mine else 0 for shard, mine in zip(shards, own, strict=True)]
+    )
+    if path and rank == 0:
+        write_atomic(path, json.dumps({"shards": digest, "lengths": lengths}))
+    return lengths
+
+
+def _count(shard: Any, read: Read) -> int:
+    said_at, number = time.monotonic(), 0
+    for number, _ in enumerate(read(shard, 0), 1):
+        if number % 1000 == 0 and time.monotonic() - said_at > _SAY_EVERY_S:
+            said_at = time.monotonic()
+            _log.info("shard %.200r: %d samples so far; give lengths= if known", shard, number)
+    return number
+
+
+def _sum_over_ranks(numbers: list[int]) -> list[int]:
+    """Add up lists of the same length, one a rank (every rank)."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if not (distributed and distributed.is_available() and distributed.is_initialized()):
+        return numbers
+    torch: Any = sys.modules["torch"]
+    on_gpu = str(distributed.get_backend()) == "nccl"
+    tensor = torch.tensor(numbers, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    distributed.all_reduce(tensor)
+    total: list[int] = tensor.tolist()
+    return total
+
+
+def _checked(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths as integers.
+
+    Raises:
+        ConfigError: there is not one for each shard, or one is negative.
+    """
+    if len(lengths) != len(shards):
+        remedy = f"give one for each of the {len(shards)} shards"
+        raise ConfigError("lengths", f"{len(lengths)} numbers", remedy)
+    numbers = tuple(map(int, lengths))
+    for shard, number in zip(shards, numbers, strict=True):
+        if number < 0:
+            raise ConfigError("lengths", number, f"shard {shard!r:.200} can not have so many")
+    return numbers
+
+
+def _digest(shards: Sequence[Any]) -> str:
+    """Return what changes if shards are renamed or come in another order; not if all are moved."""
+    names = [os.fspath(s) if isinstance(s, os.PathLike) else s for s in shards]
+    texts = [name for name in names if isinstance(name, str)]
+    common = len(os.path.commonprefix(texts))  # noqa: RUF071  # of any texts, URLs too
+    known = [name[common:] if isinstance(name, str) else "" for name in names]
+    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]

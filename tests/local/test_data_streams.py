@@ -1,0 +1,112 @@
+"""Streams with real data loaders and real ranks: files that worker processes read ahead."""
+
+import multiprocessing
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from gloo_ranks import run_ranks
+from torch.utils.data import DataLoader
+
+from hpc_elastic import Checkpointer, fence
+from hpc_elastic.data import ElasticBatch, ElasticStream, count_samples
+
+FORKS = multiprocessing.get_context("forkserver")
+"""Forks where no other thread is: this process has those of the tests before."""
+FORKS.set_forkserver_preload(["torch"])
+
+NUM_SAMPLES, NUM_SHARDS, GLOBAL_BATCH = 1600, 16, 16
+
+
+def read(path, start):
+    """Yield the numbers in a text file, one a line."""
+    with Path(path).open() as f:
+        for i, line in enumerate(f):
+            if i >= start:
+                yield int(line)
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_run(monkeypatch):
+    """No ledger."""
+    monkeypatch.delenv(fence.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Files of numbers, all different; no two files have the same length."""
+    names, begin = [], 0
+    for i in range(NUM_SHARDS):
+        end = NUM_SAMPLES * (i + 1) ** 2 // NUM_SHARDS**2
+        names.append(str(tmp_path / f"{i:02}.txt"))
+        Path(names[-1]).write_text("".join(f"{n}\n" for n in range(begin, end)))
+        begin = end
+    return names
+
+
+def train(stream, loader, num_epochs, num_steps=None):
+    """Return the samples of each epoch, up to a step."""
+    seen: dict[int, Counter] = {}
+    for _ in stream.epochs(num_epochs):
+        for batch in stream.batches(loader):
+            for numbers, weight in batch.parts():
+                assert weight == len(numbers) * stream._plan.batch.group()[1] / batch.num_samples
+                seen.setdefault(batch.epoch, Counter()).update(numbers.tolist())
+            if batch.step == num_steps:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_that_read_ahead(shards, persistent):
+    """Two ranks with two workers save in the middle of an epoch; three go on with one."""
+
+    def make(rank, size, num_workers):
+        batch = ElasticBatch(GLOBAL_BATCH, 4, rank, size)
+        stream = ElasticStream(shards, read, count_samples(shards, read), 3, batch=batch)
+        return stream, DataLoader(
+            stream.dataset, batch_sampler=stream, num_workers=num_workers, prefetch_factor=3,
+            multiprocessing_context=FORKS, persistent_workers=persistent,
+        )  # fmt: skip
+
+    seen = {epoch: Counter() for epoch in range(2)}
+    for rank in range(2):
+        stream, loader = make(rank, 2, 2)
+        for epoch, numbers in train(stream, loader, 2, num_steps=130).items():
+            seen[epoch] += numbers
+    state = stream.state_dict()
+    for rank in range(3):
+        stream, loader = make(rank, 3, 1)
+        stream.load_state_dict(state)
+        for epoch, numbers in train(stream, loader, 2).items():
+            seen[epoch] += numbers
+    assert seen == {epoch: Counter(range(NUM_SAMPLES)) for epoch in range(2)}
+
+
+def on_ranks(rank, folder, shards, num_steps):
+    """Train from the newest checkpoint up to a step, which is saved, and one more; real ranks."""
+    lengths = count_samples(shards, read, folder / "lengths.json")
+    stream = ElasticStream(shards, read, lengths, 3, batch=GLOBAL_BATCH)
+    loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=2)
+    seen = []
+    with Checkpointer(folder / "checkpoints", {"stream": stream}) as checkpoints:
+        checkpoints.restore()
+        for _ in stream.epochs(1):
+            for batch in stream.batches(loader):
+                numbers = [n for part, weight in batch.parts() for n in part.tolist() if weight]
+                dist.barrier()
+                if num_steps and batch.step > num_steps:
+                    return seen
+                seen += numbers
+                if batch.step == num_steps:
+                    checkpoints.save(batch.step)
+    return seen
+
+
+def test_ranks_that_go_trained_nothing_twice(shards, tmp_path):
+    """From two ranks to one, with the loaders' workers ahead: all samples, each once."""
+    two = run_ranks(on_ranks, 2, tmp_path, shards, 41)
+    one = run_ranks(on_ranks, 1, tmp_path, shards, None)
+    assert Counter(n for part in [*two, *one] for n in part) == Counter(range(NUM_SAMPLES))
+    assert [len(part) for part in two] == [41 * GLOBAL_BATCH // 2] * 2

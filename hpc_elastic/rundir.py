@@ -55,7 +55,7 @@ from typing import Any, Literal
 
 from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.files import create_atomic, write_atomic
+from hpc_elastic.files import create_atomic, read_json, write_atomic
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -335,6 +335,20 @@ class ArrayFiles:
     def tasks(self) -> Path:
         """Which run and slot each index is; the argument of `hpc_elastic.agent.task`."""
         return self.stem.with_suffix(".json")
+
+    def run_dirs(self) -> list[Path]:
+        """Return the run directory of each task.
+
+        Raises:
+            RunDirectoryError: its file is missing, or damaged.
+        """
+        found = read_json(self.tasks)
+        if found is None:
+            raise RunDirectoryError(f"{self.tasks.parent} has no {self.tasks.name}")
+        try:
+            return [Path(run["dir"]) for run in found["runs"]]
+        except (KeyError, TypeError) as e:
+            raise RunDirectoryError(f"{self.tasks} is damaged: it names no runs") from e
 
     @property
     def script(self) -> Path:

@@ -16,8 +16,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.looking import label_of
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.files import read_json
-from hpc_elastic.rundir import SUBMISSION, ArrayFiles, RunDir, Submission
+from hpc_elastic.rundir import SUBMISSION, RunDir, Submission
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
 
@@ -166,24 +165,9 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
         RunDirectoryError: a file of the sweep is missing.
     """
     runs, launcher = [], "slurm"
-    tasks = [path for k in job_ids for path in run_dirs(Submission(submission).array(k))]
+    tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
     for path in dict.fromkeys(tasks):
         spec = RunDir(path).load()
         launcher = spec.launcher
         runs.append(TrackedRun(path, label_of(path), tuple(spec.task_names(job_ids)), submission))
     return runs, launcher
-
-
-def run_dirs(array: ArrayFiles) -> list[Path]:
-    """Return the run directory of each task of an array.
-
-    Raises:
-        RunDirectoryError: its file is missing, or damaged.
-    """
-    found = read_json(array.tasks)
-    if found is None:
-        raise RunDirectoryError(f"{array.tasks.parent} has no {array.tasks.name}")
-    try:
-        return [Path(run["dir"]) for run in found["runs"]]
-    except (KeyError, TypeError) as e:
-        raise RunDirectoryError(f"{array.tasks} is damaged: it names no runs") from e

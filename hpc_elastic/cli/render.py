@@ -111,10 +111,9 @@ def _print(script: str, scripts: Sequence[Path]) -> None:
 
 def _as_json(script: Path, file: Path) -> dict[str, Any]:
     """Return what a batch script would submit; the file is the script, or its copy."""
-    from hpc_elastic.cli.attach import run_dirs
     from hpc_elastic.rundir import ArrayFiles, RunDir
 
-    tasks = run_dirs(ArrayFiles.of(script))
+    tasks = ArrayFiles.of(script).run_dirs()
     runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(tasks)]
     sweep = str(script.parent.parent)
     return {"script": str(file.absolute()), "sweep": sweep, "tasks": len(tasks), "runs": runs}

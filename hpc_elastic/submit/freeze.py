@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
 from hpc_elastic.config import RunSettings
-from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.files import write_atomic
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.settings import as_config, resolve
@@ -136,6 +136,23 @@ def write_hydra_files(job: FrozenJob, shared: SharedSections | None = None) -> N
         ("overrides", to_yaml(list(job.overrides))),
     ):
         write_atomic(folder / f"{name}.yaml", text, mode=0o600)
+
+
+def require_sweep_dir(config: DictConfig) -> None:
+    """Refuse a directory that Hydra uses for a single job only, and would ignore here.
+
+    Args:
+        config: The config of the sweep as a whole.
+
+    Raises:
+        ConfigError: ``hydra.run.dir`` was typed.
+    """
+    for override in config.hydra.overrides.hydra:
+        key, _, value = override.partition("=")
+        if key.lstrip("+") == "hydra.run.dir":
+            remedy = "with a launcher, Hydra's runs are a sweep: use hydra.sweep.dir=..., and "
+            remedy += "hydra.sweep.subdir=... for the folder of each run in it"
+            raise ConfigError("hydra.run.dir", value, remedy)
 
 
 def require_writable(folder: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from hpc_elastic import resources
 from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.files import create_atomic, write_atomic
+from hpc_elastic.files import create_atomic, read_json, write_atomic
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
@@ -112,6 +112,33 @@ def require_links(folder: Path) -> None:
             remedy = "choose one on another file system with hydra.sweep.dir=... (launch: run_dir)"
             why = f"{folder}: no hard links can be made in this directory ({e.strerror or e})"
             raise RunDirectoryError(f"{why}, by which agents elect their leader; {remedy}") from e
+
+
+def remove_rendered(dirs: Sequence[Path], submission: Path) -> None:
+    """Remove what a dry run has written for runs that are prepared anew.
+
+    An array is removed if all its runs are among them, and no task of it has ever started: a script
+    that is submitted by hand leaves its job id. One that still waits in the queue runs what is
+    written now.
+
+    Args:
+        dirs: The run directories.
+        submission: The sweep's ``.hpc_elastic``.
+    """
+    for array in Submission(submission).arrays():
+        if array.job_id is not None or not array.tasks.exists():
+            continue
+        runs = {RunDir(path) for path in array.run_dirs()}
+        if runs <= {RunDir(path) for path in dirs} and all(map(_was_dry_run, runs)):
+            for run in runs:
+                run.spec.unlink(missing_ok=True)
+            array.script.unlink(missing_ok=True)
+            array.tasks.unlink()
+
+
+def _was_dry_run(run: RunDir) -> bool:
+    settings = read_json(run.settings) or {}
+    return bool(settings.get("launcher", {}).get("dry_run"))
 
 
 def next_array(submission: Path) -> int:

@@ -22,6 +22,7 @@ from hpc_elastic.submit.prepare import (
     next_array,
     overlapping,
     prepare,
+    remove_rendered,
     with_free_numbers,
 )
 
@@ -87,6 +88,7 @@ def prepare_runs(
     from hpc_elastic.submit.provenance import provenance
 
     found = provenance(source)
+    remove_rendered([run.dir for run in runs], sweep / SUBMISSION)
 
     def prepare_anew() -> Prepared:
         plan = lay_out(runs, sweep / SUBMISSION)

@@ -30,15 +30,16 @@ class ElasticLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         """Keep what Hydra gives, and see that the sweep directory can be written to."""
-        from hpc_elastic.errors import RunDirectoryError
-        from hpc_elastic.submit.freeze import require_writable
+        from hpc_elastic.errors import ConfigError, RunDirectoryError
+        from hpc_elastic.submit.freeze import require_sweep_dir, require_writable
         from hpc_elastic.submit.sweep import Sweep, compact, share_composition
 
         share_composition(hydra_context)
         self._sweep = Sweep(hydra_context, task_function, config)
         try:
+            require_sweep_dir(config)
             require_writable(self._sweep.dir)
-        except RunDirectoryError as e:
+        except (ConfigError, RunDirectoryError) as e:
             raise compact(e) from e.__cause__
 
     def launch(

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf, base
 
 from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.submit.compose import SharingLoader, SweepComposer
 from hpc_elastic.submit.entry import entry_of, search_path
 from hpc_elastic.submit.freeze import (
@@ -37,6 +37,7 @@ from hpc_elastic.submit.prepare import (
     next_array,
     overlapping,
     prepare,
+    remove_rendered,
     with_free_numbers,
 )
 from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
@@ -394,6 +395,32 @@ def test_a_run_directory_is_used_once(tmp_path):
     prepare(plan_in(tmp_path), ENTRY, name="train")
     with pytest.raises(RunDirectoryError, match="holds a run already"):
         prepare(plan_in(tmp_path), ENTRY, name="train")
+
+
+def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
+    """Into the same folder, again or for real; unless its script was submitted by hand."""
+    submission = tmp_path / ".hpc_elastic"
+    dirs = [tmp_path / "0", tmp_path / "1"]
+
+    def render(**settings: bool) -> Prepared:
+        remove_rendered(dirs, submission)
+        plan = plan_in(tmp_path, launcher=SlurmSettings(**settings), runs=2)
+        return prepare(plan, ENTRY, name="train")
+
+    before = render(dry_run=True)
+    remove_rendered(dirs[:1], submission)
+    assert RunDir(dirs[0]).spec.exists(), "an array stays where one of its runs does"
+    again = render(dry_run=True)
+    assert before.scripts == again.scripts and before.run_ids != again.run_ids
+    assert RunDir(dirs[1]).load().run_id == again.run_ids[1]
+
+    Submission(submission).array(0).submitted_as("7")  # a task of it has started
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        render()
+    Submission(submission).array(0).job_id_file.unlink()
+    render()
+    with pytest.raises(RunDirectoryError, match="holds a run already"):
+        render()  # that one was no dry run
 
 
 def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):

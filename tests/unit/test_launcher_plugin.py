@@ -172,3 +172,11 @@ def test_compact_errors_stay_what_they_are(error):
     same = compact(compact(error))
     assert same is error and isinstance(same, own)
     assert (str(same), vars(same)) == (text, attributes)
+
+
+def test_a_directory_that_hydra_would_ignore_is_refused(app, tmp_path):
+    """``hydra.run.dir`` is that of a single job; with a launcher, runs are those of a sweep."""
+    done = app("hydra.run.dir=elsewhere")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "hydra.run.dir='elsewhere'" in done.stderr and "hydra.sweep.dir=" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import SupportsFloat
 
@@ -28,6 +28,7 @@ class _Reporter:
         self.opened = False
         self.by_user = False
         self.save_is_last = False
+        self.when_returned: list[Callable[[], object]] = []
 
     def find_page(self) -> ControlPage | None:
         if not self.opened:
@@ -111,6 +112,17 @@ def save_is_urgent() -> bool:
     """
     page = own_page()
     return _reporter.save_is_last or (page is not None and page.is_held)
+
+
+def when_returned(then: Callable[[], object]) -> None:
+    """Have something done once the user's function has returned in this worker."""
+    _reporter.when_returned.append(then)
+
+
+def function_returned() -> None:
+    """Do what `when_returned` was asked for; the worker's entry calls it, once."""
+    while _reporter.when_returned:
+        _reporter.when_returned.pop()()
 
 
 def note_restored(step: int | None, took_s: float) -> None:

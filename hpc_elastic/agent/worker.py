@@ -34,7 +34,7 @@ from hpc_elastic.agent.after_import import after_import
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.files import write_atomic
-from hpc_elastic.reports import report_counted
+from hpc_elastic.reports import function_returned, report_counted
 from hpc_elastic.rundir import Entry, RunDir
 
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
         phase = "run"
         value = call(function, entry, run)
         _write_value(run, value)
+        function_returned()
     except SystemExit as e:
         return _exit_code(e, phase)
     except BaseException as e:

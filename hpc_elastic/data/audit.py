@@ -3,21 +3,26 @@
 An epoch's order is a permutation of the dataset, fixed by seed and epoch, so positions stand for
 samples: every sample was trained exactly once if the ranges of positions that survived (`history`)
 cover 0 to the dataset's length once. A gap is samples never trained, an overlap is samples trained
-twice. Positions behind the length are padding, and a rest that is smaller than a global batch was
-dropped, if the sampler was told so. The last epoch has to be covered up to where the training is.
+twice. Positions behind the length are padding.
+
+What each step has to train is known: the head of a stretch says where it begins, and the sampler's
+plan (`plan`) follows from there, to the padding of the last batch and to the rest that is dropped.
+The ranges of all ranks together have to be that at every step, and each stretch has to begin where
+the one before it had come to. Everything else is a problem.
 
 A run that goes on, or was killed, has steps that not all ranks have written down; of its last
-stretch only those count that all have. A run that succeeded has to have them all. Every rank writes
-down every step, even one that gave it no sample, so that nothing can be missing unnoticed at the
-end of an epoch either.
+stretch only those count that all have. A run that succeeded has to have them all, up to where its
+last group says that the training was over (`ledger.End`). Every rank writes down every step, even
+one that gave it no sample, so that nothing can be missing unnoticed at the end of an epoch either.
 
 Ranges are kept, not samples, and joined where they adjoin: an undisturbed epoch is one range.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +39,16 @@ from hpc_elastic.data.history import (
     Group,
     Name,
     Part,
+    Record,
     Spans,
     num_samples,
     read,
     surviving,
 )
-from hpc_elastic.data.ledger import FOLDER, Stretch
-from hpc_elastic.data.plan import End
+from hpc_elastic.data.ledger import FOLDER
 from hpc_elastic.files import read_json
 from hpc_elastic.rundir import RunDir
+from hpc_elastic.words import counted
 
 
 @dataclass(frozen=True)
@@ -114,44 +120,61 @@ def audit(run: Path) -> list[Proof]:
     """
     result = read_json(RunDir(run).result) or {}
     complete = result.get("status") == "succeeded"
-    return [prove(name, groups, complete=complete) for name, groups in read(run / FOLDER).items()]
+    generation = RunDir(run).load().generation if complete else None
+    return [prove(name, record, generation) for name, record in read(run / FOLDER).items()]
 
 
-def prove(name: str, groups: Mapping[Name, Group], *, complete: bool) -> Proof:
-    """Return what the stretches of one sampler prove (pure).
+def prove(name: str, record: Record, succeeded_in: int | None) -> Proof:
+    """Return what is proven by all that is on record of one sampler (pure).
 
     Args:
         name: The sampler's.
-        groups: All its stretches, at least one.
-        complete: The run has succeeded, so nothing is still to be written down.
+        record: What its ledger says.
+        succeeded_in: How often the run had been resumed when it succeeded, after which nothing is
+            still to be written down; None if it has not succeeded.
     """
-    parts = surviving(groups)
-    last = parts[-1].group
-    if not complete:
-        parts[-1] = Part(last, last.last_common_step)
+    groups = record.groups
+    end = None if succeeded_in is None else record.end(succeeded_in)
+    problems = [_NO_END] if succeeded_in is not None and end is None else []
+    last = end.ended if end is not None else max(groups, default=None)
+    if last not in groups:
+        what = f"that of record {last[0]}" if last else "every one"
+        problems.append(f"the ledger of a group is missing: {what}")
+        return Proof(name, 0, [], end.step if end else 0, len(groups), 0, 0, 0, problems)
+    until = groups[last].last_common_step
+    if end is not None:  # a stretch that another group goes on from may have gone further than that
+        until = max(end.step, groups[last].last_step) if end.by == end.ended else end.step
+    parts = surviving(groups, last, until)
     kept = [part.kept() for part in parts]
-    heads = [part.group.head for part in parts]
-    epochs = _epochs(np.concatenate([NO_SPANS, *kept]), heads)
-    num_kept = sum(map(num_samples, kept))
-    num_open = num_samples(last.all_spans()) - num_samples(kept[-1])
+    epochs = _epochs(parts)
+    num_open = 0
+    if end is None:
+        num_open = num_samples(groups[last].all_spans()) - num_samples(kept[-1])
     num_trained = sum(num_samples(group.all_spans()) for group in groups.values())
     return Proof(
         name=name,
-        dataset_len=last.head.facts["dataset_len"],
+        dataset_len=parts[-1].group.head.facts["dataset_len"],
         epochs=epochs,
-        last_step=parts[-1].until,
+        last_step=until,
         stretches=len(groups),
-        replayed_steps=_replayed_steps(groups, parts),
-        replayed_samples=num_trained - num_kept - num_open,
+        replayed_steps=_replayed_steps(groups, parts, is_over=end is not None),
+        replayed_samples=num_trained - sum(map(num_samples, kept)) - num_open,
         open_samples=num_open,
-        problems=[*_broken_history(parts), *_uneven_epochs(epochs, heads)],
+        problems=[*problems, *_broken_history(parts), *_uneven_epochs(epochs)],
     )
 
 
-def _replayed_steps(groups: Mapping[Name, Group], parts: Sequence[Part]) -> int:
-    """Return how many steps did not survive; those of the last stretch have not been lost yet."""
+_NO_END = (
+    "the run has succeeded, but nothing says where the training was over: the ledger of its last "
+    "group is missing, or cut off"
+)
+
+
+def _replayed_steps(groups: Mapping[Name, Group], parts: Sequence[Part], *, is_over: bool) -> int:
+    """Return how many steps did not survive; those of the last stretch may not be lost yet."""
     until = {part.group.head.stretch: part.until for part in parts}
-    until[max(groups)] = groups[max(groups)].last_step
+    if not is_over:
+        until[max(groups)] = groups[max(groups)].last_step
     return sum(
         max(0, group.last_step - until.get(name, group.head.step)) for name, group in groups.items()
     )
@@ -166,67 +189,96 @@ def _broken_history(parts: Sequence[Part]) -> Iterator[str]:
             "is missing"
         )
     for part in parts:
-        record, _ = part.group.head.stretch
-        for rank, excess in part.miscounted().items():
-            what = "too many" if excess > 0 else "missing"
-            yield f"rank {rank} of the group of record {record}: {abs(excess)} steps are {what}"
+        yield from _broken_part(part)
+    for part, after in itertools.pairwise(parts):
+        if after.group.head.place not in (places := part.next_places()):
+            yield (
+                f"{_name(after)} has begun at {after.group.head.place}, but {_name(part)} had "
+                f"come to {min(places)}"
+            )
     facts = {str(part.group.head.facts) for part in parts}
     if len(facts) > 1:
         yield f"the order of the samples has changed: {' and then '.join(sorted(facts))}"
 
 
-def _uneven_epochs(epochs: Sequence[EpochProof], heads: Sequence[Stretch]) -> Iterator[str]:
-    most_padded = _largest_rest(heads, "pad")
+def _broken_part(part: Part) -> Iterator[str]:
+    heads = [replace(head, rank=0) for head in part.group.heads.values()]
+    if any(head != heads[0] for head in heads):
+        yield f"the ranks of {_name(part)} disagree on where it has begun, or on what it trains"
+    for rank, excess in part.miscounted().items():
+        what = "too many" if excess > 0 else "missing"
+        yield f"rank {rank} of {_name(part)}: {abs(excess)} steps are {what}"
+    if wrong := part.wrong_steps():
+        yield (
+            f"{counted(sum(map(len, wrong)), 'step')} of {_name(part)}, from step "
+            f"{wrong[0].start} on, trained something else than planned"
+        )
+
+
+def _name(part: Part) -> str:
+    return f"the group of record {part.group.head.stretch[0]}"
+
+
+def _uneven_epochs(epochs: Sequence[EpochProof]) -> Iterator[str]:
     for epoch in epochs:
-        if epoch.padded > most_padded:
-            yield f"epoch {epoch.epoch}: {epoch.padded} samples lie behind its end"
         if epoch.never:
             yield f"epoch {epoch.epoch}: {epoch.never} samples were never trained"
         if epoch.twice:
             yield f"epoch {epoch.epoch}: {epoch.twice} samples were trained more than once"
 
 
-def _largest_rest(heads: Sequence[Stretch], end: End) -> int:
-    """Return how many samples an epoch may have lacked of a global batch with such an end."""
-    return max([head.global_batch - 1 for head in heads if head.end == end], default=0)
-
-
-def _epochs(spans: Spans, heads: Sequence[Stretch]) -> list[EpochProof]:
+def _epochs(parts: Sequence[Part]) -> list[EpochProof]:
     """Return the proof of each epoch from where the history begins."""
-    first = heads[0]
-    newest = int(spans[:, EPOCH].max(initial=first.epoch))
+    spans, planned = (
+        np.concatenate([NO_SPANS, *rows])
+        for rows in ([p.kept() for p in parts], [p.planned() for p in parts])
+    )
+    first, last = parts[0].group.head, parts[-1].group.head
+    place = last.plan().after(last.place, parts[-1].until - last.step)
+    is_over = last.plan().next_batch(place) != place
+    reached = planned[:, START] + (planned[:, NUM_STEPS] - 1) * planned[:, STRIDE]
+    reached += planned[:, COUNT]
+    newest = int(max(spans[:, EPOCH].max(initial=0), place.epoch))
     return [
         _epoch(
             epoch,
             spans[spans[:, EPOCH] == epoch],
-            heads,
+            last.facts["dataset_len"],
             elsewhere=first.position if epoch == first.epoch else 0,
-            is_last=epoch == newest,
+            reach=int(reached[planned[:, EPOCH] == epoch].max(initial=0)),
+            is_over=is_over or epoch < place.epoch,
         )
         for epoch in range(first.epoch, newest + 1)
     ]
 
 
 def _epoch(
-    epoch: int, spans: Spans, heads: Sequence[Stretch], *, elsewhere: int, is_last: bool
+    epoch: int, spans: Spans, length: int, *, elsewhere: int, reach: int, is_over: bool
 ) -> EpochProof:
-    length: int = heads[-1].facts["dataset_len"]
+    """Return the proof of one epoch.
+
+    Args:
+        epoch: Its number.
+        spans: What was trained.
+        length: Of the dataset.
+        elsewhere: How much of it another run has trained.
+        reach: How far it had to be trained.
+        is_over: Nothing of it is left to be trained, so a rest was dropped.
+    """
     starts, stops = _ranges(_side_by_side(spans))
     padded = int((stops - np.maximum(starts, length)).clip(0).sum())
     starts = np.append(starts, 0).clip(max=length)
     stops = np.append(stops, elsewhere).clip(max=length)
     once, twice = _covered(starts, stops)
-    reach = int(stops.max(initial=0))
-    rest = length - reach
-    dropped = rest if rest <= _largest_rest(heads, "drop") else 0
-    left = rest - dropped if is_last else 0
+    reach = min(max(reach, elsewhere), length)
+    beyond = length - reach - sum(_covered(starts.clip(min=reach), stops.clip(min=reach)))
     return EpochProof(
         epoch=epoch,
         once=once - elsewhere,
         twice=twice,
-        never=length - once - twice - left - dropped,
-        left=left,
-        dropped=dropped,
+        never=length - once - twice - beyond,
+        left=0 if is_over else beyond,
+        dropped=beyond if is_over else 0,
         padded=padded,
         elsewhere=elsewhere,
     )

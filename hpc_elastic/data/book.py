@@ -13,13 +13,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from threading import RLock
 from typing import Any
 
-from hpc_elastic.data.ledger import Ledger, Stretch, origin
+from hpc_elastic import reports
+from hpc_elastic.data.ledger import End, Ledger, Stretch, origin
 from hpc_elastic.data.plan import Place, Plan, require_word
+from hpc_elastic.errors import ConfigError
 
 Name = tuple[int, int]
 
@@ -36,10 +40,16 @@ class Book:
 
     Args:
         name: The sampler's; None: nothing is written.
+        group: Returns this process's rank and the world size, those of its replica if it is one.
+        is_replica: It lives on when the group changes.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(
+        self, name: str | None, group: Callable[[], tuple[int, int]], *, is_replica: bool
+    ) -> None:
         self._name = name
+        self._group = group
+        self._is_replica = is_replica
         self._origin = None
         if name is not None:
             require_word(name)
@@ -48,7 +58,11 @@ class Book:
         self._parent: Name | None = None
         self._stretch: Name | None = None
         self._begun = False
+        self._step: int | None = None
+        """How far the training is; None if it has neither begun nor loaded a state."""
         self._num_loaded = 0
+        if self._origin is not None:
+            reports.when_returned(self.end)
         self._lock = RLock()
         """A replica's state is also read by the thread that sends it to others."""
 
@@ -57,10 +71,16 @@ class Book:
         """Whether there is a ledger at all."""
         return self._origin is not None
 
-    def loaded(self, made_by: dict[str, Any] | None) -> None:
-        """A state was loaded, made by a stretch of this run or another; the next is its child."""
+    def loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
+        """A state was loaded, made by a stretch of this run or another; the next is its child.
+
+        Args:
+            made_by: What the state says of its maker.
+            step: Global batches that it has been trained on.
+        """
         is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
         self._parent = tuple(made_by["stretch"]) if made_by and is_ours else None
+        self._step = step
         self._num_loaded += 1
         self._begun = False
 
@@ -82,17 +102,14 @@ class Book:
     def begin(self, plan: Plan, place: Place) -> None:
         """Begin the stretch of this rank's group, once for each state loaded."""
         if self._origin is not None and not self._begun:
-            rank, world_size = plan.batch.group()
-            name = self._origin.record, self._num_loaded
-            self._open(f"record-{self._origin.record}.rank-{rank}")
-            self._begin(name, plan, place, rank, world_size)
+            self._begin((self._origin.record, self._num_loaded), plan, place, *self._group())
 
     def begin_quorum(self, quorum_id: int, plan: Plan, place: Place) -> None:
         """Begin the stretch of a quorum, if it has not begun; once for each group of ranks.
 
         To be called when a step of it is committed, before it is noted.
         """
-        if self._origin is None or plan.batch.group()[0] != 0:
+        if self._origin is None or self._group()[0] != 0:
             return
         last, number = self._stretch or (None, -1)
         if self._begun and last == quorum_id:
@@ -100,7 +117,6 @@ class Book:
         with self._lock:
             if self._begun:
                 self._parent = self._stretch
-            self._open(f"replica-{own_token()}")
             self._begin((quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1)
 
     def trained(self, before: Place, start: int, count: int) -> None:
@@ -108,6 +124,18 @@ class Book:
         with self._lock:
             if self.ledger and self._begun:
                 self.ledger.add(before.step + 1, before.epoch, start, count)
+                self._step = before.step + 1
+
+    def end(self) -> None:
+        """Write that the training is over: the user's function has returned."""
+        ended = self._stretch if self._begun else self._parent
+        if self._origin is None or ended is None or self._step is None:
+            return
+        if self._is_replica and self._group()[0] != 0:
+            return
+        by = self._own_name(ended)
+        with self._lock, contextlib.suppress(ConfigError):  # another sampler trained by its name
+            self._open().end(End(ended, self._step, by, self._origin.generation))
 
     def flush(self) -> None:
         """Write what was noted; for a checkpoint, or because somebody gets our state."""
@@ -121,13 +149,24 @@ class Book:
             if self.ledger:
                 self.ledger.flush_if_due()
 
-    def _open(self, writer: str) -> None:
-        if self.ledger is None and self._origin is not None:
+    def _own_name(self, ended: Name) -> Name:
+        """Return the name of this process's own stretch, or that which it would have."""
+        if self._origin is not None and not self._is_replica:
+            return self._origin.record, self._num_loaded
+        return ended if self._begun else (ended[0], ended[1] + 1)
+
+    def _open(self) -> Ledger:
+        assert self._origin is not None
+        if self.ledger is None:
+            writer = f"record-{self._origin.record}.rank-{self._group()[0]}"
+            if self._is_replica:
+                writer = f"replica-{own_token()}"
             self.ledger = Ledger(self._origin.folder / f"{self._name}.{writer}.jsonl")
+        return self.ledger
 
     def _begin(self, name: Name, plan: Plan, place: Place, rank: int, world_size: int) -> None:
-        assert self.ledger is not None and self._name is not None
-        self.ledger.begin(
+        assert self._name is not None
+        self._open().begin(
             Stretch(
                 name=self._name,
                 stretch=name,
@@ -140,4 +179,4 @@ class Book:
                 global_batch=plan.batch.global_batch,
             )
         )
-        self._stretch, self._begun = name, True
+        self._stretch, self._begun, self._step = name, True, place.step

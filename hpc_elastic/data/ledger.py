@@ -7,10 +7,11 @@
 rank; the token is a replica process's, where replicas live on when the group changes (`book`). So
 each file has one writer, once. The lines:
 
-    {"ledger": 1, ...}                                     a stretch begins: see `Stretch`
+    {"ledger": 2, "name": ...}                             a stretch begins: see `Stretch`
     [step, num_steps, epoch, start, stride, count]         from `step` on, so many steps: the i-th
                                                            took `count` positions of the epoch's
                                                            order, from start + i * stride on
+    {"ledger": 2, "ended": ...}                            the training is over: see `End`
 
 Positions, not indices, and one line for as many steps as follow the same rule: a line covers all
 steps between two flushes, but where an epoch ends.
@@ -24,6 +25,10 @@ When it is written: a step is noted once it is trained, and written at the next 
 (`ElasticSampler.state_dict`), before that checkpoint can be complete; else every ten seconds. A
 process that is killed takes the steps with it that no checkpoint has, and these are trained again.
 A save has the file synced behind its back, for a node that loses its power.
+
+The end of the training is written as well, once the user's function has returned or the epochs that
+`ElasticSampler.epochs` was asked for are done. A run that succeeded has to have such a line behind
+everything else; so the loss of what its last group wrote does not go unnoticed.
 """
 
 from __future__ import annotations
@@ -40,10 +45,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic import fence
+from hpc_elastic.data.batch import ElasticBatch
+from hpc_elastic.data.plan import End as EndOfEpoch
+from hpc_elastic.data.plan import Place, Plan
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.rundir import RunDir
 
-VERSION = 1
+VERSION = 2
 FOLDER = "ledger"
 FLUSH_S = 10.0
 """A line at most this often, between saves."""
@@ -60,6 +68,8 @@ class Origin:
     run_id: str
     record: int
     """Number of the record that formed the group."""
+    generation: int
+    """How often the run had been resumed."""
 
 
 def origin() -> Origin | None:
@@ -72,10 +82,10 @@ def origin() -> Origin | None:
         return None
     run = record.parent.parent
     try:
-        run_id = RunDir(run).load().run_id
+        spec = RunDir(run).load()
     except RunDirectoryError:
         return None
-    return Origin(run / FOLDER, run_id, fence.number(record.name))
+    return Origin(run / FOLDER, spec.run_id, fence.number(record.name), spec.generation)
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,22 @@ class Stretch:
     rank: int
     world_size: int
     facts: dict[str, Any]
-    end: str
+    end: EndOfEpoch
     global_batch: int
+
+    def plan(self) -> Plan:
+        """Return what decides which positions each step of the stretch is to train.
+
+        Raises:
+            ConfigError: no sampler has such a plan, so the stretch is damaged.
+        """
+        length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
+        return Plan(length, seed, shuffle, self.end, ElasticBatch(self.global_batch, None, 0, 1))
+
+    @property
+    def place(self) -> Place:
+        """Where it begins."""
+        return Place(self.epoch, self.position, self.step)
 
     def to_json(self) -> str:
         """Return its line."""
@@ -117,16 +141,49 @@ class Stretch:
         """Read a line back.
 
         Raises:
-            ValueError: it is of another version, or damaged.
+            ValueError: it is damaged.
         """
         fields = {key: value for key, value in raw.items() if key != "ledger"}
-        if raw.get("ledger") != VERSION:
-            raise ValueError(f"it has version {raw.get('ledger')}, this reads {VERSION}")
         try:
             parent = fields["parent"] and tuple(fields["parent"])
             return cls(**{**fields, "stretch": tuple(fields["stretch"]), "parent": parent})
         except (KeyError, TypeError) as e:
             raise ValueError(f"not the beginning of a stretch: {e}") from e
+
+
+@dataclass(frozen=True)
+class End:
+    """The training is over in the process that writes this, and goes on in no other one.
+
+    Attributes:
+        ended: The stretch that the training is in: the writer's own, or the one that made the
+            state that it has loaded, if it has trained nothing since.
+        step: The last step of it that counts.
+        by: The writer's own stretch, whether or not it has begun.
+        generation: How often the run had been resumed.
+    """
+
+    ended: tuple[int, int]
+    step: int
+    by: tuple[int, int]
+    generation: int
+
+    def to_json(self) -> str:
+        """Return its line."""
+        return json.dumps({"ledger": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> End:
+        """Read a line back.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        try:
+            ended, by = tuple(raw["ended"]), tuple(raw["by"])
+            return cls(ended, int(raw["step"]), by, int(raw["generation"]))
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not the end of a training: {e}") from e
 
 
 @dataclass(frozen=True)
@@ -180,6 +237,12 @@ class Ledger:
         self._close_span()
         self._buffer += f"{stretch.to_json()}\n".encode()
         self.flush()
+
+    def end(self, end: End) -> None:
+        """Write at once that the training is over."""
+        self._close_span()
+        self._buffer += f"{end.to_json()}\n".encode()
+        self.flush(sync=True)
 
     def add(self, step: int, epoch: int, start: int, count: int) -> None:
         """Note a step of which this rank trained the positions from start to start + count.

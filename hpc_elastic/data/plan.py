@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -79,6 +79,24 @@ class Plan:
         if self.end == "keep":
             position = min(position, max(self.length, place.position))
         return Place(epoch, position, place.step + num_steps)
+
+    def steps(self, place: Place, num_steps: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Yield what the steps behind a place train, all ranks together, as rows of a ledger.
+
+        Of the form of `ledger.Span`: steps that follow one rule are one row.
+
+        Args:
+            place: Where to begin.
+            num_steps: From 0.
+        """
+        whole = self.batch.global_batch
+        while num_steps > 0:
+            place = self.next_batch(place)
+            full = (self.length - place.position) // whole
+            count = min(num_steps, max(1, full))  # what is no full batch is the epoch's last one
+            size = self.size(place.position)
+            yield place.step + 1, count, place.epoch, place.position, size, size
+            place, num_steps = self.after(place, count), num_steps - count
 
     def next_batch(self, place: Place) -> Place:
         """Return where the next batch begins: in the next epoch, if none of this one is left."""

@@ -89,7 +89,7 @@ class ElasticSampler:
         self._draws: Draws | None = None
         self._items = Items()
         self._num_loaded = 0
-        self._book = Book(name)
+        self._book = Book(name, batch.group, is_replica=manager is not None)
         self._cohort = Cohort(manager) if manager is not None else None
         if manager is not None:
             key = f"hpc_elastic.data.{name or id(self)}"
@@ -213,7 +213,7 @@ class ElasticSampler:
     def _load(self, state: dict[str, Any]) -> None:
         self._plan.require_same_order(state)
         self._place = _place(state)
-        self._book.loaded(state["made_by"])
+        self._book.loaded(state["made_by"], self._place.step)
 
     def _state(self, place: Place) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import fence
+from hpc_elastic import fence, reports
 from hpc_elastic.config import NodeRange
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
@@ -91,6 +91,7 @@ class World:
         for sampler in self.samplers:
             if sampler._book.ledger is not None:
                 sampler._book.ledger._process = -1
+        reports._reporter.when_returned.clear()
 
 
 class Run:
@@ -108,11 +109,42 @@ class Run:
         )
 
     def form_group(self) -> None:
-        """Let samplers that are made from now on belong to a new group."""
+        """Let samplers that are made from now on belong to a new group; the old one is over."""
+        reports._reporter.when_returned.clear()
         self.record += 1
         mine = fence.record_path(RunDir(self.path).rdzv, self.record)
         self._monkeypatch.setenv(fence.VARIABLE, str(mine))
 
     def succeed(self) -> None:
-        """Let the run have ended well."""
+        """Let the functions of the last group have returned, and the run have ended well."""
+        reports.function_returned()
         RunDir(self.path).result.write_text('{"status": "succeeded"}')
+
+
+def train_on(run, chance, length, batch, num_epochs=3, **options):
+    """Train a run with groups of any size that are killed anywhere; return what was trained.
+
+    Returns:
+        (step, epoch, indices) that survived, and those that were thrown away.
+    """
+    survived, lost, state, saved_by = [], [], None, None
+    while state is None or state["epoch"] < num_epochs:
+        run.form_group()
+        world = World(chance.randint(1, 6), length, batch, state, **options)
+        saved = 0
+        for _ in world.steps(num_epochs, num_ahead=chance.randint(0, 5)):
+            if chance.random() < 0.25:
+                saved, state, saved_by = len(world.trained), world.state(), world
+            if chance.random() < 0.15:
+                break
+        else:
+            saved, state, saved_by = len(world.trained), world.state(), world
+        if chance.random() < 0.5:
+            for sampler in world.samplers:
+                sampler._book.ledger.flush()
+        if state is None or state["epoch"] < num_epochs:
+            world.die()
+        survived += world.trained[:saved]
+        lost += world.trained[saved:]
+    assert saved_by is not None
+    return survived, lost

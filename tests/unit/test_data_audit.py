@@ -1,5 +1,6 @@
 """The ledger of a run, and what is proven from it."""
 
+import dataclasses
 import json
 import os
 import random
@@ -9,46 +10,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from data_worlds import Loader, Run, World
+from data_worlds import Loader, Run, World, train_on
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.data import ElasticBatch, ElasticSampler, history, ledger
 from hpc_elastic.data.audit import EpochProof, audit
 from hpc_elastic.errors import ConfigError, RunDirectoryError
+from hpc_elastic.rundir import RunDir
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run that has no group yet."""
     return Run(tmp_path / "run", monkeypatch)
-
-
-def train_on(run, chance, length, batch, num_epochs=3, **options):
-    """Train a run with groups of any size that are killed anywhere; return what was trained.
-
-    Returns:
-        (step, epoch, indices) that survived, and those that were thrown away.
-    """
-    survived, lost, state, saved_by = [], [], None, None
-    while state is None or state["epoch"] < num_epochs:
-        run.form_group()
-        world = World(chance.randint(1, 6), length, batch, state, **options)
-        saved = 0
-        for _ in world.steps(num_epochs, num_ahead=chance.randint(0, 5)):
-            if chance.random() < 0.25:
-                saved, state, saved_by = len(world.trained), world.state(), world
-            if chance.random() < 0.15:
-                break
-        else:
-            saved, state, saved_by = len(world.trained), world.state(), world
-        if chance.random() < 0.5:
-            for sampler in world.samplers:
-                sampler._book.ledger.flush()
-        world.die()
-        survived += world.trained[:saved]
-        lost += world.trained[saved:]
-    assert saved_by is not None
-    return survived, lost
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -163,9 +137,9 @@ def test_a_run_that_goes_on_is_proven_up_to_where_all_ranks_are(run):
     assert (proof.last_step, proof.open_samples, proof.replayed_samples) == (3, 2, 0)
 
 
-def lines_of(run, rank):
-    """Return the file of a rank of the first group, and its lines."""
-    path = run.path / "ledger" / f"train.record-1.rank-{rank}.jsonl"
+def lines_of(run, rank, record=1):
+    """Return the file of a rank of a group, and its lines."""
+    path = run.path / "ledger" / f"train.record-{record}.rank-{rank}.jsonl"
     return path, path.read_text().splitlines()
 
 
@@ -182,13 +156,16 @@ def finished(run):
 
 def test_samples_that_were_never_trained_are_found(finished):
     """A rank has left out its half of three steps."""
-    path, (head, first, second) = lines_of(finished, 1)
+    path, (head, first, *rest) = lines_of(finished, 1)
     shortened = json.loads(first)
     shortened[1] -= 3
-    path.write_text(f"{head}\n{json.dumps(shortened)}\n{second}\n")
+    path.write_text("\n".join([head, json.dumps(shortened), *rest]) + "\n")
     (proof,) = audit(finished.path)
-    missing, never = proof.problems
+    missing, wrong, never = proof.problems
     assert missing == "rank 1 of the group of record 1: 3 steps are missing"
+    assert wrong == (
+        "3 steps of the group of record 1, from step 8 on, trained something else than planned"
+    )
     assert never == "epoch 0: 6 samples were never trained"
     assert proof.epochs[0] == EpochProof(0, 34, 0, 6)
 
@@ -199,11 +176,110 @@ def test_samples_that_were_trained_twice_are_found(finished):
     with path.open("a") as f:
         f.write("[13,2,1,8,4,2]\n")
     (proof,) = audit(finished.path)
-    more, twice = proof.problems
+    more, wrong, twice = proof.problems
     assert more == "rank 1 of the group of record 1: 2 steps are too many"
+    assert wrong.startswith("2 steps of the group of record 1, from step 13 on,")
     assert twice == "epoch 1: 4 samples were trained more than once"
     assert proof.epochs[1] == EpochProof(1, 36, 4, 0)
-    assert len(lines) == 3
+    assert len(lines) == 4
+
+
+def test_a_succeeded_run_that_lost_its_last_group_is_not_proven(run):
+    """What is left is a history without a fault, but not the one that the model has."""
+    run.form_group()
+    first = World(2, 40, (4, None))
+    first.run(2, num_steps=5)
+    state = first.state()
+    run.form_group()
+    second = World(3, 40, (4, None), state)
+    second.run(2)
+    second.state()
+    run.succeed()
+    assert audit(run.path)[0].holds
+    for path in (run.path / "ledger").glob("train.record-2.*"):
+        path.unlink()
+    (proof,) = audit(run.path)
+    (problem,) = proof.problems
+    assert problem.startswith("the run has succeeded, but nothing says where the training was over")
+    assert proof.epochs == [EpochProof(0, 20, 0, 0, left=20)]
+
+
+def test_a_succeeded_run_whose_last_group_had_nothing_to_train_is_proven(run):
+    """It was killed between the last step and its function's end; the next one only returns."""
+    run.form_group()
+    first = World(2, 40, (4, None))
+    first.run(2)
+    state = first.state()
+    run.form_group()
+    World(3, 40, (4, None), state).run(2)
+    run.succeed()
+    (proof,) = audit(run.path)
+    assert proof.holds, proof.problems
+    assert (proof.last_step, proof.stretches) == (20, 1)
+    for path in (run.path / "ledger").glob("train.record-1.*"):
+        path.unlink()
+    assert not audit(run.path)[0].holds
+
+
+def test_a_resumed_run_is_proven_by_its_last_generation_only(run):
+    """The first one had succeeded, and said so."""
+    run.form_group()
+    first = World(1, 40, (4, None))
+    first.run(1)
+    state = first.state()
+    run.succeed()
+    spec = RunDir(run.path).load()
+    run.form_group()
+    RunDir(run.path).spec.write_text(dataclasses.replace(spec, generation=1).to_json())
+    second = World(1, 40, (4, None), state)
+    second.run(2)
+    second.state()
+    run.succeed()
+    assert audit(run.path)[0].holds
+    lines_of(run, 0, record=2)[0].unlink()
+    assert not audit(run.path)[0].holds
+
+
+@pytest.mark.parametrize(("length", "batch"), [(42, 4), (43, 4), (47, 10)])
+def test_a_rest_is_dropped_at_the_end_only_and_as_large_as_it_is(run, length, batch):
+    """A last batch that was left out is no rest, though it be smaller than two batches."""
+    run.form_group()
+    world = World(1, length, (batch, None), end="drop")
+    world.run(2)
+    world.state()
+    run.succeed()
+    (proof,) = audit(run.path)
+    assert [epoch.dropped for epoch in proof.epochs] == [length % batch] * 2
+    path, lines = lines_of(run, 0)
+    span = json.loads(lines[1])
+    for count in range(1, batch):  # of the last step, fewer and fewer samples
+        last = [span[1], 1, 0, (span[1] - 1) * batch, 0, count]
+        cut = [span[0], span[1] - 1, *span[2:]]
+        changed = [lines[0], json.dumps(cut), json.dumps(last), *lines[2:]]
+        path.write_text("\n".join(changed) + "\n")
+        (proof,) = audit(run.path)
+        assert not proof.holds
+        assert proof.epochs[0].never == batch - count
+        assert proof.epochs[0].dropped == length % batch
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_gaps_and_doubles_among_paddings_are_found(run, change):
+    """They stand for samples that a batch was filled with."""
+    run.form_group()
+    world = World(2, 41, (8, None), end="pad")
+    world.run(1)
+    world.state()
+    run.succeed()
+    (proof,) = audit(run.path)
+    assert (proof.holds, proof.epochs[0].padded) == (True, 7)
+    path, lines = lines_of(run, 1)  # the second half of the last batch is padding
+    span = json.loads(lines[1])
+    cut = [span[0], span[1] - 1, *span[2:]]
+    last = [span[1], 1, 0, span[3] + (span[1] - 1) * 8 + change, 0, 4]
+    path.write_text("\n".join([lines[0], json.dumps(cut), json.dumps(last), *lines[2:]]) + "\n")
+    (problem,) = audit(run.path)[0].problems
+    assert problem.startswith("1 step of the group of record 1, from step 6 on,")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -212,7 +288,8 @@ def test_no_change_of_a_number_goes_unnoticed(finished, seed):
     chance = random.Random(seed)
     path, lines = lines_of(finished, chance.randint(0, 1))
     span = json.loads(lines[line := chance.randint(1, 2)])
-    span[chance.randint(1, 5)] += chance.choice([-1, 1])
+    number = chance.randint(1, 5)
+    span[number] = abs(span[number] + chance.choice([-1, 1]))
     lines[line] = json.dumps(span)
     path.write_text("\n".join(lines) + "\n")
     assert not audit(finished.path)[0].holds, span
@@ -228,7 +305,7 @@ def test_it_does_not_matter_when_it_was_written(run):
     world.state()
     run.succeed()
     assert len(lines_of(run, 0)[1]) > 100
-    (group,) = history.read(run.path / "ledger")["train"].values()
+    (group,) = history.read(run.path / "ledger")["train"].groups.values()
     assert [spans.tolist() for spans in group.spans.values()] == [
         [[1, 1000, 0, 0, 4, 2]], [[1, 1000, 0, 2, 4, 2]]
     ]  # fmt: skip
@@ -376,12 +453,11 @@ def test_the_command_fails_without_a_proof(finished, capsys):
     path, lines = lines_of(finished, 1)
     path.write_text("\n".join(lines[:2]) + "\n")
     assert main(["audit", str(finished.path)]) == 1
-    assert "NOT PROVEN: epoch 1: 18 samples were never trained" in capsys.readouterr().out
+    assert "NOT PROVEN: epoch 1: 20 samples were never trained" in capsys.readouterr().out
     assert main(["audit", str(finished.path), "--json"]) == 1
     (proof,) = json.loads(capsys.readouterr().out).values()
     assert proof["holds"] is False
-    assert [epoch["never"] for epoch in proof["epochs"]] == [0, 18]
-    assert proof["epochs"][1]["left"] == 2  # the last rank's, that could be the training's end
+    assert [epoch["never"] for epoch in proof["epochs"]] == [0, 20]
     assert "10 steps are missing" in proof["problems"][0]
 
 

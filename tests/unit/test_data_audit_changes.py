@@ -184,7 +184,7 @@ def test_a_changed_ledger_does_not_hold(tmp_path, monkeypatch, change, end):
                 assert not holds(run.path), (seed, changed(files))
             for path, text in files.items():
                 path.write_bytes(text)
-    assert told_otherwise > 4
+    assert told_otherwise > 1
 
 
 def same_history(ledger: Path, truth: list) -> bool:

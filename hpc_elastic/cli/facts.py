@@ -22,6 +22,8 @@ class Task:
         state: Slurm's word; None: Slurm does not list it, or does not answer.
         reason: Why it is in it; without a state, how its last attempt ended (`spans.Attempt`).
             None if there is nothing to say.
+        last_known: Where Slurm does not answer, what the task was at as far as the run knows:
+            ``running``, ``never started``, or how its last attempt ended; else None.
         node: Its node; None if it has none.
         attempt: How often it was requeued; None if it never started.
         ranks: The first and the last rank of its workers; None: it is not in the group.
@@ -38,6 +40,7 @@ class Task:
     ranks: tuple[int, int] | None = None
     time_left_s: float | None = None
     starts_in_s: float | None = None
+    last_known: str | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def look(run: Path, asks: Callable[[Sequence[RunSpec]], Queue] = ask) -> Facts:
     queue = Queue() if spec is None or result is not None else asks([spec])
     unknown = None if spec is None or result is not None else queue.why_unknown(spec)
     if unknown is not None:
-        notes.append(f"the tasks are as last heard of: {unknown}")
+        notes.append(f"what the tasks do now is unknown: {unknown}")
     states = None if spec is None or result is not None else queue.of(spec)
     mark = cancellation(files) if result is None else None
     return _facts(_Found(run, spec, status, result, events, states, mark), time.time(), notes)
@@ -353,9 +353,12 @@ def _tasks(found: _Found, named: Sequence[str], ended_by: Mapping[str, str | Non
     ranks = _ranks(found)
     states = found.states or {}
     return [
-        _task(name, slot, states.get(name), begun.get(name), ranks.get(name), ended_by.get(name))
+        _task(
+            name, slot, states.get(name), begun.get(name), ranks.get(name), ended_by.get(name),
+            is_known=found.states is not None or found.result is not None,
+        )
         for slot, name in enumerate(named or begun)
-    ]
+    ]  # fmt: skip
 
 
 def _task(
@@ -365,11 +368,19 @@ def _task(
     begun: Event | None,
     ranks: tuple[int, int] | None,
     ended_by: str | None,
+    *,
+    is_known: bool,
 ) -> Task:
     host = str(begun["host"]) if begun is not None else None
     attempt = int(begun["attempt"]) if begun is not None else None
     if state is None:
-        return Task(name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks)
+        last_known = None
+        if not is_known:
+            last_known = "never started" if begun is None else ended_by or "running"
+        return Task(
+            name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks,
+            last_known=last_known,
+        )  # fmt: skip
     runs = state.phase in (Phase.RUNNING, Phase.LEAVING)
     return Task(
         name, slot, state.state, state.reason or None,

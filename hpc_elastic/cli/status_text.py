@@ -293,6 +293,9 @@ def _cells(task: Task, num: int) -> tuple[RenderableType, ...]:
 
 
 def _state(task: Task, num: int) -> Text:
+    if task.last_known is not None:
+        text = Text("unknown", style="yellow")
+        return text.append(f" (last known: {_LAST.get(task.last_known, task.last_known)})", "dim")
     if task.state is None:
         return Text(_LAST.get(task.reason or "", task.reason or _NOT_LISTED), style="dim")
     colour = {"RUNNING": "green", "PENDING": "cyan", "COMPLETED": "green"}.get(task.state, "yellow")

@@ -177,7 +177,10 @@ def test_slurm_that_does_not_answer_is_said(tmp_path):
     facts = look(run.path, slurm(silent="squeue: timed out"))
     assert facts.phase == "training" and "squeue: timed out" in facts.notes[0]
     assert [(task.state, task.node) for task in facts.tasks] == [(None, "node1"), (None, None)]
-    assert "Slurm does not answer" in shown(facts)
+    told = shown(facts)
+    assert "Slurm does not answer" in told and "not in the queue" not in told
+    assert "unknown (last known: running)" in told
+    assert "unknown (last known: never started)" in told
 
 
 def test_a_leader_that_is_silent_is_said(tmp_path):

@@ -22,6 +22,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/excluded.json                   nodes that the run is not to get again, and why
     <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
     <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
+    <run>/saves_to/                       where they are besides (`hpc_elastic.checkpoint.folders`)
     <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
                                           says when it was written (`hpc_elastic.output_index`)
@@ -253,6 +254,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where checkpoints lie as a rule: the script says where, and may say something else."""
         return self.path / "checkpoints"
+
+    @property
+    def saves_to(self) -> Path:
+        """Folder of the other directories of checkpoints (`hpc_elastic.checkpoint.folders`)."""
+        return self.path / "saves_to"
 
     @property
     def tasks(self) -> Path:

@@ -29,7 +29,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from hpc_elastic import reports
-from hpc_elastic.checkpoint import rng
+from hpc_elastic.checkpoint import folders, rng
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.options import Options
 from hpc_elastic.checkpoint.restoring import Restorer
@@ -117,6 +117,8 @@ class Checkpointer:
         self._committed: int | None = None
         self._stored: int | None = None
         """Of what was committed, the last in the shared directory."""
+        self._is_remembered = False
+        """Whether the run knows of the directory."""
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
         if self._options.asynchronous:
             self._snapshots.warm_up(flat, self._expected_bytes(flat))
@@ -157,7 +159,7 @@ class Checkpointer:
             self._begin(save, waits=waits)
         self.blocked_s = time.monotonic() - begin
         reports.note_blocked(self.blocked_s)
-        _log.info("step %d: training was held up for %.3f s", step, self.blocked_s)
+        _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
         if waits and self._committed == step:
             reports.checkpoint_boundary(step=step)
         return not waits or self._committed == step
@@ -281,7 +283,7 @@ class Checkpointer:
                 save.leave_mark(reason)
             return False
         else:
-            _log.info("step %d waits for step %d to be written", save.step, earlier.step)
+            _log.debug("step %d waits for step %d to be written", save.step, earlier.step)
         earlier.wait()
         self._stop_looking_out()
         return True
@@ -335,7 +337,19 @@ class Checkpointer:
         if self._save is None or self._save.is_stored:
             self._stored = step
             reports.note_stored(step)
+            self._remember_directory()
         reports.announce_boundary(step=step)
+
+    def _remember_directory(self) -> None:
+        """Let commands find the checkpoints wherever the script keeps them (rank 0)."""
+        if self._group.rank != 0 or self._is_remembered:
+            return
+        self._is_remembered = True
+        directory = self._context.store.directory
+        try:
+            folders.remember(directory)
+        except OSError as e:
+            _log.warning("`verify` and others have to be given %s: %s", directory, e)
 
     def _settle(self) -> None:
         if self._save is not None:

@@ -60,7 +60,8 @@ class Restorer:
             if with_rng:
                 _restore_rng(manifest, self._group.rank)
             self._forget_newer(step)
-            _log.info("restored the checkpoint of step %d from %s", step, folder)
+            level = logging.INFO if self._group.rank == 0 else logging.DEBUG
+            _log.log(level, "restored the checkpoint of step %d from %s", step, folder)
             return step
         self._forget_newer(_NONE)
         if self._damaged:

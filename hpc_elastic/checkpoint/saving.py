@@ -162,7 +162,7 @@ class Save:
         begin = time.monotonic()
         try:
             self._run()
-            _log.info("step %d: written in %.2f s", self.step, time.monotonic() - begin)
+            _log.debug("step %d: written in %.2f s", self.step, time.monotonic() - begin)
         except CheckpointError as e:
             self.error = e
         except OSError as e:
@@ -227,7 +227,7 @@ class Save:
             self._store(self.image)
             self.committed(self.step)
         except AbandonedSaveError:
-            _log.info("step %d stays in near memory only", self.step)
+            _log.debug("step %d stays in near memory only", self.step)
         except Exception as e:  # the save itself was good
             _log.warning("step %d stays in near memory only: %s", self.step, e)
 
@@ -376,6 +376,6 @@ class Save:
             store.steps(), committed=self.step, rule=context.rule, damaged=context.damaged
         )
         for step in going:
-            _log.info("removing the checkpoint of step %d", step)
+            _log.debug("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
                 store.remove(store.folder(step))

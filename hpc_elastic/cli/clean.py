@@ -46,7 +46,7 @@ Examples:
 )  # fmt: skip
 @click.option(
     "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
-    help="Where the run's checkpoints are. [default: checkpoints/ in the run directory]",
+    help="Where the run's checkpoints are. [default: where it has saved]",
 )  # fmt: skip
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
 @click.option("-y", "--yes", is_flag=True, help="With --keep-last 0: really remove all.")
@@ -97,11 +97,8 @@ def clean(
     from hpc_elastic import fence
     from hpc_elastic.checkpoint import cleaning
 
-    folder = directory or RunDir(run).checkpoints
     RunDir(run).load()
-    if not folder.is_dir():
-        remedy = "if its script saves elsewhere, say so with --directory DIR"
-        raise CheckpointNotFoundError(f"{run} has no checkpoints/: {remedy}")
+    folder = directory or _only_directory(RunDir(run))
     try:
         last = fence.last_record(RunDir(run).rdzv)
     except OSError as e:
@@ -109,6 +106,23 @@ def clean(
     is_over = cleaning.fenced_by(last, run_goes_on=_goes_on(run))
     found = cleaning.plan(folder, keep_last=keep_last, is_over=is_over)
     return found, [] if dry_run else cleaning.remove(found)
+
+
+def _only_directory(run: RunDir) -> Path:
+    """Return where the run's checkpoints are, or what aborted saves have left of them."""
+    from hpc_elastic.checkpoint.folders import directories
+
+    try:
+        found = directories(run) or [d for d in [run.checkpoints] if d.is_dir()]
+    except OSError as e:
+        raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
+    if not found:
+        remedy = "if its script saves elsewhere, say so with --directory DIR"
+        raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
+    if len(found) > 1:
+        which = f"choose one with --directory DIR: {', '.join(map(str, found))}"
+        raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
+    return found[0]
 
 
 def _goes_on(run: Path) -> bool:

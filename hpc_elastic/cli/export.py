@@ -94,10 +94,14 @@ def choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
     """Return the checkpoint that was asked for, verified.
 
     Raises:
-        CheckpointNotFoundError: there is none of that step.
+        CheckpointNotFoundError: there is none of that step, or it is not clear which are meant.
         CheckpointCorruptError: it is damaged, or all are.
     """
     folders = find_checkpoints(run)
+    directories = sorted({str(folder.parent) for folder in folders})
+    if len(directories) > 1:
+        remedy = f"give one of them in place of RUN: {', '.join(directories)}"
+        raise CheckpointNotFoundError(f"{run} has checkpoints in several directories; {remedy}")
     wanted = folders if step is None else [f for f in folders if f.name == f"step-{step:08d}"]
     if not wanted:
         known = ", ".join(folder.name for folder in folders)

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.checkpoint.folders import directories
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli.facts import Ended, Facts, Saved, Task
 from hpc_elastic.cli.queues import Queue, ask
@@ -194,8 +195,8 @@ def _submitted(spec: RunSpec | None) -> float | None:
 
 
 def _saved(run: Path, points: Sequence[Point]) -> Saved | None:
-    """Return the newest checkpoint: of the customary folder, or announced, and kept elsewhere."""
-    there = _on_disk(Store(RunDir(run).checkpoints))
+    """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
+    there = _on_disk(RunDir(run))
     announced = _announced(points)
     if announced is None or (there is not None and there.step >= announced[0]):
         return there
@@ -223,13 +224,16 @@ def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
     return max(told.items(), default=None)
 
 
-def _on_disk(store: Store) -> Saved | None:
+def _on_disk(run: RunDir) -> Saved | None:
     try:
-        steps = store.steps()
-        committed = store.folder(steps[0]).stat().st_mtime if steps else 0.0
+        stores = [Store(directory) for directory in directories(run)]
+        found = [(step, store.folder(step)) for store in stores for step in store.steps()]
+        if not found:
+            return None
+        step, folder = max(found)
+        return Saved(step, folder.stat().st_mtime, len(found))
     except OSError:  # removed meanwhile, or a server that is away
         return None
-    return Saved(steps[0], committed, len(steps)) if steps else None
 
 
 # ---- deciding (pure) -----------------------------------------------------------------------

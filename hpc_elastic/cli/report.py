@@ -179,12 +179,15 @@ def _about(facts: Facts) -> About:
 
 
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
+    from hpc_elastic.checkpoint.folders import directories
     from hpc_elastic.checkpoint.store import Store
 
-    store = Store(RunDir(run).checkpoints)
     try:
+        stores = [Store(directory) for directory in directories(RunDir(run))]
         return [
-            {"step": step, "time": store.folder(step).stat().st_mtime} for step in store.steps()
+            {"step": step, "time": store.folder(step).stat().st_mtime}
+            for store in stores
+            for step in store.steps()
         ]
     except OSError as e:
         notes.append(f"the checkpoints can not be listed: {e}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from hpc_elastic.checkpoint import folders
 from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.checkpoint.store import Store, read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
@@ -97,11 +98,11 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists():
         return [path]
-    for directory in (path, RunDir(path).checkpoints):
-        store = Store(directory)
-        if steps := store.steps():
-            return [store.folder(step) for step in steps]
-    remedy = "give a run directory, which has checkpoints/step-<number>/ in it once one is saved"
+    directories = [path] if Store(path).steps() else folders.directories(RunDir(path))
+    found = [(Store(d).folder(step), step) for d in directories for step in Store(d).steps()]
+    if found:
+        return [folder for folder, _ in sorted(found, key=lambda one: -one[1])]
+    remedy = "give a run that has saved one, or a directory with step-<number>/ in it"
     raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
 
 
@@ -127,16 +128,17 @@ def _print_table(findings: Sequence[Finding]) -> None:
     from rich.table import Table
 
     table = Table("checkpoint", "saved", "size", "ranks", "state")
+    has_several = len({Path(finding.folder).parent for finding in findings}) > 1
     for finding in findings:
-        table.add_row(*(escape(cell) for cell in _cells(finding)))
+        table.add_row(*(escape(cell) for cell in _cells(finding, whole=has_several)))
     console = Console()
     console.print(table)
     for problem in (problem for finding in findings for problem in finding.problems):
         console.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(finding: Finding) -> Iterator[str]:
-    yield Path(finding.folder).name
+def _cells(finding: Finding, *, whole: bool) -> Iterator[str]:
+    yield finding.folder if whole else Path(finding.folder).name
     created = finding.created
     yield "?" if created is None else time.strftime("%F %T", time.localtime(created))
     yield "?" if finding.num_bytes is None else f"{finding.num_bytes / 1e6:,.1f} MB"

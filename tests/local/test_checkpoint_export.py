@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_elastic import Checkpointer, fence
 from hpc_elastic.checkpoint import sharding
+from hpc_elastic.checkpoint.folders import directories
 from hpc_elastic.checkpoint.manifest import MANIFEST, merge
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import flatten
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.checkpoint.writer import write_part
 from hpc_elastic.cli.main import main
+from hpc_elastic.rundir import RunDir
 
 
 def make(directory: Path, step: int, state: dict, world_size: int = 1) -> Path:
@@ -214,3 +217,39 @@ def test_verifying_needs_no_torch(run):
         "sys.exit(code)"
     )
     subprocess.run([sys.executable, "-c", code, str(run)], check=True, capture_output=True)
+
+
+def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypatch, capsys):
+    """The run knows of the directory from the first checkpoint that is committed there."""
+    run, elsewhere = tmp_path / "run", tmp_path / "scratch" / "my weights"
+    (run / "rdzv").mkdir(parents=True)
+    record = run / "rdzv" / "record.1.json"
+    record.write_text("{}")
+    monkeypatch.setenv(fence.VARIABLE, str(record))
+    net = torch.nn.Linear(2, 2)
+    with Checkpointer(elsewhere, {"net": net}) as checkpoints:
+        checkpoints.save(5)
+        checkpoints.wait()
+        checkpoints.save(7)
+    assert directories(RunDir(run)) == [elsewhere]
+    assert main(["verify", str(run), "--json"]) == 0
+    assert [found["step"] for found in json.loads(capsys.readouterr().out)] == [7, 5]
+    assert main(["export", str(run), "--key", "net", "-o", str(tmp_path / "net.pt")]) == 0
+    assert torch.load(tmp_path / "net.pt", weights_only=True).keys() == net.state_dict().keys()
+
+    with Checkpointer(run / "checkpoints", {"net": net}) as customary:
+        customary.save(6)
+    capsys.readouterr()
+    assert main(["verify", str(run), "--json"]) == 0
+    assert [found["step"] for found in json.loads(capsys.readouterr().out)] == [7, 6, 5]
+    assert main(["export", str(run), "-o", str(tmp_path / "all.pt")]) == 1
+    told = capsys.readouterr().err
+    assert "several directories" in told and str(elsewhere) in told
+
+
+def test_outside_of_a_run_nothing_is_written_down(tmp_path, monkeypatch):
+    """There is nobody to look for it."""
+    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    with Checkpointer(tmp_path / "weights", {"net": torch.nn.Linear(2, 2)}) as checkpoints:
+        checkpoints.save(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]

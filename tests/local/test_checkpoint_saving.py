@@ -70,7 +70,7 @@ def test_the_state_may_change_as_soon_as_a_save_has_returned(tmp_path, disk):
 
 def test_a_second_save_waits_for_the_first(tmp_path, disk, caplog):
     """And says so; both are committed."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     counter = Counter()
     with checkpointer(tmp_path, counter) as c, ThreadPoolExecutor(1) as pool:
         save_at(c, counter, 1)
@@ -81,6 +81,19 @@ def test_a_second_save_waits_for_the_first(tmp_path, disk, caplog):
         disk.goes_on.set()
         assert second.result(PATIENCE_S) is True
     assert Store(tmp_path).steps() == [2, 1]
+
+
+def test_checkpoints_say_nothing_in_the_log_of_the_script(tmp_path, caplog):
+    """Hydra lets INFO through: a line a checkpoint would be a line in the user's own output."""
+    caplog.set_level(logging.INFO)
+    counter = Counter()
+    with checkpointer(tmp_path, counter, keep_last=1) as c:
+        for step in range(1, 4):
+            save_at(c, counter, step)
+            c.wait()
+    assert Store(tmp_path).steps() == [3] and caplog.text == ""
+    assert restored(tmp_path) == 3
+    assert caplog.text.count("restored the checkpoint of step 3") == len(caplog.messages) == 1
 
 
 def test_a_second_save_is_skipped_if_so_wished(tmp_path, disk, caplog):

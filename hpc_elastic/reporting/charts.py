@@ -320,15 +320,21 @@ def _checkpoints(report: Values) -> Spec:
 def _axis(report: Values, begin: float, name: str) -> Spec:
     """Return the axis of time, in the cluster's local time; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
-    is_long = until - begin > 36 * 3600
     # as plain numbers Vega-Lite would make dates of them, which its interpreter does not find
     domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
     return {
         "field": name, "type": "temporal", "title": None,
         "scale": {"type": "utc", "domain": domain, "nice": False},
         "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
-                 "labelFlush": True, **({"format": "%b %d %H:%M"} if is_long else {})},
+                 "labelFlush": True, "format": _clock_format(until - begin)},
     }  # fmt: skip
+
+
+def _clock_format(length_s: float) -> str:
+    """Return how moments are written on the axis: by a clock of 24 hours, as everywhere else."""
+    if length_s > 18 * 3600:
+        return "%b %d %H:%M"
+    return "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
 
 
 def _time(name: str) -> Spec:

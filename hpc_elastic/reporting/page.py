@@ -23,7 +23,7 @@ from hpc_elastic.reporting.charts import (
     schema,
 )
 from hpc_elastic.reporting.texts import as_yaml, by_cause, costliest, departures
-from hpc_elastic.words import duration, node_time
+from hpc_elastic.words import counted, duration, node_time
 
 SHOWN_AT_ONCE = 12
 """Longer lists are folded."""
@@ -52,7 +52,7 @@ def html(report: Mapping[str, Any]) -> str:
     """
     drawn = charts(report)
     return _environment().get_template("page.html.j2").render(
-        r=report, w=words, duration=duration, node_time=node_time,
+        r=report, w=words, counted=counted, duration=duration, node_time=node_time,
         about=report["about"], spent=report["spent"],
         begin=begin_of(report), tiles=tiles(report),
         kinds=colours.SPENT_ON, meanings=MEANINGS,
@@ -86,9 +86,9 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
          f"and {node_time(spent['queue_s'])} in the queue"),
         ("Step", words.number(about["step"]), of_total + left),
         ("Loss", words.number(about["loss"]), "the last that was reported"),
-        ("Faults", words.number(len(faults)), f"{words.number(lost)} steps lost"),
+        ("Faults", words.number(len(faults)), f"{counted(lost, 'step')} lost"),
         ("Checkpoints", words.number(len(announced)),
-         f"{len(report['checkpoints']['kept'])} kept"),
+         f"saved; {words.number(len(report['checkpoints']['kept']))} on disk now"),
         ("Restarts", words.number(about["restarts"]), f"of {about['max_restarts']} allowed"),
     )  # fmt: skip
 

@@ -11,7 +11,8 @@ from hpc_elastic.reporting.page import tiles
 
 _WIDTH = 1000
 _TITLES = {
-    "bar": "Where every node-second went", "lanes": "Nodes (triangle: left, announced; x: lost)",
+    "bar": "Where every node-second went",
+    "lanes": "Nodes (triangle: left after a notice; x: lost)",
     "group": "Group", "step": "Step (vertical lines: faults; dots: checkpoints)", "loss": "Loss",
 }  # fmt: skip
 

@@ -360,3 +360,24 @@ def test_a_missing_library_is_named(run, tmp_path, monkeypatch, capsys, form):
     assert main(["report", str(run.path), "-o", str(out)]) == 1
     assert "pip install 'hpc_elastic[report]'" in capsys.readouterr().err and not out.exists()
     assert main(["report", str(run.path), "-o", str(tmp_path / "r.json")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("length_s", "expected"),
+    [(40.0, "%H:%M:%S"), (3600.0, "%H:%M"), (20 * 3600.0, "%b %d %H:%M")],
+)
+def test_the_axis_of_time_has_a_clock_of_24_hours(length_s, expected):
+    """As the sentences beside it: without a format Vega writes 10:37 for 22:37."""
+    drawn = charts(reported(until=1.0 + length_s).to_json())
+    found = {chart.name: formats(chart.spec) for chart in drawn if chart.name != "bar"}
+    assert found.keys() == {"lanes", "group", "step", "loss"}
+    assert all(axis == {expected} for axis in found.values()), found
+
+
+def formats(spec: object) -> set[str]:
+    """Return the formats of all axes of time in a chart."""
+    parts = spec if isinstance(spec, list) else spec.values() if isinstance(spec, dict) else ()
+    found = set().union(*map(formats, parts))
+    if isinstance(spec, dict) and "axis" in spec and spec.get("type") == "temporal":
+        found.add(str(spec["axis"].get("format")))
+    return found

@@ -11,9 +11,20 @@ from typing import Any
 from hpc_elastic.errors import DamagedFileError
 
 
-def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
-    """Replace a file in one step: a reader sees the old content or the new, never a part."""
-    staged = _stage(path, content, mode)
+def write_atomic(
+    path: Path, content: str | bytes, *, mode: int = 0o644, staged_in: Path | None = None
+) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: The file.
+        content: What it is to hold.
+        mode: Its permissions.
+        staged_in: A folder of the same file system to write it in first; None: its own. If that
+            folder is renamed meanwhile, the file is not replaced, and `FileNotFoundError` is
+            raised.
+    """
+    staged = _stage(path, content, mode, staged_in or path.parent)
     try:
         staged.replace(path)
     except BaseException:
@@ -23,7 +34,7 @@ def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o644) -> None
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     """Make a file that nobody else has made, in one step; False if somebody has."""
-    staged = _stage(path, text, mode)
+    staged = _stage(path, text, mode, path.parent)
     try:
         os.link(staged, path)
     except FileExistsError:
@@ -33,9 +44,9 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     return True
 
 
-def _stage(path: Path, content: str | bytes, mode: int) -> Path:
-    """Write to a hidden file beside the one that it is for."""
-    fd, staged = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
+    """Write to a hidden file of a folder, beside the one that it is for as a rule."""
+    fd, staged = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(content.encode() if isinstance(content, str) else content)

@@ -18,6 +18,8 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/secret                          0600: authenticates every message between agents
     <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
     <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
+    <run>/rdzv/term.<epoch>/              through it a leader writes (`rendezvous.term_folder`);
+                                          holds the notices that are not confirmed yet
     <run>/notice/                         a file named like a task or a node: it is to be left
     <run>/excluded.json                   nodes that the run is not to get again, and why
     <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
@@ -41,7 +43,8 @@ A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, e
 world_size, step (the furthest), total_steps, samples, loss (the first rank's), blocked_s (seconds
 for which checkpoints have held up the workers of this round), checkpoint (the last step that was
 announced as saved), steps_per_s and samples_per_s (over half a minute); null where nothing is
-known. Lines of two leaders may be out of order, and one may be cut short: `story.points` reads it.
+known. A line may be cut short, and one of a leader that was stopped while it wrote may follow those
+of a later epoch: `story.points` reads it.
 """
 
 from __future__ import annotations
@@ -188,6 +191,11 @@ class RunDir:
         return self.path / "secret"
 
     @property
+    def first_term(self) -> Path:
+        """The term folder, as it is made with the run; see `rendezvous.term_folder`."""
+        return self.rdzv / "term.0"
+
+    @property
     def rdzv(self) -> Path:
         """Folder of the leader's files."""
         return self.path / "rdzv"
@@ -309,6 +317,7 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
         if not create_atomic(self.spec, spec.to_json(), mode=0o600):
             raise self.taken()
+        self.first_term.mkdir(exist_ok=True)
         write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
     def taken(self) -> RunDirectoryError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -101,13 +102,13 @@ def _tell_cpu(pipe: Connection, over: asyncio.Event) -> None:
 def _office(size: int, folder: Path) -> Office:
     run = RunDir(folder)
     events = EventLog(run.events(member(0).task), member(0).task)
-    for needed in (run.rdzv, events.path.parent):
+    for needed in (run.first_term, events.path.parent):
         needed.mkdir(parents=True, exist_ok=True)
     settings = RendezvousSettings()
     rules = Rules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
     register = Register(run.rdzv, SECRET)
     return Office(
-        rules, liveness(size), SECRET, register, lambda: Journal(run, "scale", events), World(size)
+        rules, liveness(size), SECRET, register, partial(Journal, run, "scale", events), World(size)
     )
 
 

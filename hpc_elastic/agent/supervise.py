@@ -47,10 +47,10 @@ from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.run_files import RunFiles
 from hpc_elastic.rendezvous.session import Candidacy, Leaving, SentBack, Session
 from hpc_elastic.rundir import RunSpec
 from hpc_elastic.slurm import last_nodes
@@ -303,9 +303,9 @@ class _Node:
             ),
             secret=of_generation(secret, spec.generation),
             register=Register(run.rdzv, secret),
-            make_journal=lambda: Journal(run, spec.run_id, events),
+            make_journal=partial(Journal, run, spec.run_id, events),
             world=RunWorld(run, tasks, RoundStores(self._interface.address)),
-            notices=NoticeFiles(run.notices),
+            notices=RunFiles(run),
             make_keeper=keepers(spec.min_nodes),
             generation=spec.generation,
         )  # fmt: skip

@@ -16,6 +16,8 @@ Pure, each with its theory of operation at its head; read them in this order:
                 `replica_leadership` what differs for its leader
 - `leadership`  a leader in its epoch: what it may still decide; `attendance` who lives,
                 `leader_effects` what it wants done
+- `term`        the one place through which all passes that a leader does, while its term lasts;
+                `term_folder` how leaders write the same files, `asked` who is asked to leave
 - `following`   an agent's search for a leader, and its life under one; `election` when a leader is
                 dead, `agent_effects` what it wants done
 - `slurms_word`, `questions`  what Slurm's word means, and when it may be asked
@@ -29,7 +31,7 @@ With effects:
                 `replica_group` what the rendezvous knows of a quorum that others keep
 - `session`     one agent's side: carries out its following, or leads; `heard` is what it heard,
                 `reports` what it tells
-- `notice_files`  who is asked to leave, by a file
+- `run_files`   the files that leaders share: status, progress, notices, the term folder
 - `journal`     what the leader writes for others to read
 - `address`     the address at which the others reach this node
 - `handler`     torch's RendezvousHandler over a session

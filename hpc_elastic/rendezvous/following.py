@@ -240,7 +240,8 @@ class Following:
             case "waiting" | "ft":
                 return [Tell(message)]
             case "notice":
-                return self.notice("asked", float(message["left_s"]), now)
+                confirmed = self._say({"type": "noticed"})
+                return [*confirmed, *self.notice("asked", float(message["left_s"]), now)]
             case "end" | "give back":
                 return self._end(message)
         return []

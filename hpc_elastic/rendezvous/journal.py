@@ -1,9 +1,10 @@
 """What the leader writes for others to read: events, the group's status and progress, the result.
 
-All writes go through one thread, so that a slow shared file system delays the files and never the
-heartbeats. What comes while one is under way is written together afterwards, the newest status
-alone: so the result, for which every node waits, has never more than that before it. What the
-agents decide by is not here but in `register`.
+Status and progress pass through the term folder (`term_folder`), so that none of them comes from a
+leader whose term is over. All writes go through one thread, so that a slow shared file system
+delays the files and never the heartbeats. What comes while one is under way is written together
+afterwards, the newest status alone: so the result, for which every node waits, has never more than
+that before it. What the agents decide by is not here but in `register`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hpc_elastic import fence
 from hpc_elastic.events import EventLog
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.files import write_atomic
 from hpc_elastic.rendezvous.record import Record
-from hpc_elastic.rendezvous.series import line_of
+from hpc_elastic.rendezvous.run_files import RunFiles
+from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError, carried_out
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -39,19 +39,28 @@ class _Waiting:
 
     events: list[str] = field(default_factory=list)
     status: dict[str, Any] | None = None
-    progress: list[str] = field(default_factory=list)
+    progress: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Journal:
-    """Writes one run's files for its leader."""
+    """Writes one run's files for its leader.
 
-    def __init__(self, run: RunDir, run_id: str, events: EventLog) -> None:
+    Args:
+        run: The run.
+        run_id: Its id, for the result.
+        events: Where the leader's agent writes its events.
+        epoch: The leader's; 0: this agent does not lead, and writes no status.
+    """
+
+    def __init__(self, run: RunDir, run_id: str, events: EventLog, epoch: int) -> None:
+        self.is_over = False
+        """Whether a later leader was found to write the status."""
         self._run = run
         self._run_id = run_id
         self._events = events
+        self._term = TermFolder(epoch, RunFiles(run))
         self._waiting = _Waiting()
         self._is_called = False
-        self._has_status = False
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
@@ -61,19 +70,11 @@ class Journal:
         with self._handing_over() as waiting:
             waiting.events.append(line)
 
-    def status(self, status: dict[str, Any]) -> None:
-        """Replace status.json, in the background.
-
-        What stands there at first is the last word of the leader before: it goes into the progress.
-        """
+    def show(self, status: dict[str, Any], lines: Sequence[dict[str, Any]]) -> None:
+        """Replace status.json and append lines to progress.jsonl, in the background."""
         with self._handing_over() as waiting:
             waiting.status = {**status, "updated": time.time()}
-
-    def progress(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append lines to progress.jsonl, in the background."""
-        if lines:
-            with self._handing_over() as waiting:
-                waiting.progress += [f"{json.dumps(line)}\n" for line in lines]
+            waiting.progress += lines
 
     async def publish(self, record: Record) -> None:
         """Write result.json unless it is there; the end may be announced once this returns."""
@@ -105,33 +106,17 @@ class Journal:
             waiting, self._waiting, self._is_called = self._waiting, _Waiting(), False
         if waiting.events:
             self._events.append(waiting.events)
-        if waiting.status is not None:
-            if not self._has_status:
-                self._has_status = True
-                self._keep_last_word()
-            self._try_write(self._run.status, waiting.status)
-        if waiting.progress:
-            self._append_progress("".join(waiting.progress))
+        if waiting.status is not None and not self.is_over:
+            self._show(waiting.status, waiting.progress)
 
-    def _keep_last_word(self) -> None:
+    def _show(self, status: dict[str, Any], lines: list[dict[str, Any]]) -> None:
         try:
-            status = read_json(self._run.status)
-            if status is not None:
-                line = {"time": round(float(status["updated"]), 3), **line_of(status)}
-                self._append_progress(json.dumps(line) + "\n")
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            _log.info("%s says nothing of the leader before: %s", self._run.status, e)
-
-    def _append_progress(self, text: str) -> None:
-        """Append lines, below one that another leader may not have finished."""
-        try:
-            with self._run.progress.open("a+b") as f:
-                end = f.seek(0, os.SEEK_END)
-                f.seek(max(0, end - 1))
-                torn = f.read(1) not in (b"", b"\n")
-                f.write((b"\n" if torn else b"") + text.encode())
+            carried_out(self._term.show(status, lines))
+        except TermOverError as e:
+            _log.warning("%s is not written: %s", self._run.status, e)
+            self.is_over = True
         except OSError as e:
-            _log.warning("%s: not written: %s", self._run.progress, e)
+            _log.error("%s: not written: %s", e.filename2 or e.filename or self._run.status, e)
 
     def _try_publish(self, result: dict[str, Any], number: int) -> bool:
         try:
@@ -142,14 +127,12 @@ class Journal:
         except OSError as e:
             _log.error("%s: not read: %s", self._run.rdzv, e)
             return False
-        return self._run.result.exists() or self._try_write(self._run.result, result)
-
-    @staticmethod
-    def _try_write(path: Path, value: dict[str, Any]) -> bool:
+        if self._run.result.exists():
+            return True
         try:
-            write_atomic(path, json.dumps(value, indent=2) + "\n")
+            write_atomic(self._run.result, json.dumps(result, indent=2) + "\n")
         except OSError as e:
-            _log.error("%s: not written: %s", path, e)
+            _log.error("%s: not written: %s", self._run.result, e)
             return False
         return True
 

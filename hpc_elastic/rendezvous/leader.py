@@ -1,10 +1,11 @@
 """Carries out what a leader decides: connections, files and Slurm around `leadership`.
 
-Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. Messages to an
+Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. All that the
+leader does passes through its `term`; when that is over, the leader ends. Messages to an
 agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``stacks``, ``notice``,
 ``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
 ``here``, ``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``stalled``, ``stacks``,
-``notice``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
+``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
 ``ft`` is for the replicas' quorum (`quorum_desk`).
 """
 
@@ -18,9 +19,8 @@ import random
 import resource
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from hpc_elastic.net.listener import Listener
@@ -35,21 +35,21 @@ from hpc_elastic.rendezvous.leader_effects import (
     Drop,
     Effect,
     Postpone,
-    Publish,
+    Readmit,
+    RemoveNotice,
     RenewLease,
-    StepDown,
+    Show,
     Tell,
 )
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.office import Office, StoreAddress, World
 from hpc_elastic.rendezvous.placements import placements, placements_alone
 from hpc_elastic.rendezvous.quorum_desk import Desk, open_desk
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
-from hpc_elastic.rendezvous.series import Series
-from hpc_elastic.rendezvous.status import status_of
+from hpc_elastic.rendezvous.term import Term
+from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError, carried_out
 
 __all__ = ["Leader", "Office", "World"]
 
@@ -73,13 +73,16 @@ class Leader:
     def __init__(self, office: Office, claim: Record, listener: Listener) -> None:
         now = time.monotonic()
         self._office = office
-        self._journal = office.make_journal()
-        self._epoch = claim.epoch
-        self._series = Series()
+        self._journal = office.make_journal(claim.epoch)
+        self._claim = claim
         self._listener = listener
         rng = random.Random()
         kind = ReplicaLeadership if office.rules.ft else Leadership
         self._leadership = kind(claim, office.rules, office.liveness, now, rng)
+        self._term = Term(self._leadership, self)
+        notices = office.notices
+        self._folder = TermFolder(claim.epoch, notices) if notices is not None else None
+        self._is_notice_confirmed = asyncio.Event()
         self._desk: Desk | None = open_desk(office, claim, self._leadership, self._send)
         """Where the replicas' quorum is kept; None: the nodes are no replicas."""
         self._agents: dict[Agent, Visitor] = {}
@@ -93,6 +96,8 @@ class Leader:
         self._arrivals: set[asyncio.Task[None]] = set()
         self._duties: set[asyncio.Task[None]] = set()
         self._clean_up: set[asyncio.Task[None]] = set()
+        self._ending: asyncio.Task[None] | None = None
+        """What is to be done when the term is over; None: it is not."""
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
         self._store: StoreAddress | None = None
         """Where the workers of the last round meet."""
@@ -104,15 +109,15 @@ class Leader:
     def lead(self) -> None:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
-        self._journal.note("leader", epoch=self._epoch)
+        self._journal.note("leader", epoch=self._claim.epoch)
         for note in self._leadership.inherited:
             self._journal.note(note.kind, **note.fields)
         self._listener.serve(self._take)
         duties = self._tick(), self._watch_records(), self._tell_status(), self._readmit()
         for duty in duties:
             self._start(duty, self._duties)
-        if self._office.notices is not None:
-            self._start(self._watch_notices(self._office.notices), self._duties)
+        if self._folder is not None:
+            self._start(self._watch_notices(self._folder), self._duties)
         if self._desk is not None:
             self._start(self._desk.keep(), self._duties)
 
@@ -122,7 +127,7 @@ class Leader:
         Without that, its replica would be taken for one that died with the leader.
         """
         why, now = "it leaves", time.monotonic()
-        self._carry_out(self._leadership.disconnected(agent, why, now))
+        self._term.handle(self._leadership.disconnected, agent, why, now)
         while self._leadership.is_deciding and time.monotonic() < now + within_s:
             await asyncio.sleep(0.005)
 
@@ -131,16 +136,43 @@ class Leader:
 
         If it is cancelled, call it again: only a stop that returns leaves nothing behind.
         """
+        if not self._term.is_over:
+            await self._finish(linger_s)
+            self._term.end()
+        await self.over()
+
+    async def over(self) -> None:
+        """Wait until the term is over, and nothing of this leader is left."""
+        while self._ending is None:
+            await asyncio.sleep(0.1)
+        await asyncio.shield(self._ending)
+
+    async def _finish(self, linger_s: float) -> None:
+        """Let everybody hear the last word, and what is begun be done."""
         deadline = time.monotonic() + linger_s
         last = (Phase.ENDED, Phase.DISBANDED)
         while self._leadership.machine.phase in last and self._agents:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
+        self._term.handle(self._leadership.knows_notice, self._claim.leader.task)  # it is going
         for duty in self._duties:
             duty.cancel()
+        if self._folder is not None:
+            self._start(self._remove_confirmed(self._folder), self._clean_up)
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
-        self._step_down()
+
+    def let_go(self) -> None:
+        """See `Hands`: they will find the next leader."""
+        self._listener.close()
+        for visitor in self._visitors:
+            visitor.close()
+        for task in (*self._duties, *self._clean_up):
+            task.cancel()
+        self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
         while self._visitors:  # a second at most (`Visitor.close`)
             await asyncio.sleep(0.01)
         await self._journal.close()
@@ -172,14 +204,7 @@ class Leader:
 
     def _fail(self) -> None:
         _log.exception("the leader failed; stepping down")
-        self._step_down()
-
-    def _step_down(self) -> None:
-        """Decide nothing more, and let go of everybody: they will find the next leader."""
-        self._leadership.fenced = True
-        self._listener.close()
-        for visitor in self._visitors:
-            visitor.close()
+        self._term.end()
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -188,7 +213,7 @@ class Leader:
     # ---- agents -------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        visitor = Visitor(self._office.secret, self._epoch, self, self._buffer)
+        visitor = Visitor(self._office.secret, self._claim.epoch, self, self._buffer)
         self._visitors[visitor] = None
         self._strangers[visitor] = None
         if len(self._strangers) > self._max_strangers:
@@ -207,7 +232,7 @@ class Leader:
         """See `Host`."""
         agent = Agent(**hello)
         with self._or_fail():
-            self._carry_out(self._leadership.connected(agent, time.monotonic()))
+            self._term.handle(self._leadership.connected, agent, time.monotonic())
         self._agents[agent] = visitor
         self._visitors[visitor] = agent
         self._strangers.pop(visitor, None)
@@ -221,7 +246,7 @@ class Leader:
             return  # the agent has come back on another connection
         with self._or_fail():
             now = time.monotonic()
-            self._carry_out(self._leadership.received(agent, _on_our_clock(message), now))
+            self._term.handle(self._leadership.received, agent, _on_our_clock(message), now)
             if self._desk is not None and message["type"] == "ft":
                 self._desk.said(agent, message["message"])
 
@@ -236,11 +261,11 @@ class Leader:
         if self._agents.get(agent) is visitor:
             self._let_go(agent, why)
             with self._or_fail():
-                why = "its connection closed"
-                self._carry_out(self._leadership.disconnected(agent, why, time.monotonic()))
+                now, why = time.monotonic(), "its connection closed"
+                self._term.handle(self._leadership.disconnected, agent, why, now)
 
     def _send(self, agent: Agent, message: dict[str, Any]) -> None:
-        if agent in self._agents:
+        if agent in self._agents and not self._term.is_over:
             self._agents[agent].send(message)
 
     def _let_go(self, agent: Agent, why: str) -> None:
@@ -252,40 +277,62 @@ class Leader:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
-        remaining = iter(effects)
-        for effect in remaining:
-            match effect:
-                case Tell(agent, message):
-                    self._send(agent, message)
-                case Drop(agent):
-                    self._let_go(agent, "silent, or connected anew")
-                case Note(kind, fields):
-                    self._journal.note(kind, **fields)
-                case Create(record):
-                    self._start(self._create(record), self._duties)
-                case Announce():
-                    self._announce(effect)
-                case AskSlurm():
-                    self._start(self._ask_slurm(), self._duties)
-                case RenewLease():
-                    self._renew_lease()
-                case Postpone(delay_s):
-                    self._let_slurm(self._office.world.postpone_pending, delay_s)
-                case Exclude(hosts, why):
-                    self._let_slurm(self._office.world.exclude, hosts, why)
-                case ClearHolds(tasks, unseen):
-                    avoids = sorted({*unseen.values()})
-                    self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
-                    self._let_slurm(self._office.world.clear_holds, tasks, unseen)
-                case Publish(record):
-                    self._start(self._publish(record, list(remaining)), self._clean_up)
-                case StepDown():
-                    _log.warning("epoch %d is over: another agent leads", self._epoch)
-                    self._step_down()
+    def carry_out(self, effect: Effect) -> None:
+        """See `Hands`."""
+        world = self._office.world
+        match effect:
+            case Tell(agent, message):
+                self._send(agent, message)
+            case Drop(agent):
+                self._let_go(agent, "silent, or connected anew")
+            case Note(kind, fields):
+                self._journal.note(kind, **fields)
+            case Create(record):
+                self._start(self._create(record), self._duties)
+            case Announce():
+                self._announce(effect)
+            case AskSlurm():
+                self._start(self._ask_slurm(), self._duties)
+            case RenewLease():
+                self._renew_lease()
+            case Show(status, lines):
+                self._journal.show(status, lines)
+            case RemoveNotice(name, in_vain):
+                if in_vain:
+                    _log.warning("the notice %s names no task or host of the run", name)
+                assert self._folder is not None
+                self._folder.confirm(name)
+                self._is_notice_confirmed.set()
+            case Postpone(delay_s):
+                self._let_slurm(world.postpone_pending, delay_s)
+            case Exclude(hosts, why):
+                self._let_slurm(world.exclude, hosts, why)
+            case Readmit(tasks):
+                self._let_slurm(world.readmit, tasks)
+            case ClearHolds(tasks, unseen):
+                avoids = sorted({*unseen.values()})
+                self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
+                self._let_slurm(world.clear_holds, tasks, unseen)
+
+    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+        """See `Hands`."""
+        self._start(self._publish(record, afterwards), self._clean_up)
 
     def _let_slurm(self, work: Callable[..., None], *arguments: object) -> None:
-        self._start(self._in_thread(work, *arguments), self._clean_up)
+        self._start(self._in_thread(self._if_it_leads, work, *arguments), self._clean_up)
+
+    def _if_it_leads(self, work: Callable[..., None], *arguments: object) -> None:
+        """Do in a thread what no record guards, unless a record says that another leads."""
+        while not self._term.is_over:
+            try:
+                _, last = self._office.register.last()
+            except OSError as e:
+                _log.info("whether epoch %d is over can not be read: %s", self._claim.epoch, e)
+                time.sleep(_RETRY_S)
+                continue
+            if last is None or last.epoch <= self._claim.epoch:
+                work(*arguments)
+            return
 
     async def _create(self, record: Record) -> None:
         """Create the record, however long the file system takes."""
@@ -298,27 +345,29 @@ class Leader:
             except OSError as e:
                 _log.warning("record %d is not written yet, trying on: %s", record.number, e)
                 await asyncio.sleep(_RETRY_S)
-        now = time.monotonic()
-        self._carry_out(self._leadership.created(now) if created else self._leadership.refused())
+        if created:
+            self._term.handle(self._leadership.created, time.monotonic())
+        else:
+            self._term.handle(self._leadership.refused)
 
     def _announce(self, announce: Announce) -> None:
         start = announce.start
         placed = placements(announce) if self._desk is None else placements_alone(announce)
         for agent, message in placed:
             self._send(agent, {**message, "store": self._store or ("", 0)})
-        note = notes.round_(start, record=announce.record, epoch=self._epoch)
+        note = notes.round_(start, record=announce.record, epoch=self._claim.epoch)
         self._journal.note(note.kind, **note.fields)
-        self._write_status()
+        self._term.show(time.time())
 
     async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
         await self._journal.publish(record)
-        self._write_status()
-        self._carry_out(afterwards)
-        await self._in_thread(self._office.world.cancel_pending)
+        self._term.show(time.time())
+        self._term.do(afterwards)
+        await self._in_thread(self._if_it_leads, self._office.world.cancel_pending)
 
     async def _ask_slurm(self) -> None:
         view = await self._in_thread(self._office.world.view)
-        self._carry_out(self._leadership.slurm_says(view, time.monotonic()))
+        self._term.handle(self._leadership.slurm_says, view, time.monotonic())
 
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang
@@ -328,7 +377,7 @@ class Leader:
 
     async def _renew(self, beats: int) -> None:
         try:
-            await self._in_thread(self._office.register.renew_lease, self._epoch, beats)
+            await self._in_thread(self._office.register.renew_lease, self._claim.epoch, beats)
         except OSError as e:
             _log.info("lease not renewed: %s", e)
         finally:
@@ -338,7 +387,7 @@ class Leader:
 
     async def _tick(self) -> None:
         while True:
-            self._carry_out(self._leadership.tick(time.monotonic()))
+            self._term.handle(self._leadership.tick, time.monotonic())
             await asyncio.sleep(self._office.liveness.heartbeat_s)
 
     async def _watch_records(self) -> None:
@@ -346,36 +395,42 @@ class Leader:
         while True:
             with contextlib.suppress(OSError):
                 number = await self._in_thread(self._office.register.last_number)
-                self._carry_out(self._leadership.saw(number))
+                self._term.handle(self._leadership.saw, number)
             await asyncio.sleep(_WATCH_S)
 
-    async def _watch_notices(self, files: NoticeFiles) -> None:
+    async def _watch_notices(self, folder: TermFolder) -> None:
         """Pass on who is asked to leave."""
         while True:
-            with contextlib.suppress(OSError):
-                for name, left_s in (await self._in_thread(files.read)).items():
-                    effects = self._leadership.asked_to_leave(name, left_s)
-                    self._carry_out(effects)
-                    removal = self._passed_on(files, name, to_anybody=bool(effects))
-                    await asyncio.shield(self._start(removal, self._clean_up))
-            await asyncio.sleep(_WATCH_S)
+            with self._if_not_over(), contextlib.suppress(OSError):
+                self._is_notice_confirmed.clear()
+                claimed = await self._in_thread(carried_out, folder.claim_notices())
+                self._term.handle(self._leadership.asked_to_leave, claimed)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WATCH_S):
+                    await self._is_notice_confirmed.wait()
 
-    async def _passed_on(self, files: NoticeFiles, name: str, *, to_anybody: bool) -> None:
-        """Remove a notice file, though this leader may stop at once: it may name its own node."""
-        with contextlib.suppress(OSError):
-            await self._in_thread(partial(files.passed_on, name, to_anybody=to_anybody))
+    async def _remove_confirmed(self, folder: TermFolder) -> None:
+        with self._if_not_over(), contextlib.suppress(OSError):  # the next leader finds it again
+            await self._in_thread(carried_out, folder.remove_confirmed())
+
+    @contextlib.contextmanager
+    def _if_not_over(self) -> Iterator[None]:
+        try:
+            yield
+        except TermOverError as e:
+            _log.warning("epoch %d is over: %s", self._claim.epoch, e)
+            self._term.end()
 
     async def _readmit(self) -> None:
-        """See whether tasks that are gone may start again on the nodes that they were lost with."""
         while True:
             await asyncio.sleep(_READMIT_S)
-            machine = self._leadership.machine
-            if gone := machine.comebacks.awaited(machine.muster.lost):
-                await self._in_thread(self._office.world.readmit, gone)
+            self._term.readmit()
 
     async def _tell_status(self) -> None:
         while True:
-            self._write_status()
+            if self._journal.is_over:
+                self._term.end()
+            self._term.show(time.time())
             self._count_strangers()
             machine = self._leadership.machine
             if machine.phase is Phase.FORMING:
@@ -388,12 +443,6 @@ class Leader:
         if self._num_refused:
             _log.info("%d connections were none of the run's agents", self._num_refused)
             self._num_refused = 0
-
-    def _write_status(self) -> None:
-        status = status_of(self._leadership)
-        lines = self._series.look(status, time.time(), self._leadership.at.started)
-        self._journal.status({**status, **self._series.rates})
-        self._journal.progress(lines)
 
 
 def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:

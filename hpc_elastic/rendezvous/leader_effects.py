@@ -70,6 +70,29 @@ class RenewLease:
 
 
 @dataclass(frozen=True)
+class Show:
+    """Replace the run's status, and append lines to its progress."""
+
+    status: Message
+    lines: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class RemoveNotice:
+    """Remove a claimed notice, which is confirmed, or (``in_vain``) names nobody."""
+
+    name: str
+    in_vain: bool = False
+
+
+@dataclass(frozen=True)
+class Readmit:
+    """Let these tasks, which are gone, start on the nodes that they avoid, where those are back."""
+
+    tasks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StepDown:
     """Let go of everybody: another agent leads."""
 
@@ -85,6 +108,9 @@ Effect = (
     | ClearHolds
     | AskSlurm
     | RenewLease
+    | Show
+    | RemoveNotice
+    | Readmit
     | StepDown
     | Note
 )

@@ -52,6 +52,7 @@ from hpc_elastic.rendezvous.actions import (
     StopRound,
 )
 from hpc_elastic.rendezvous.agreement import Answer
+from hpc_elastic.rendezvous.asked import Asked
 from hpc_elastic.rendezvous.attendance import Attendance, Liveness
 from hpc_elastic.rendezvous.comeback import SURE_S
 from hpc_elastic.rendezvous.failures import Failure
@@ -66,6 +67,7 @@ from hpc_elastic.rendezvous.leader_effects import (
     Message,
     Postpone,
     Publish,
+    RemoveNotice,
     RenewLease,
     StepDown,
     Tell,
@@ -110,6 +112,7 @@ class Leadership:
         self._queue: list[Action] = []
         self._slurm = Questions()
         self._inquest = Inquest()
+        self._asked = Asked()
         self.stragglers = Stragglers()
 
     # ---- events -------------------------------------------------------------------------
@@ -134,7 +137,10 @@ class Leadership:
         self._attendance.heard[agent] = now
         match message["type"]:
             case "leave":
-                return self.disconnected(agent, str(message["why"]), now)
+                knows = self.knows_notice(agent.task)
+                return [*knows, *self.disconnected(agent, str(message["why"]), now)]
+            case "noticed":
+                return self.knows_notice(agent.task)
             case "join" | "here" if self.at.ending is not None:
                 return [Tell(agent, self.at.ending.message)]
             case "join" | "here" if self.machine.phase is Phase.ENDED:
@@ -151,10 +157,18 @@ class Leadership:
         self.machine.comebacks.seen(agent.task)
         return self._do(self.machine.gone(agent, why, now), now)
 
-    def asked_to_leave(self, name: str, left_s: float) -> list[Effect]:
-        """Somebody asks for a node to be left: by its task, its host, or (``all``) every one."""
-        named = (a for a in self._attendance.heard if name in (a.task, a.host, "all"))
-        return self._tell(tuple(named), {"type": "notice", "left_s": left_s})
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:
+        """These notices are in this leader's hands, each with the seconds that it leaves."""
+        tell, confirmed, in_vain = self._asked.look(claimed, self._attendance.heard)
+        told = [Tell(agent, {"type": "notice", "left_s": left_s}) for agent, left_s in tell]
+        vain = [RemoveNotice(name, in_vain=True) for name in in_vain]
+        return [*told, *map(RemoveNotice, confirmed), *vain]
+
+    def knows_notice(self, task: str) -> list[Effect]:
+        """The agent of a task knows that its node is to be left."""
+        heard = self._attendance.heard
+        known = (self._asked.confirmed(agent, heard) for agent in heard if agent.task == task)
+        return [RemoveNotice(name) for names in known for name in names]
 
     def slurm_says(self, view: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm answered, or did not (None)."""

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.term_folder import SharedFiles
 from hpc_elastic.slurm.states import TaskState
 
 StoreAddress = tuple[str, int]
@@ -59,9 +59,10 @@ class Office:
     liveness: Liveness
     secret: bytes
     register: Register
-    make_journal: Callable[[], Journal]
+    make_journal: Callable[[int], Journal]
+    """Makes the journal of the leader of an epoch; 0: of an agent that does not lead."""
     world: World
-    notices: NoticeFiles | None = None
+    notices: SharedFiles | None = None
     """Where it is asked for nodes to be left; None: nowhere."""
     make_keeper: MakeKeeper | None = None
     """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""

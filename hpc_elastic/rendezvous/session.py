@@ -278,7 +278,7 @@ class Session(Hearing, Reports):
         return number, record, register.lease(record.epoch) if record is not None else None
 
     async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
-        journal = self._office.make_journal()
+        journal = self._office.make_journal(0)
         await journal.publish(record)
         await journal.close()
         await self._in_thread(self._office.world.cancel_pending)
@@ -382,6 +382,13 @@ class Session(Hearing, Reports):
         assert self._listener is not None
         self._leader = Leader(self._office, record, self._listener)
         self._leader.lead()
+        self._start(self._part_with(self._leader))
+
+    async def _part_with(self, leader: Leader) -> None:
+        """Let go of a leader that has ended because another leads."""
+        await leader.over()
+        if self._leader is leader:
+            self._leader = None
 
     async def _create(self, record: Record, *, first: bool) -> bool:
         try:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -73,8 +75,8 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         ),
         secret=secret,
         register=Register(run.rdzv, secret),
-        make_journal=lambda: Journal(
-            run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
+        make_journal=partial(
+            Journal, run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
         ),
         world=_Step(slurm, RoundStores(interface.address)),
     )  # fmt: skip
@@ -137,7 +139,12 @@ def _meeting_place(folder: Path, run_id: str) -> RunDir:
     """Return the step's own folder, and remove those that nobody can need any more."""
     steps = folder / "torchrun"
     run = RunDir(steps / run_id)
-    run.rdzv.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    staged = RunDir(Path(tempfile.mkdtemp(dir=run.path)))
+    staged.first_term.mkdir(parents=True)
+    with contextlib.suppress(OSError):  # another node was faster
+        staged.rdzv.rename(run.rdzv)
+    shutil.rmtree(staged.path)
     for old in steps.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _KEPT_S:

@@ -69,7 +69,8 @@ def _is_of(name: str, value: object) -> bool:
 def read_points(file: Path) -> list[Point]:
     """Return the points of a run in order of time; none where there is no file.
 
-    Lines that are cut short, for a leader may die while it writes, are passed over.
+    Lines that are cut short, for a leader may die while it writes, are passed over. So are lines
+    below one of a later epoch: their leader was stopped while it wrote, and another led meanwhile.
     """
     try:
         text = file.read_text(errors="replace")
@@ -79,10 +80,15 @@ def read_points(file: Path) -> list[Point]:
 
 
 def _parsed(lines: Iterable[str]) -> Iterator[Point]:
+    newest = 0
     for line in lines:
         try:
             raw = json.loads(line)
-            yield Point.of(raw, float(raw["time"]))
+            epoch = int(raw.get("epoch") or 0)
+            point = Point.of(raw, float(raw["time"]))
+            newest = max(newest, epoch)
+            if epoch == newest or not epoch:
+                yield point
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue
 

@@ -31,6 +31,7 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.files import write_atomic
 from hpc_elastic.rendezvous.record import Record, reopen
 from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.run_files import make_term_folder
 from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import prepare
@@ -188,6 +189,7 @@ def _begin(resumption: Resumption) -> None:
     if not register.create(resumption.record):
         remedy = "look again with hpc-elastic status"
         raise SubmissionError(f"{run.path} is being resumed by somebody else: {remedy}")
+    make_term_folder(run, resumption.record.epoch)
     _put_away(run, _before(resumption))
     write_atomic(run.spec, spec.to_json(), mode=0o600)
     prepare.write_settings(run, resumption.settings)
@@ -203,7 +205,8 @@ def _put_away(run: RunDir, folder: Path) -> None:
     for file in (run.result, run.cancelled, run.status, run.excluded):
         with contextlib.suppress(FileNotFoundError):
             file.rename(folder / file.name)
-    for asked in (*run.notices.glob("*"), *run.avoided.glob("*")):
+    claimed = run.rdzv.glob("term.*/notice.*")
+    for asked in (*run.notices.glob("*"), *claimed, *run.avoided.glob("*")):
         asked.unlink(missing_ok=True)
 
 

@@ -4,16 +4,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.notice_files import NoticeFiles
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.run_files import RunFiles
 from hpc_elastic.rendezvous.session import Candidacy, Outcome, Session
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
@@ -27,7 +28,7 @@ class Group:
 
     def __init__(self, folder: Path, **rules: object) -> None:
         self.run = RunDir(folder)
-        for sub in (self.run.rdzv, folder / "events"):
+        for sub in (self.run.first_term, folder / "events"):
             sub.mkdir(parents=True, exist_ok=True)
         defaults = {
             "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
@@ -52,8 +53,8 @@ class Group:
         events = EventLog(self.run.events(me.task), me.task)
         office = Office(
             self.rules, self.liveness, SECRET,
-            register or self.register, lambda: Journal(self.run, "run", events), self,
-            NoticeFiles(self.run.notices),
+            register or self.register, partial(Journal, self.run, "run", events), self,
+            RunFiles(self.run),
         )  # fmt: skip
         session = Session(me, Candidacy(self.address, office, lambda _: None))
         self.sessions.append(session)
@@ -129,7 +130,7 @@ def kill(session: Session) -> None:
 
     def drop() -> None:
         if session._leader is not None:
-            session._leader._step_down()
+            session._leader._term.end()
         session._main.cancel()
 
     session._loop.call_soon_threadsafe(drop)

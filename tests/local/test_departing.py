@@ -1,7 +1,9 @@
 """Agents under notice, over real sockets and files: one agreed step, and nobody is waited for."""
 
+import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,12 @@ from group import PATIENCE_S, Group, eventually, kill
 
 from hpc_elastic.agent.boundaries import Boundaries
 from hpc_elastic.control import ControlPage
-from hpc_elastic.rendezvous.notice_files import DEFAULT_LEFT_S, NoticeFiles
+from hpc_elastic.rendezvous.asked import PATIENCE, Asked
+from hpc_elastic.rendezvous.record import Agent, claim
+from hpc_elastic.rendezvous.run_files import DEFAULT_LEFT_S, RunFiles
 from hpc_elastic.rendezvous.session import Leaving, Session
+from hpc_elastic.rendezvous.term_folder import TermFolder, carried_out
+from hpc_elastic.rundir import RunDir
 
 
 class Worker:
@@ -177,6 +183,7 @@ def test_a_notice_file_asks_a_node_to_leave(group, name):
     staged.write_text("30\n")
     staged.rename(file)
     eventually(lambda: agents[1].noticed and not file.exists())
+    eventually(lambda: not list(g.run.rdzv.glob("term.*/notice.*")))
     assert agents[1].noticed.reason == "asked" and agents[1].noticed.left_s == 30.0
     if name == "all":
         eventually(lambda: agents[0].noticed)
@@ -188,13 +195,13 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     group, monkeypatch
 ):
     """Else its task, once it is back, would be asked to leave again."""
-    passed_on = NoticeFiles.passed_on
+    remove = RunFiles.remove_notice
 
-    def slowly(files: NoticeFiles, name: str, *, to_anybody: bool) -> None:
+    def slowly(files: RunFiles, epoch: int, name: str) -> None:
         time.sleep(1.0)
-        passed_on(files, name, to_anybody=to_anybody)
+        remove(files, epoch, name)
 
-    monkeypatch.setattr(NoticeFiles, "passed_on", slowly)
+    monkeypatch.setattr(RunFiles, "remove_notice", slowly)
     g = group(max_nodes=2, grow="boundary")
     training(g, 2)
     g.run.notices.mkdir()
@@ -203,7 +210,47 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
     file.touch()
     eventually(lambda: leader.noticed)
     leader.leave("asked")
-    assert not file.exists()
+    assert not file.exists() and not list(g.run.rdzv.glob("term.*/*"))
+
+
+def test_a_leader_that_is_deposed_ends_and_the_next_has_its_notices(group):
+    """Status and notices are the next leader's from then on; a notice that waits moves on."""
+    g = group(max_nodes=2, grow="boundary")
+    agents = training(g, 2)
+    g.run.notices.mkdir()
+    (g.run.notices / "7_2").touch()  # its task is not there yet
+    eventually(lambda: list(g.run.rdzv.glob("term.1/notice.7_2")))
+    old = g.leader
+    leader = old._leader
+    number, record = g.register.last()
+    here = replace(record.leader, task="7_2", port=1)
+    assert g.register.create(claim(number + 1, record, here, time.time()))
+    eventually(lambda: old._leader is not leader)
+    assert leader._term.is_over and not leader._duties and not leader._visitors
+    eventually(lambda: any(s._leader for s in agents))
+    eventually(lambda: list(g.run.rdzv.glob("term.3/notice.7_2")))
+    assert [f.name for f in g.run.rdzv.glob("term.*")] == ["term.3"]
+    eventually(lambda: json.loads(g.run.status.read_text())["epoch"] == 3)
+    epochs = [json.loads(line)["epoch"] for line in g.run.progress.read_text().splitlines()]
+    assert epochs == sorted(epochs)
+
+
+@pytest.fixture
+def claimed(tmp_path):
+    """What a leader finds after it has claimed these notices."""
+    run = RunDir(tmp_path)
+    run.first_term.mkdir(parents=True)
+    run.notices.mkdir()
+    folder = TermFolder(1, RunFiles(run))
+
+    def claim_all(**texts: bytes) -> dict[str, float]:
+        for name, text in texts.items():
+            (run.notices / name).write_bytes(text)
+        found = carried_out(folder.claim_notices())
+        assert not [f for f in run.notices.iterdir() if not f.name.startswith(".")]
+        return found
+
+    return claim_all
 
 
 @pytest.mark.parametrize(
@@ -213,40 +260,56 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
         (b"nan", 600.0), (b"\xff\xfe6\0", 600.0),
     ],
 )  # fmt: skip
-def test_what_a_notice_file_holds(tmp_path, text, left_s):
+def test_what_a_notice_file_holds(tmp_path, claimed, text, left_s):
     """Seconds; nothing, or no number, is ten minutes."""
-    (tmp_path / "40_3").write_bytes(text)
-    (tmp_path / ".40_4.staged").write_text("1")
-    assert NoticeFiles(tmp_path).read() == {"40_3": left_s}
+    (tmp_path / "notice" / ".40_4.staged").write_text("1")
+    assert claimed(**{"40_3": text}) == {"40_3": left_s}
 
 
-def test_a_notice_that_may_not_be_read_is_one_all_the_same(tmp_path, monkeypatch):
+def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch):
     """Somebody made it who may write there; the others count as well."""
-    for name in ("40_3", "40_4"):
-        (tmp_path / name).write_text("5")
     read = Path.read_text
 
     def read_text(file, **how):
-        if file.name == "40_3":
+        if file.name.endswith("40_3"):
             raise PermissionError(13, "Permission denied")
         return read(file, **how)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert NoticeFiles(tmp_path).read() == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
+    found = claimed(**{"40_3": b"5", "40_4": b"5"})
+    assert found == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
 
 
-def test_no_notice_folder_is_no_notice(tmp_path):
+def test_no_notice_folder_is_no_notice(tmp_path, claimed):
     """As nearly always."""
-    assert NoticeFiles(tmp_path / "none").read() == {}
+    (tmp_path / "notice").rmdir()
+    assert RunFiles(RunDir(tmp_path)).new_notices() == []
 
 
-def test_a_notice_for_nobody_is_kept_for_a_while(tmp_path):
+A, B = (Agent(f"40_{slot}", 0, slot, f"node{slot}", 1) for slot in range(2))
+
+
+def test_a_notice_for_nobody_is_kept_for_a_while():
     """Its task may be on its way to a new leader."""
-    files = NoticeFiles(tmp_path)
-    file = tmp_path / "40_3"
-    file.write_text("")
-    for _ in range(29):
-        files.passed_on("40_3", to_anybody=False)
-    assert file.exists()
-    files.passed_on("40_3", to_anybody=False)
-    assert not file.exists()
+    asked = Asked()
+    looks = [asked.look({"40_3": 5.0}, [A, B]) for _ in range(PATIENCE)]
+    assert looks == [([], [], [])] * (PATIENCE - 1) + [([], [], ["40_3"])]
+
+
+def test_a_node_is_told_until_it_has_confirmed_the_notice():
+    """A message may be lost; and one that has come is not repeated for the task's next attempt."""
+    asked = Asked()
+    for _ in range(2):
+        assert asked.look({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], [])
+    assert asked.confirmed(A, [A, B]) == ["40_0"]
+    assert asked.look({}, [B]) == ([], [], [])
+    assert asked.look({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], []), "it is asked again"
+
+
+def test_a_notice_to_all_is_over_when_all_have_confirmed_it():
+    """Or are not there any more."""
+    asked = Asked()
+    asked.look({"all": 5.0}, [A, B])
+    assert asked.confirmed(A, [A, B]) == []
+    assert asked.look({"all": 5.0}, [A, B]) == ([(B, 5.0)], [], [])
+    assert asked.look({"all": 5.0}, [A]) == ([], ["all"], [])

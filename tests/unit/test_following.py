@@ -297,11 +297,14 @@ def test_the_nearest_deadline_counts_and_the_first_reason():
 
 
 def test_the_leader_may_ask_a_node_to_leave():
-    """Somebody has written a notice file."""
+    """Somebody has written a notice file; it is kept until the agent confirms it, each time."""
     f = following()
     effects = f.received({"type": "notice", "left_s": 600.0}, 1.0)
     assert told(effects, "noticed") == [{"type": "noticed", "reason": "asked", "left_s": 600.0}]
-    assert of(effects, Say) == [Say({"type": "notice", "reason": "asked", "left_s": 600.0})]
+    confirmed = Say({"type": "noticed"})
+    told_leader = Say({"type": "notice", "reason": "asked", "left_s": 600.0})
+    assert of(effects, Say) == [confirmed, told_leader]
+    assert f.received({"type": "notice", "left_s": 600.0}, 2.0) == [confirmed]
 
 
 def test_its_time_being_over_it_leaves_whatever_its_round_does():

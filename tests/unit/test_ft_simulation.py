@@ -32,7 +32,8 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert total.failed_steps > SCHEDULES / 2
     assert total.farewells > SCHEDULES / 10
     assert total.stood > 0.9 * SCHEDULES
-    assert len(total.faults) == 11
+    assert total.shown > 5 * SCHEDULES and total.notices > SCHEDULES / 10
+    assert len(total.faults) == 13
     assert min(total.faults.values()) > SCHEDULES / 20
 
 

@@ -6,8 +6,10 @@ import threading
 
 import pytest
 
+from hpc_elastic import files
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous import journal as module
+from hpc_elastic.rendezvous import run_files
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
@@ -27,14 +29,16 @@ def ended(*ending) -> Record:
 def run(tmp_path) -> RunDir:
     """An empty run directory."""
     (tmp_path / "events").mkdir()
-    return RunDir(tmp_path)
+    run = RunDir(tmp_path)
+    run.first_term.mkdir(parents=True)
+    return run
 
 
-def write(run: RunDir, *steps) -> None:
-    """Let one leader write, and end."""
+def write(run: RunDir, *steps, epoch: int = 1) -> None:
+    """Let the leader of an epoch write, and end."""
 
     async def lead() -> None:
-        journal = Journal(run, "run-1", EventLog(run.events("7_0"), "7_0"))
+        journal = Journal(run, "run-1", EventLog(run.events("7_0"), "7_0"), epoch)
         for step in steps:
             await step(journal)
         await journal.close()
@@ -60,7 +64,7 @@ def status(**fields):
     """A step that writes the status."""
 
     async def step(journal: Journal) -> None:
-        journal.status(fields)
+        journal.show(fields, ())
 
     return step
 
@@ -126,7 +130,7 @@ def progress(*lines):
     """A step that hands over lines of the progress."""
 
     async def step(journal: Journal) -> None:
-        journal.progress(lines)
+        journal.show({}, lines)
 
     return step
 
@@ -136,7 +140,8 @@ def test_progress_is_appended_whoever_leads(run):
     write(run, progress({"time": 1.0}, {"time": 2.0}), progress())
     with run.progress.open("a") as f:
         f.write('{"time": 3.0, "st')
-    write(run, progress({"time": 4.0}))
+    run.status.unlink()
+    write(run, progress({"time": 4.0}), epoch=2)
     lines = run.progress.read_text().splitlines()
     assert lines == ['{"time": 1.0}', '{"time": 2.0}', '{"time": 3.0, "st', '{"time": 4.0}']
 
@@ -181,21 +186,67 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
     written, answers = [], threading.Event()
     real = module.write_atomic
 
-    def hang(path, text) -> None:
+    def hang(path, text, **how) -> None:
         written.append(path)
         assert answers.wait(30)
-        real(path, text)
+        real(path, text, **how)
 
     async def hand_over(journal: Journal) -> None:
         for step in range(1000):
-            journal.status({"step": step})
-            journal.progress([{"time": float(step)}])
+            journal.show({"step": step}, [{"time": float(step)}])
         asyncio.get_running_loop().call_soon(answers.set)
         await journal.publish(ended("succeeded"))
 
     monkeypatch.setattr(module, "write_atomic", hang)
+    monkeypatch.setattr(run_files, "write_atomic", hang)
     write(run, hand_over)
     assert written in ([run.status, run.status, run.result], [run.status, run.result])
     assert json.loads(run.status.read_text())["step"] == 999
     lines = run.progress.read_text().splitlines()
     assert [json.loads(line)["time"] for line in lines] == list(map(float, range(1000)))
+
+
+# ---- terms --------------------------------------------------------------------------------
+
+
+def test_a_status_of_a_term_that_is_over_is_not_written(run):
+    """Though its leader does not know yet that another leads; nor are its lines."""
+    write(run, progress({"time": 1.0, "epoch": 2}), status(nodes=3), epoch=2)
+    write(run, progress({"time": 2.0, "epoch": 1}), status(nodes=0), epoch=1)
+    assert json.loads(run.status.read_text())["nodes"] == 3
+    assert [json.loads(line)["time"] for line in run.progress.read_text().splitlines()] == [1.0]
+
+
+def test_a_journal_knows_that_its_term_is_over(run):
+    """It is how a leader learns it that looks at no record."""
+
+    async def see(journal: Journal) -> None:
+        await journal.close()
+        assert journal.is_over
+
+    write(run, status(nodes=3), epoch=2)
+    write(run, status(nodes=0), see, epoch=1)
+
+
+def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, monkeypatch):
+    """Its process was stopped between two system calls, and goes on after the next leader wrote."""
+    real = files._stage
+
+    def stopped_meanwhile(path, content, mode, folder):
+        staged = real(path, content, mode, folder)
+        monkeypatch.setattr(files, "_stage", real)
+        write(run, status(nodes=3), epoch=2)
+        return staged
+
+    monkeypatch.setattr(files, "_stage", stopped_meanwhile)
+    write(run, status(nodes=0), epoch=1)
+    assert json.loads(run.status.read_text())["nodes"] == 3
+    assert not list(run.rdzv.glob("term.*/.*")), "what was staged is gone"
+
+
+def test_without_a_term_folder_no_status_is_written(run, caplog):
+    """A folder that the leader made itself would fence nobody."""
+    run.first_term.rmdir()
+    write(run, status(nodes=1))
+    assert "no term folder" in caplog.text or "rdzv: not written" in caplog.text
+    assert not run.status.exists()

@@ -42,7 +42,8 @@ def test_schedules_contain_what_is_to_be_tested(total):
     assert min(total.fenced, total.growths, total.endings) > SCHEDULES / 50
     assert min(total.agreements, total.departures) > SCHEDULES / 10
     assert total.stood_after.total() > SCHEDULES / 2
-    assert len(total.faults) == 17
+    assert total.shown > 10 * SCHEDULES and total.notices > SCHEDULES / 10
+    assert len(total.faults) == 18
     assert min(total.faults.values()) > SCHEDULES / 50
 
 

@@ -118,7 +118,7 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
 
 
 async def _publish(run, record):
-    journal = Journal(run, "r", None)
+    journal = Journal(run, "r", None, 0)
     journal.note = lambda *_, **__: None
     await journal.publish(record)
     await journal.close()

@@ -8,7 +8,8 @@ slurm       what Slurm believes, late
 node        a task of the array and its attempts
 attempt     an agent's attempt to connect
 agent       the adapter around `rendezvous.following`, and the agent's own thread
-leader      the adapter around `rendezvous.leadership`
+leader      the adapter around `rendezvous.term`, and through it `rendezvous.leadership`
+shared      the files that leaders share: status, progress, notices
 training    the workers of a round; `rank` is one of them, with its control page
 faults      what goes wrong
 invariants  what must hold all the same

@@ -100,6 +100,9 @@ class AgentProcess:
         if self.over:
             return
         self._do(self._following.notice("signal", left_s, self.host.clock()))
+        self._obey()
+
+    def _obey(self) -> None:
         if self.rank is None or (self.work is not None and self.rank.at == self.work.start):
             self.leave_now()
 
@@ -121,6 +124,8 @@ class AgentProcess:
         if isinstance(message, Attempt):
             self._greeted(connection, message)
         elif connection is self._connection:
+            if message["type"] == "notice":
+                self.sim.asked_to_leave(self.me)
             self._do(self._following.received(message, self.host.clock()))
 
     def _greeted(self, connection: Connection, attempt: Attempt) -> None:
@@ -226,7 +231,7 @@ class AgentProcess:
         leader = self.leaders[-1]
         self._do(self._following.claimed(record if done else None, self.host.clock()))
         if not leader.leads:
-            leader.close()
+            leader.let_go()
 
     # ---- the agent's own thread ---------------------------------------------------------
 
@@ -242,6 +247,10 @@ class AgentProcess:
             case "hold" | "propose" | "confirm":
                 self._heard.hear(message)
                 self.touch()
+            case "noticed" if message["reason"] == "asked":
+                self.sim.world.after(0.001, self.process, self._obey)
+                in_time = float(message["left_s"])
+                self.sim.world.after(in_time, self.process, self.leave_now)
             case "leaving":
                 self._leave_the_run()
             case "end":
@@ -292,7 +301,7 @@ class AgentProcess:
         """The session is over, and with it what it led; the workers are stopped after that."""
         self.over = True
         for leader in self.leaders:
-            leader.close()
+            leader.stop()
         if self.work is not None:
             self.work.leave(self, victims=True)
         world = self.sim.world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -47,8 +48,24 @@ class Faults:
             world.after(scenario.calm_after_s * world.rng.random(), None, self._isolate)
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
+        if not scenario.is_quiet:
+            self._plan_files(self._sim.shared.rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
+
+    def _plan_files(self, rng: random.Random) -> None:
+        """Draw when somebody asks by a file that a node is to be left."""
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            at = self._sim.scenario.calm_after_s * rng.random()
+            self._sim.world.after(at, None, self._ask, rng)
+
+    def _ask(self, rng: random.Random) -> None:
+        nodes = [n for n in self._sim.nodes if n.lives]
+        if nodes:
+            node = rng.choice(nodes)
+            self.count["notice file"] += 1
+            self._sim.monitor.changed()
+            self._sim.shared.ask(rng.choice((node.task, node.task, node.hostname)))
 
     def heal(self) -> None:
         """Undo all that lasts; only a node that is isolated for good stays so."""

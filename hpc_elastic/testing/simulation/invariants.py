@@ -18,6 +18,7 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
            run has; nothing is brought back that the run itself has given back.
+Files      Those that leaders share: see `shared.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
 
@@ -79,7 +80,8 @@ class Monitor:
         self._accepted: dict[Agent, int] = {}
         self._at_work: dict[Agent, int] = {}
 
-    def _check(self, holds: bool, what: str, *facts: object) -> None:
+    def check(self, holds: bool, what: str, *facts: object) -> None:
+        """Raise unless it holds."""
         self.num_checks += 1
         if not holds:
             raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
@@ -89,16 +91,16 @@ class Monitor:
     def record_created(self, records: Sequence[Record], record: Record) -> None:
         """Check a record that comes to be after (or, if that is broken, among) these."""
         number = record.number
-        self._check(number not in self._by_number, "a record was created twice", number)
-        self._check(number == len(records) + 1, "a record's number was left out", number)
+        self.check(number not in self._by_number, "a record was created twice", number)
+        self.check(number == len(records) + 1, "a record's number was left out", number)
         self._by_number[number] = record
         before = records[-1] if records else None
         if before is None:
-            self._check(record.epoch == 1 and record.round == 0, "the first record claims", record)
+            self.check(record.epoch == 1 and record.round == 0, "the first record claims", record)
             self.elections += 1
             return
-        self._check(before.ending is None, "a record follows the end", before, record)
-        self._check(record.epoch >= before.epoch, "an epoch went backwards", before, record)
+        self.check(before.ending is None, "a record follows the end", before, record)
+        self.check(record.epoch >= before.epoch, "an epoch went backwards", before, record)
         if record.epoch == before.epoch:
             self._decision(before, record)
         else:
@@ -106,19 +108,19 @@ class Monitor:
 
     def _claim(self, before: Record, record: Record) -> None:
         self.elections += 1
-        self._check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
+        self.check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
         state = replace(
             before, number=record.number, epoch=record.epoch, leader=record.leader,
             lost=record.lost, unseen=record.unseen,
         )  # fmt: skip
-        self._check(record == state, "a claim changed the run's state", before, record)
+        self.check(record == state, "a claim changed the run's state", before, record)
 
     def _decision(self, before: Record, record: Record) -> None:
-        self._check(
+        self.check(
             record.leader == before.leader, "a fenced leader changed something", before, record
         )
-        self._check(record.round - before.round in (0, 1), "a round was left out", before, record)
-        self._check(
+        self.check(record.round - before.round in (0, 1), "a round was left out", before, record)
+        self.check(
             before.restarts <= record.restarts <= min(self._rules.max_restarts, self.own_failures),
             f"restarts: {self.own_failures} workers failed", before.restarts, record.restarts,
         )  # fmt: skip
@@ -128,33 +130,31 @@ class Monitor:
             self._round(record)
 
     def _members(self, before: Record, record: Record) -> None:
-        self._check(record.members == before.members, "members without a round", record)
+        self.check(record.members == before.members, "members without a round", record)
 
     def _round(self, record: Record) -> None:
         self.rounds += 1
         size, tasks = len(record.members), {m.task for m in record.members}
-        self._check(len(tasks) == size, "a task twice in a round", record)
-        self._check(
-            self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", record
-        )
+        self.check(len(tasks) == size, "a task twice in a round", record)
+        self.check(self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", record)
 
     # ---- what leaders and agents do -----------------------------------------------------
 
     def announced(self, leader: Endpoint, announce: Announce) -> None:
         """A leader carries out that a round has closed."""
         record = self._own(leader, announce.record, "announced")
-        self._check(
+        self.check(
             announce.record not in self._announced, "a round was announced twice", announce.record
         )
         self._announced.add(announce.record)
         start = announce.start
         same = start.members == record.members and start.number == record.round
-        self._check(same, "announced another round than recorded", start, record)
+        self.check(same, "announced another round than recorded", start, record)
 
     def published(self, record: Record) -> None:
         """Somebody carries out that the run has ended: its leader, or who has seen the record."""
         recorded = self._by_number.get(record.number)
-        self._check(
+        self.check(
             record is recorded and record.ending is not None,
             "published an end that was not recorded", record, recorded,
         )  # fmt: skip
@@ -162,21 +162,21 @@ class Monitor:
 
     def _own(self, leader: Endpoint, number: int, done: str) -> Record:
         record = self._by_number.get(number)
-        self._check(record is not None, f"{done} what was not recorded", leader, number)
+        self.check(record is not None, f"{done} what was not recorded", leader, number)
         assert record is not None
-        self._check(record.leader == leader, f"{done} another leader's record", leader, record)
+        self.check(record.leader == leader, f"{done} another leader's record", leader, record)
         return record
 
     def accepted(self, agent: Agent, told: dict[str, Any]) -> Record:
         """An agent is told its place in a round; return the round's record."""
         number, rank = told["record"], told["group_rank"]
         record = self._by_number.get(number)
-        self._check(record is not None, "a place in a round that was not recorded", agent, told)
+        self.check(record is not None, "a place in a round that was not recorded", agent, told)
         assert record is not None
         last = self._accepted.get(agent, 0)
-        self._check(number > last, "an older round was accepted", agent, last, number)
+        self.check(number > last, "an older round was accepted", agent, last, number)
         at_work = self._at_work.get(agent)
-        self._check(at_work is None, "an agent is in two rounds", agent, at_work, number)
+        self.check(at_work is None, "an agent is in two rounds", agent, at_work, number)
         self._accepted[agent] = self._at_work[agent] = number
         self._ranks(agent, told, record)
         self._take(number, agent, rank)
@@ -184,13 +184,13 @@ class Monitor:
 
     def _take(self, number: int, agent: Agent, rank: int) -> None:
         taken = self._taken.setdefault(number, set())
-        self._check(rank not in taken, "a rank was given twice", agent, rank)
+        self.check(rank not in taken, "a rank was given twice", agent, rank)
         taken.add(rank)
 
     def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
         members, rank = record.members, told["group_rank"]
-        self._check(agent in members, "a place for an agent that is no member", agent, record)
-        self._check(
+        self.check(agent in members, "a place for an agent that is no member", agent, record)
+        self.check(
             0 <= rank < len(members) and members[rank] == agent, "another's rank", agent, told
         )
         first = sum(m.nproc for m in members[:rank])
@@ -198,7 +198,7 @@ class Monitor:
         agree = (told["group_size"], told["first_rank"], told["world_size"], told["number"]) == (
             len(members), first, world, record.round
         )  # fmt: skip
-        self._check(agree, "members disagree on their round", agent, told, record)
+        self.check(agree, "members disagree on their round", agent, told, record)
 
     def stopped(self, agent: Agent) -> None:
         """An agent's workers have ended."""
@@ -207,7 +207,7 @@ class Monitor:
     def told_the_end(self, agent: Agent, status: str, records: Sequence[Record]) -> None:
         """An agent is told that the run has ended."""
         ending = records[-1].ending if records else None
-        self._check(
+        self.check(
             ending is not None and ending.status == status, "an end that is not", agent, status
         )
 
@@ -218,7 +218,7 @@ class Monitor:
             self._departs(work)
         if at is not None:
             self.growths += 1
-            self._check(work.steps <= int(at[1]), "a step was lost to a change", reason, work.steps)
+            self.check(work.steps <= int(at[1]), "a step was lost to a change", reason, work.steps)
 
     # ---- agreement ----------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Monitor:
         steps[step] = number
         for rank in work.ranks.values():
             waits = rank.at == step and rank.doing in (Doing.LOOKING, Doing.WAITING)
-            self._check(
+            self.check(
                 rank.page.number == number and (rank.at < step or waits),
                 "a step was confirmed that a rank has passed", rank.member.me, rank.at, step,
             )  # fmt: skip
@@ -241,7 +241,7 @@ class Monitor:
         """A rank goes on from a step, or saves there because all do (``agreed``)."""
         confirmed = rank.at in self._confirmed.get(work.record.number, ())
         what = "saves at a step that is not confirmed" if agreed else "passes a confirmed step"
-        self._check(confirmed == agreed, f"a rank {what}", rank.member.me, rank.at)
+        self.check(confirmed == agreed, f"a rank {what}", rank.member.me, rank.at)
 
     def waits(self, work: Work, rank: Rank) -> None:
         """A rank begins to wait at a proposed step."""
@@ -251,7 +251,7 @@ class Monitor:
 
     def _waited(self, work: Work, rank: Rank, since: float) -> None:
         waits = not work.over and rank.doing is Doing.WAITING and rank.waits_since == since
-        self._check(not waits, "a rank waits at a proposed step for ever", rank.member.me, rank.at)
+        self.check(not waits, "a rank waits at a proposed step for ever", rank.member.me, rank.at)
 
     # ---- departures ---------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Monitor:
         if self._num_changes > num_changes:
             return
         stay = [a for a in work.members.values() if a.process.alive and not a.over]
-        self._check(not stay or self.rounds > rounds, "who was released is waited for",
+        self.check(not stay or self.rounds > rounds, "who was released is waited for",
                     work.record.number, [a.me for a in stay])  # fmt: skip
 
     def changed(self) -> None:
@@ -285,16 +285,16 @@ class Monitor:
     def leaves_too_late(self, agent: AgentProcess, grace_s: float) -> None:
         """An agent has to leave because its time is over, not because its round was stopped."""
         enough = self._scenario.is_quiet and grace_s >= self._scenario.enough_grace_s
-        self._check(not enough, "an announced departure loses steps", agent.me, grace_s)
+        self.check(not enough, "an announced departure loses steps", agent.me, grace_s)
 
     def excluded(self, host: str, num_left: int) -> None:
         """A leader keeps the run away from a host; so many others are left."""
         enough = num_left >= self._rules.min_nodes
-        self._check(enough, "too many hosts are excluded", host, num_left)
+        self.check(enough, "too many hosts are excluded", host, num_left)
 
     def brought_back(self, tasks: Sequence[str], machine: Machine) -> None:
         """A leader lets tasks start that Slurm holds."""
         away = [
             t for t in tasks if machine.patience.away.get(t, -1) >= machine.muster.lost.get(t, 0)
         ]
-        self._check(not away, "a task was brought back that was given back", away)
+        self.check(not away, "a task was brought back that was given back", away)

@@ -1,8 +1,8 @@
-"""The leader's adapter in the simulation: carries a `Leadership`'s effects out, tells it events."""
+"""The leader's adapter in the simulation: carries a `Term`'s effects out, tells it events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
@@ -13,14 +13,15 @@ from hpc_elastic.rendezvous.leader_effects import (
     Drop,
     Effect,
     Postpone,
-    Publish,
+    RemoveNotice,
     RenewLease,
-    StepDown,
+    Show,
     Tell,
 )
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.testing.simulation.network import SERVER, Connection
+from hpc_elastic.testing.simulation.shared import LeadersFiles, NodeFiles
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.agent import AgentProcess
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _RETRY_S = 0.5
+_SHOW_EVERY_S = _NOTICES_EVERY_S = 1.0
+_READMIT_EVERY_S = 10.0
 
 
 class Leader:
@@ -58,15 +61,32 @@ class Leader:
             record, sim.scenario.rules, sim.scenario.liveness, self._now(), sim.world.rng
         )
         self._epoch = record.epoch
+        self.term = sim.parts.term(self.leadership, self)
+        folder = sim.parts.folder(record.epoch, NodeFiles(sim.shared, self.host.slot))
+        args = (sim.shared, folder, self.host.access, self.process, self.term.end)
+        self._files = LeadersFiles(*args)
         self._has_begun = True
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
         self._tick()
         self._watch()
+        self._show()
+        self._look_for_notices()
+        self._sim.world.after(_READMIT_EVERY_S, self.process, self._readmit)
 
-    def close(self) -> None:
-        """Stop listening, and let go of everybody."""
+    def stop(self) -> None:
+        """Lead no more, because this node leaves."""
+        if self.leads:
+            self.term.handle(self.leadership.knows_notice, self.endpoint.task)
+            self.term.end()
+            self._files.remove_confirmed()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Stop listening, and let go of everybody; see `Hands`."""
+        if self.is_open and self._has_begun:
+            self._sim.monitor.fenced += self.leadership.fenced and not self.agent.over
         self.is_open = False
         for connection in self._all:
             connection.close(SERVER)
@@ -82,7 +102,7 @@ class Leader:
 
     def _tick(self) -> None:
         if self.is_open:
-            self._do(self.leadership.tick(self._now()))
+            self.term.handle(self.leadership.tick, self._now())
             self._sim.world.after(self.leadership.liveness.heartbeat_s, self.process, self._tick)
 
     def _watch(self) -> None:
@@ -91,11 +111,31 @@ class Leader:
             self._sim.files.look(access, self.process, self._looked, self._blind)
 
     def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
-        self._do(self.leadership.saw(number))
+        self.term.handle(self.leadership.saw, number)
         self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
 
     def _blind(self, why: str) -> None:
         self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
+
+    # ---- duties -------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        if not self.term.is_over:
+            self.term.show(self._sim.world.now)
+            self._sim.world.after(_SHOW_EVERY_S, self.process, self._show)
+
+    def _readmit(self) -> None:
+        if not self.term.is_over:
+            self.term.readmit()
+            self._sim.world.after(_READMIT_EVERY_S, self.process, self._readmit)
+
+    def _look_for_notices(self) -> None:
+        if not self.term.is_over:
+            self._files.claim_notices(self._claimed)
+
+    def _claimed(self, notices: Mapping[str, float]) -> None:
+        self.term.handle(self.leadership.asked_to_leave, notices)
+        self._sim.world.after(_NOTICES_EVERY_S, self.process, self._look_for_notices)
 
     # ---- agents -------------------------------------------------------------------------
 
@@ -121,7 +161,7 @@ class Leader:
         if isinstance(message, Agent):
             self._admit(message, connection)
         elif self._connections.get(connection.peer) is connection:
-            self._do(self.leadership.received(connection.peer, message, self._now()))
+            self.term.handle(self.leadership.received, connection.peer, message, self._now())
 
     def _admit(self, agent: Agent, connection: Connection) -> None:
         old = self._connections.get(agent)
@@ -130,27 +170,38 @@ class Leader:
             old.close(SERVER)
         connection.peer = agent
         self._connections[agent] = connection
-        self._do([e for e in effects if type(e) is not Drop])
+        self.term.do([e for e in effects if type(e) is not Drop])
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended."""
         agent = connection.peer
         if self.is_open and agent is not None and self._connections.get(agent) is connection:
             del self._connections[agent]
-            self._do(self.leadership.disconnected(agent, "its connection closed", self._now()))
+            why = "its connection closed"
+            self.term.handle(self.leadership.disconnected, agent, why, self._now())
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _do(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Tell):
-                self._tell(effect.agent, effect.message)
-            elif isinstance(effect, RenewLease):
-                self._renew_lease()
-            else:
-                self._do_rarely(effect)
+    def carry_out(self, effect: Effect) -> None:
+        """See `Hands`."""
+        knows_over = self.leadership.fenced
+        self._sim.shared.monitor.acts(self._epoch, effect, knows_over=knows_over)
+        if isinstance(effect, Tell):
+            self._tell(effect.agent, effect.message)
+        elif isinstance(effect, RenewLease):
+            self._renew_lease()
+        elif isinstance(effect, Show):
+            self._files.show(effect.status, effect.lines)
+        else:
+            self._carry_out_rarely(effect)
 
-    def _do_rarely(self, effect: Effect) -> None:
+    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+        """See `Hands`."""
+        self._sim.world.note(self.endpoint.task, "publishes", record)
+        self._sim.monitor.published(record)
+        self.term.do(afterwards)
+
+    def _carry_out_rarely(self, effect: Effect) -> None:
         sim = self._sim
         sim.world.note(self.endpoint.task, "leader", effect)
         match effect:
@@ -162,8 +213,6 @@ class Leader:
                 self._create()
             case Announce():
                 self._announce(effect)
-            case Publish(record):
-                sim.monitor.published(record)
             case Postpone(delay_s):
                 sim.slurm.postponed_until = sim.world.now + delay_s
             case ClearHolds(tasks):
@@ -175,9 +224,8 @@ class Leader:
                 sim.slurm.excluded.update(hosts)
             case AskSlurm():
                 sim.slurm.ask(self.process, self._slurm_says)
-            case StepDown():
-                sim.monitor.fenced += 1
-                self.close()
+            case RemoveNotice(name):
+                self._files.confirm(name)
 
     def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
         connection = self._connections.get(agent)
@@ -220,10 +268,10 @@ class Leader:
             return
         self._creating = None
         if outcome:
-            self._do(self.leadership.created(self._now()))
+            self.term.handle(self.leadership.created, self._now())
         else:
-            self._do(self.leadership.refused())
+            self.term.handle(self.leadership.refused)
 
     def _slurm_says(self, view: dict[str, TaskState] | None) -> None:
         if self.is_open:
-            self._do(self.leadership.slurm_says(view, self._now()))
+            self.term.handle(self.leadership.slurm_says, view, self._now())

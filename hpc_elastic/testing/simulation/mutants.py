@@ -17,11 +17,48 @@ from hpc_elastic.rendezvous.blame import Blame
 from hpc_elastic.rendezvous.boundary import Boundaries
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.heard import Proposal
-from hpc_elastic.rendezvous.leader_effects import Announce, Create, Effect, RenewLease
+from hpc_elastic.rendezvous.leader_effects import (
+    Announce,
+    Create,
+    Effect,
+    RemoveNotice,
+    RenewLease,
+    Tell,
+)
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.term import Term
+from hpc_elastic.rendezvous.term_folder import Steps, TermFolder
 from hpc_elastic.testing.simulation.parts import Parts
+
+
+class DutiesGoOn(Term):
+    """Lets go of everybody when another leads, and goes on with its duties."""
+
+    @property
+    def is_over(self) -> bool:  # noqa: D102
+        return False
+
+
+class RemovesOnceTold(Leadership):
+    """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
+
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
+        effects = super().asked_to_leave(claimed)
+        told = any(isinstance(e, Tell) for e in effects)
+        return [*effects, *map(RemoveNotice, claimed)] if told else effects
+
+
+class InheritsNoNotices(TermFolder):
+    """Passes on only the notices that it has claimed itself."""
+
+    def claim_notices(self) -> Steps[Mapping[str, float]]:  # noqa: D102
+        yield from self.enter()
+        names = yield self._files.new_notices
+        claimed = yield from super().claim_notices()
+        self._own = {*getattr(self, "_own", ()), *names}
+        return {name: left_s for name, left_s in claimed.items() if name in self._own}
 
 
 class SkipsTheEpochCheck(Leadership):
@@ -191,6 +228,10 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "releases without a record": (Parts(leadership=ReleasesWithoutRecord), "who was released"),
     "stays under notice": (Parts(following=StaysUnderNotice), "departure loses steps|released"),
     "excludes everybody": (Parts(leadership=ExcludesEverybody), "too many hosts"),
+    "duties go on": (Parts(term=DutiesGoOn), "acts though its term is over"),
+    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
+    "removes a notice once told": (Parts(leadership=RemovesOnceTold), "a notice was lost"),
+    "inherits no notices": (Parts(folder=InheritsNoNotices), "a round stands, with the notices"),
     "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

@@ -13,6 +13,8 @@ from hpc_elastic.rendezvous.leader_effects import Announce
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.term import Term
+from hpc_elastic.rendezvous.term_folder import TermFolder
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Parts:
     can_save_at: Rule = can_save_at
     """How an agent answers a proposal."""
     placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
+    term: type[Term] = Term
+    folder: type[TermFolder] = TermFolder
+    fenced_files: bool = True
+    """Whether a rename out of a folder fails that another leader has renamed."""
     exclusive_create: bool = True
     """Whether a record that exists can not be created again."""
 

@@ -24,6 +24,7 @@ from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.invariants import Monitor
+from hpc_elastic.testing.simulation.mutants import DutiesGoOn
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import Parts
 from hpc_elastic.testing.simulation.scenario import Scenario
@@ -50,22 +51,22 @@ class ReplicaMonitor(Monitor):
             for number, record in self._by_number.items()
             if number > since
         )
-        self._check(failed or left, "a survivor is stopped", agent, since)
+        self.check(failed or left, "a survivor is stopped", agent, since)
 
     def _members(self, before: Record, record: Record) -> None:
         fewer = set(record.members) <= set(before.members)
-        self._check(fewer, "members without a round", before, record)
+        self.check(fewer, "members without a round", before, record)
 
     def _round(self, record: Record) -> None:
         self.rounds += 1
         size, tasks = len(record.members), {m.task for m in record.members}
-        self._check(len(tasks) == size, "a task twice in a round", record)
-        self._check(1 <= size <= self._rules.max_nodes, "a round's size", record)
+        self.check(len(tasks) == size, "a task twice in a round", record)
+        self.check(1 <= size <= self._rules.max_nodes, "a round's size", record)
 
     def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
-        self._check(agent in record.members, "a place for an agent that is no member", agent)
+        self.check(agent in record.members, "a place for an agent that is no member", agent)
         alone = (told["group_size"], told["first_rank"], told["world_size"])
-        self._check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
+        self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
 
     def _take(self, number: int, agent: Agent, rank: int) -> None:
         """Every replica has rank 0; that none is placed twice by a record is seen already."""
@@ -187,6 +188,10 @@ REPLICA_MUTANTS = {
     ),
     "departs without a record": (
         replace(REPLICAS, leadership=_DepartsWithoutRecord), "a survivor is stopped|no round",
+    ),
+    "duties go on": (replace(REPLICAS, term=DutiesGoOn), "acts though its term is over"),
+    "renames are not fenced": (
+        replace(REPLICAS, fenced_files=False), "the status went back|a notice was lost",
     ),
     "places all in one group": (
         replace(REPLICAS, placements=placements), "a replica is not alone",

@@ -7,6 +7,7 @@ schedule that fails fails again.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from hpc_elastic.testing.simulation.invariants import InvariantError, Monitor
 from hpc_elastic.testing.simulation.network import Network
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.scenario import Scenario, draw
+from hpc_elastic.testing.simulation.scenario import SLOWEST_FILES_S, Scenario, draw
 from hpc_elastic.testing.simulation.schedule import Tally
+from hpc_elastic.testing.simulation.shared import SharedFiles, SharedMonitor
 from hpc_elastic.testing.simulation.slurm import Slurm
 from hpc_elastic.testing.simulation.training import Work
 from hpc_elastic.testing.simulation.world import World
@@ -42,6 +44,12 @@ class Outcome(Tally):
     departures: int = 0
     """Rounds broken so that nodes could leave."""
     endings: int = 0
+    shown: int = 0
+    """How often a leader replaced the status."""
+    notices: int = 0
+    """Notice files that were obeyed."""
+    late_appends: int = 0
+    """Appends to the progress by a leader that was stopped in between."""
     stood_after: Counter[int] = field(default_factory=Counter)
     """Whole seconds from calm until a round began to stand -> in how many schedules."""
 
@@ -57,6 +65,11 @@ class Simulator:
         self.monitor = self.make_monitor()
         self.network = Network(self.world, self.scenario.longest_delay_s)
         self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
+        self.shared = SharedFiles(
+            self.world, random.Random(f"shared {seed}"),
+            SharedMonitor(self.monitor.check, self._is_named_alive),
+            SLOWEST_FILES_S, self.scenario.stale_s, parts.fenced_files,
+        )  # fmt: skip
         self.slurm = Slurm(self.world, self.scenario.longest_answer_s, self.scenario.tells_attempts)
         self.slurm.down += self.scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(self.scenario.num_nodes)]
@@ -102,6 +115,10 @@ class Simulator:
         work = self._works.get(number)
         if work is not None:
             self.monitor.told_to_stop(reason, work)
+
+    def asked_to_leave(self, agent: Agent) -> None:
+        """An agent hears from a leader that its node is to be left."""
+        self.shared.monitor.heard((agent.task, agent.host, "all"), self.world.now)
 
     def confirmed(self, number: int, proposal: int) -> None:
         """A leader confirms a proposal in the round of a record."""
@@ -152,7 +169,7 @@ class Simulator:
         if self.files.records and self.files.records[-1].ending is not None:
             heard = not any(n.lives for n in self.nodes)
             return heard and (self.monitor.is_published or all(n.ended for n in self.nodes))
-        return not self._is_enough() or self._stands()
+        return not self._is_enough() or (self._stands() and self._is_told_of())
 
     def _stands(self) -> bool:
         """Tell whether the last round has stood for long enough, whole."""
@@ -165,6 +182,18 @@ class Simulator:
             return False
         self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
         return True
+
+    def _is_told_of(self) -> bool:
+        """Tell whether the status is the last leader's, and no node has an open notice."""
+        shown, last = self.shared.shown, self.files.records[-1]
+        isolated = last.leader.address == str(self.network.isolated)
+        told = shown is not None and shown["epoch"] == last.epoch
+        return told and (isolated or not any(map(self._is_named_alive, self.shared.notices)))
+
+    def _is_named_alive(self, name: str) -> bool:
+        """Tell whether a node lives that a notice names, and that a leader may hear."""
+        nodes = (n for n in self.nodes if name in (n.task, n.hostname, "all"))
+        return any(n.lives and n.slot != self.network.isolated for n in nodes)
 
     def _is_any_left_behind(self, standing: Work) -> bool:
         """Tell whether an agent still has workers in another round than the one that stands."""
@@ -181,6 +210,9 @@ class Simulator:
         last = records[-1] if records else None
         alive = [n.task for n in self.nodes if n.lives]
         what = "not everybody hears of the end" if last and last.ending else "no round stands"
+        if self._stands() and not (last and last.ending):
+            what = f"a round stands, with the notices {self.shared.notices}, and the status of "
+            what += f"epoch {self.shared.shown and self.shared.shown['epoch']}"
         return f"{what} {self.scenario.bound_s:.0f} s after all was healed: {alive} live, {last}"
 
     def outcome(self) -> Outcome:
@@ -192,5 +224,6 @@ class Simulator:
             checks=monitor.num_checks, faults=self.faults.count, rounds=monitor.rounds,
             elections=monitor.elections, fenced=monitor.fenced, growths=monitor.growths,
             agreements=monitor.agreements, departures=monitor.departures, endings=int(ended),
-            stood_after=self._stood_after,
+            shown=self.shared.monitor.shown, notices=self.shared.monitor.obeyed,
+            late_appends=self.shared.monitor.late, stood_after=self._stood_after,
         )  # fmt: skip

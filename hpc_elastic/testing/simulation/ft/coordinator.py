@@ -1,19 +1,30 @@
-"""The adapter around `ft.keeper`, and who keeps the quorum after it."""
+"""The adapter around `ft.keeper`, and who keeps the quorum after it.
+
+A keeper's leader shows the status and passes notices on, as `testing.simulation.leader` does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.ft.keeper import Send
 from hpc_elastic.ft.protocol import NO_QUORUM, Farewell, Lost, Placements, Propose
-from hpc_elastic.testing.simulation.ft.group import Group, Server
+from hpc_elastic.rendezvous.asked import Asked
+from hpc_elastic.rendezvous.leader_effects import Effect, Show
+from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.term_folder import TermFolder
+from hpc_elastic.testing.simulation.files import Access
+from hpc_elastic.testing.simulation.ft.group import AskedToLeave, Group, Noticed, Server
 from hpc_elastic.testing.simulation.network import SERVER, Connection, Host
+from hpc_elastic.testing.simulation.shared import LeadersFiles, NodeFiles
 from hpc_elastic.testing.simulation.world import Process
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.ft.simulator import Simulator
 
 _LIGHTHOUSE_SLOT = 1000
+_DUTIES_EVERY_S = 1.0
 
 
 class KeeperProcess:
@@ -22,7 +33,16 @@ class KeeperProcess:
     def __init__(self, sim: Simulator, host: Host, epoch: int, lost: list[str]) -> None:
         self.process = Process()
         self.host = host
+        self.fenced = False
         self._sim = sim
+        self._epoch = epoch
+        self._num_formed = 0
+        self._gate = sim.parts.gate(self, self)
+        folder = TermFolder(epoch, NodeFiles(sim.shared, host.slot))
+        args = (sim.shared, folder, Access(host.slot), self.process, self._gate.end)
+        self._files = LeadersFiles(*args)
+        self._asked = Asked()
+        self._agents: dict[str, Agent] = {}
         rules = sim.scenario.rules
         self.keeper = sim.parts.keeper(epoch, lost_members=lost, rules=rules)
         self._connections: dict[str, Connection] = {}
@@ -30,10 +50,53 @@ class KeeperProcess:
         self._dismissed: set[str] = set()
         self._formed = NO_QUORUM
         self._tick()
+        self._attend()
+        self._look_for_notices()
 
     def _tick(self) -> None:
-        self._send(self.keeper.tick(self._sim.world.now))
-        self._sim.world.after(self._sim.scenario.tick_s, self.process, self._tick)
+        if not self._gate.is_over:
+            self._send(self.keeper.tick(self._sim.world.now))
+            self._sim.world.after(self._sim.scenario.tick_s, self.process, self._tick)
+
+    # ---- its leader -----------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        """See whether another leads; show the status."""
+        if self._sim.coordinator.epoch > self._epoch:
+            self._gate.end()
+        if not self._gate.is_over:
+            status = {"epoch": self._epoch, "round": self._num_formed}
+            self._gate.do([Show(status, (status,))])
+            self._sim.world.after(_DUTIES_EVERY_S, self.process, self._attend)
+
+    def _look_for_notices(self) -> None:
+        if not self._gate.is_over:
+            self._files.claim_notices(self._claimed)
+
+    def _claimed(self, notices: Mapping[str, float]) -> None:
+        if self._gate.is_over:
+            return
+        heard = [self._agents[name] for name in self._connections]
+        tell, confirmed, in_vain = self._asked.look(notices, heard)
+        for agent, _ in tell:
+            self._connections[agent.task].send(SERVER, AskedToLeave())
+        for name in (*confirmed, *in_vain):
+            self._files.confirm(name)
+        self._sim.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
+
+    def carry_out(self, effect: Effect) -> None:
+        """See `rendezvous.term.Hands`."""
+        assert isinstance(effect, Show)
+        self._sim.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
+        self._files.show(effect.status, effect.lines)
+
+    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+        """Nothing ends here."""
+
+    def let_go(self) -> None:
+        """Another keeper has all the groups already."""
+
+    # ---- groups ---------------------------------------------------------------------------
 
     def accept(self, server: Server) -> Connection:
         """A group connects."""
@@ -44,12 +107,18 @@ class KeeperProcess:
         if before is not None and self._sim.world.rng.random() < 0.5:
             self.lost(before)
         self._connections[name] = connection
+        self._agents[name] = server.agent
         self._send(self.keeper.arrived(name, self._sim.world.now))
         return connection
 
     def received(self, connection: Connection, message: Any) -> None:
         """A group says something."""
         if self._connections.get(connection.peer) is connection:
+            if isinstance(message, Noticed):
+                heard = [self._agents[name] for name in self._connections]
+                for name in self._asked.confirmed(self._agents[connection.peer], heard):
+                    self._files.confirm(name)
+                return
             if isinstance(message, Lost):  # it may go on again, but its word for that comes later
                 self._dismissed.add(connection.peer)
             self._send(self.keeper.said(connection.peer, message, self._sim.world.now))
@@ -74,8 +143,8 @@ class KeeperProcess:
             self._send(self.keeper.left(name, "its node is dead", self._sim.world.now))
 
     def _send(self, sends: list[Send]) -> None:
-        if not sends:
-            return
+        if not sends or self is not self._sim.coordinator.keeper:
+            return  # nobody is connected to a keeper that is deposed
         placed = {s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, Placements)}
         for send in sends:
             if isinstance(send.message, Farewell):
@@ -96,6 +165,7 @@ class KeeperProcess:
         if len(placed) < first.replica_world_size or first.quorum_id == self._formed:
             return  # told again
         self._formed = first.quorum_id
+        self._num_formed += 1
         monitor = self._sim.monitor
         live = [g.name for g in self._sim.groups if self._could_ask(g) and g.name not in placed]
         monitor.formed(first.quorum_id, list(placed), live)
@@ -119,6 +189,7 @@ class Coordinator:
         self.epoch = 0
         self._sim = sim
         self._lighthouse = Host(_LIGHTHOUSE_SLOT)
+        self._deposed: list[KeeperProcess] = []
 
     def elect(self, lost: tuple[str, ...] = ()) -> None:
         """Another keeper begins, on a node that lives; later, if there is none."""
@@ -146,8 +217,32 @@ class Coordinator:
         self._sim.network.crashed(keeper.process, False, lambda: self._sim.world.rng.random() < 0.5)
         self._sim.world.after(0.1 + 2 * self._sim.world.rng.random(), None, self.elect, lost)
 
+    def depose(self, for_s: float) -> None:
+        """The keeper's process stands still until another was elected, and goes on then."""
+        keeper, self.keeper = self.keeper, None
+        if keeper is None:
+            return
+        self._sim.world.note("keeper", "stands still", for_s)
+        keeper.process.paused = True
+        self._deposed.append(keeper)
+        self._sim.network.crashed(keeper.process, False, lambda: False)
+        self._sim.world.after(for_s, None, self._go_on, keeper)
+        self._sim.world.after(0.1 + 2 * self._sim.shared.rng.random(), None, self.elect)
+
+    def _go_on(self, keeper: KeeperProcess) -> None:
+        if keeper.process.alive and keeper.process.paused:
+            self._sim.world.note("keeper", "goes on, deposed")
+            keeper.process.resume(timers_last=self._sim.shared.rng.random() < 0.5)
+
+    def resume_all(self) -> None:
+        """Whatever stands still goes on."""
+        for keeper in self._deposed:
+            self._go_on(keeper)
+
     def host_died(self, group: Group, silently: bool) -> None:
         """A node is dead; the keeper may have been on it."""
+        for deposed in self._deposed:
+            deposed.process.alive = deposed.process.alive and deposed.host is not group
         if self.keeper is not None and self.keeper.host is group:
             self.kill((group.name,))
         elif not silently and self._sim.scenario.is_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ class Faults:
 
     def plan(self) -> None:
         """Draw what will go wrong until all is calm."""
+        self._plan_files(self._sim.shared.rng)
         kinds = {
             Kind.QUIET: ("notice",),
             Kind.KEEPER: ("kill keeper", "notice"),
@@ -38,6 +40,31 @@ class Faults:
         for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
             at = 0.5 + (calm - 0.5) * self._rng.random()
             self._sim.world.after(at, None, self._strike, self._rng.choice(kinds))
+
+    def _plan_files(self, rng: random.Random) -> None:
+        """Draw when notice files are written, and when keepers are deposed."""
+        calm = self._sim.scenario.calm_after_s
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._ask, rng)
+        if self._sim.scenario.kind is Kind.ALL and rng.random() < 0.3:
+            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
+
+    def _ask(self, rng: random.Random) -> None:
+        up = [g for g in self._sim.groups if g.up and not g.is_over]
+        if up:
+            self.count["notice file"] += 1
+            self._sim.shared.ask(rng.choice(up).name)
+
+    def _depose(self, rng: random.Random) -> None:
+        self.count["depose keeper"] += 1
+        self._sim.coordinator.depose(0.3 + 6.0 * rng.random())
+
+    def announce(self, group: Group) -> None:
+        """A node is to be left, in good time."""
+        assert group.server is not None
+        left_s = 30 * self._sim.scenario.step_s + self._sim.scenario.bound_s
+        group.server.give_notice(left_s)
+        self._sim.world.after(left_s, None, group.leave)
 
     def _strike(self, kind: str) -> None:
         group = self._rng.choice(self._sim.groups)
@@ -129,4 +156,5 @@ class Faults:
             if not group.up and not group.is_over:
                 self._return(group)
             group.start_worker()
+        self._sim.coordinator.resume_all()
         self._sim.coordinator.elect()

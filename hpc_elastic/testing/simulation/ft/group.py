@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.ft.protocol import (
@@ -21,12 +21,24 @@ from hpc_elastic.ft.protocol import (
     SaveFirst,
     Withdraw,
 )
+from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.testing.simulation.ft.worker import Worker
 from hpc_elastic.testing.simulation.network import CLIENT, Connection, Host
 from hpc_elastic.testing.simulation.world import Process
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.ft.simulator import Simulator
+
+
+@dataclass(frozen=True)
+class AskedToLeave:
+    """A leader tells a node's agent that the node is to be left."""
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """The agent confirms it."""
+
 
 _LOCAL_S = 0.0003
 _RECONNECT_S = 0.05
@@ -43,6 +55,8 @@ class Server:
         self.connection: Connection | None = None
         self.notice_at: float | None = None
         self._group = group
+        group.num_boots += 1
+        self.agent = Agent(group.name, group.num_boots, group.slot, f"host{group.slot}", 1)
         self._world = group.sim.world
         self._place: Any = None
         self._is_broken = False
@@ -94,7 +108,9 @@ class Server:
         """The keeper says something."""
         if connection is not self.connection:
             return
-        if isinstance(message, Placements):
+        if isinstance(message, AskedToLeave):
+            self._asked_to_leave()
+        elif isinstance(message, Placements):
             self._placed(message)
         elif isinstance(message, Broken):
             self._break(message)
@@ -105,6 +121,14 @@ class Server:
             elif isinstance(message, SaveFirst):
                 self._ask = None
             self._to_worker(message)
+
+    def _asked_to_leave(self) -> None:
+        sim = self._group.sim
+        sim.shared.monitor.heard((self._group.name,), self._world.now)
+        if self.connection is not None:
+            self.connection.send(CLIENT, Noticed())
+        if self.notice_at is None:
+            sim.faults.announce(self._group)
 
     def _placed(self, placements: Placements) -> None:
         (place,) = placements.ranks
@@ -200,6 +224,7 @@ class Group(Host):
         self.is_over = False
         """It does not come back."""
         self.step_s = sim.scenario.step_s * sim.world.rng.choice((1.0, 1.0, 1.0, 3.0))
+        self.num_boots = 0
         self._lives = 0
 
     @property

@@ -9,6 +9,7 @@ Announced   Where nothing else goes wrong, whoever joins or leaves as announced 
 Last        Where nothing else goes wrong, who leaves with the newest state could save it.
 Minority    No quorum is formed beside as many live members of the last one that are left out.
 Switch      Nobody waits at a proposed call for long, unless there is no keeper.
+Files       Those that leaders share: see `testing.simulation.shared`.
 Progress    In the calm all live replicas are in one quorum and make steps; see `simulator`.
 """
 

@@ -22,7 +22,16 @@ from hpc_elastic.ft.protocol import (
 from hpc_elastic.ft.quorum import Standing
 from hpc_elastic.ft.steps import Steps
 from hpc_elastic.ft.switch import State
+from hpc_elastic.rendezvous.term import Gate
 from hpc_elastic.testing.simulation.ft.parts import Parts
+
+
+class StaysOpen(Gate):
+    """Lets a keeper's leader go on with its duties though its term is over."""
+
+    @property
+    def is_over(self) -> bool:  # noqa: D102
+        return False
 
 
 class WaitsForNobody(Keeper):
@@ -197,6 +206,8 @@ class AdoptsAnything(Keeper):
 MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "epochs do not rise": (Parts(epochs_rise=False), "a quorum id came again"),
     "groups do not say where they are": (Parts(says_here=False), "costs a step|not all make"),
+    "duties go on": (Parts(gate=StaysOpen), "acts though its term is over"),
+    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
     "waits for nobody": (Parts(WaitsForNobody), "a minority"),
     "tells nobody": (Parts(TellsNobody), "not all make steps|for ever"),
     "ignores failures": (Parts(IgnoresFailures), "not all make steps"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpc_elastic.ft.keeper import Keeper
 from hpc_elastic.ft.steps import Steps
+from hpc_elastic.rendezvous.term import Gate
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,10 @@ class Parts:
 
     keeper: type[Keeper] = Keeper
     steps: type[Steps] = Steps
+    gate: type[Gate] = Gate
+    """Through which passes what a keeper's leader does."""
+    fenced_files: bool = True
+    """Whether a rename out of a folder fails that another leader has renamed."""
     epochs_rise: bool = True
     """Whether each keeper has a higher epoch than the one before."""
     says_here: bool = True

@@ -7,6 +7,7 @@ the Manager are models of theirs. All chance comes from one seed, so what fails 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,9 @@ from hpc_elastic.testing.simulation.ft.scenario import draw
 from hpc_elastic.testing.simulation.ft.worker import Doing
 from hpc_elastic.testing.simulation.invariants import InvariantError
 from hpc_elastic.testing.simulation.network import Network
+from hpc_elastic.testing.simulation.scenario import SLOWEST_FILES_S
 from hpc_elastic.testing.simulation.schedule import Tally
+from hpc_elastic.testing.simulation.shared import SharedFiles, SharedMonitor
 from hpc_elastic.testing.simulation.world import World
 
 _LOOK_EVERY_S = 0.5
@@ -40,6 +43,10 @@ class Outcome(Tally):
     farewells: int = 0
     dropped: int = 0
     """Quorums that left live members behind."""
+    shown: int = 0
+    """How often a keeper's leader replaced the status."""
+    notices: int = 0
+    """Notice files that were obeyed."""
     keepers: int = 0
     stood: int = 0
     """Schedules in which all were in one quorum in the end."""
@@ -55,6 +62,11 @@ class Simulator:
         self.scenario = draw(self.world.rng)
         self.monitor = Monitor(self.scenario, self.world)
         self.network = Network(self.world, self.scenario.longest_delay_s)
+        self.shared = SharedFiles(
+            self.world, random.Random(f"shared {seed}"),
+            SharedMonitor(self.monitor.check, self._is_named_alive),
+            SLOWEST_FILES_S, is_fenced=parts.fenced_files,
+        )  # fmt: skip
         self.coordinator = Coordinator(self)
         self.groups = [Group(self, slot) for slot in range(self.scenario.num_groups)]
         self.faults = Faults(self)
@@ -99,12 +111,18 @@ class Simulator:
                 raise InvariantError(self._complaint())
             self.world.run(self.world.now + _LOOK_EVERY_S)
 
+    def _is_named_alive(self, name: str) -> bool:
+        """Tell whether the node lives that a notice names."""
+        return any(g.name == name and g.up and not g.is_over for g in self.groups)
+
     def _live(self) -> list[Group]:
         return [g for g in self.groups if not g.is_over and not g.is_done]
 
     def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
         """Tell whether all that live are in one quorum and have made steps there."""
         live = self._live()
+        if any(map(self._is_named_alive, self.shared.notices)):
+            return False
         if any(g.server is not None and g.server.notice_at is not None for g in live):
             return False
         if len(live) < self.scenario.rules.min_replicas:
@@ -127,6 +145,9 @@ class Simulator:
             for g in self._live()
             if (w := g.worker) is not None and w.doing is not Doing.OVER
         ]
+        notices = self.shared.notices
+        if any(map(self._is_named_alive, notices)):
+            return f"a notice is not obeyed: {notices}"
         return f"not all make steps {self.scenario.bound_s:.0f} s after all was healed: {at}"
 
     def outcome(self) -> Outcome:
@@ -136,6 +157,7 @@ class Simulator:
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
             checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
             failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
+            shown=self.shared.monitor.shown, notices=self.shared.monitor.obeyed,
             farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.epoch,
             stood=int(self._stood),
         )  # fmt: skip

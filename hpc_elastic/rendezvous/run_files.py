@@ -1,0 +1,134 @@
+"""The files of a run that its leaders share, on the file system; see `term_folder` for the rules.
+
+Notices: somebody asks for a node of the run to be left, by a file in ``<run>/notice/``. Its name is
+that of a task (``40_3``), of a host, or ``all``. Its content is the number of seconds that are
+left, or nothing for ten minutes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import DamagedFileError
+from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.rundir import RunDir
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_LEFT_S = 600.0
+_TERM = re.compile(r"term\.(\d+)")
+_NOTICE = "notice."
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The files of one run; see `term_folder.SharedFiles` for the calls, all of which may block."""
+
+    run: RunDir
+
+    def term(self) -> int:
+        """Return the epoch of the term folder."""
+        with os.scandir(self.run.rdzv) as entries:
+            epochs = [int(m[1]) for e in entries if (m := _TERM.fullmatch(e.name))]
+        if not epochs:
+            raise FileNotFoundError(2, "there is no term folder", str(self.run.rdzv))
+        return max(epochs)
+
+    def take_over(self, before: int, epoch: int) -> None:
+        """Rename the folder; remove what the leader before has staged and not put in place."""
+        mine = self._folder(epoch)
+        self._folder(before).rename(mine)
+        for left in mine.iterdir():
+            if not left.name.startswith(_NOTICE):
+                left.unlink(missing_ok=True)
+
+    def status(self) -> dict[str, Any] | None:
+        """Return what status.json holds; None where it is damaged."""
+        try:
+            return read_json(self.run.status)
+        except DamagedFileError as e:
+            _log.info("it says nothing of the leader before: %s", e)
+            return None
+
+    def replace_status(self, epoch: int, status: dict[str, Any]) -> None:
+        """Stage the status in the folder, and rename it."""
+        text = json.dumps(status, indent=2) + "\n"
+        write_atomic(self.run.status, text, staged_in=self._folder(epoch))
+
+    def append_progress(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append below a line that another leader may not have finished."""
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        with self.run.progress.open("a+b") as f:
+            end = f.seek(0, os.SEEK_END)
+            f.seek(max(0, end - 1))
+            torn = f.read(1) not in (b"", b"\n")
+            f.write((b"\n" if torn else b"") + text.encode())
+
+    # ---- notices --------------------------------------------------------------------------
+
+    def new_notices(self) -> list[str]:
+        """Return the files in ``notice/``; none is the usual case."""
+        try:
+            with os.scandir(self.run.notices) as entries:
+                return sorted(e.name for e in entries if e.is_file() and e.name[0] != ".")
+        except FileNotFoundError:
+            return []
+
+    def claim_notice(self, epoch: int, name: str) -> None:
+        """Rename it into the folder."""
+        (self.run.notices / name).rename(self._notice(epoch, name))
+
+    def claimed_notices(self, epoch: int) -> dict[str, float]:
+        """Read what is claimed."""
+        found = [f for f in self._folder(epoch).iterdir() if f.name.startswith(_NOTICE)]
+        return {f.name.removeprefix(_NOTICE): _left_s(f) for f in sorted(found)}
+
+    def remove_notice(self, epoch: int, name: str) -> None:
+        """Remove it from the folder."""
+        with contextlib.suppress(FileNotFoundError):
+            self._notice(epoch, name).unlink()
+
+    def _folder(self, epoch: int) -> Path:
+        return self.run.rdzv / f"term.{epoch}"
+
+    def _notice(self, epoch: int, name: str) -> Path:
+        return self._folder(epoch) / f"{_NOTICE}{name}"
+
+
+def make_term_folder(run: RunDir, epoch: int = 0) -> None:
+    """Give the folder to an epoch without a leader; make it if the run has none (login node)."""
+    files = RunFiles(run)
+    try:
+        before = files.term()
+    except FileNotFoundError:
+        (run.rdzv / f"term.{epoch}").mkdir(exist_ok=True)
+        return
+    if before < epoch:
+        files.take_over(before, epoch)
+
+
+def _left_s(file: Path) -> float:
+    try:
+        text = file.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return DEFAULT_LEFT_S
+    except PermissionError:  # it asks all the same: who made it may write here
+        text = "(unreadable)"
+    try:
+        left_s = float(text or DEFAULT_LEFT_S)
+    except ValueError:
+        left_s = math.nan
+    if math.isfinite(left_s):
+        return max(0.0, left_s)
+    _log.warning("%s holds %r, which is no number of seconds; going by %g", file, text[:20],
+                 DEFAULT_LEFT_S)  # fmt: skip
+    return DEFAULT_LEFT_S

@@ -1,0 +1,193 @@
+"""How leaders, of whom one may not know yet that its term is over, write the same files (pure).
+
+Theory of operation
+-------------------
+A run has one *term folder*, ``rdzv/term.<epoch>``. Each new leader renames it to its own epoch.
+What a leader writes passes through the folder: ``status.json`` is staged there and renamed into
+its place, and a notice file is claimed by a rename into it. A rename has one outcome for all
+nodes. So once a leader has the folder, what an earlier leader wanted fails, however late it comes:
+it was queued in a thread, or the whole process was stopped in the middle of it.
+
+- The folder never goes back: its name is looked up first, and a later epoch's is left alone. Where
+  a stale cache shows an earlier name, the rename fails, and the look is repeated.
+- The first folder, ``term.0``, is made with the run. A leader makes none: a second folder would
+  fence nobody.
+- A claimed notice lies in the folder until its node has confirmed it. If the leader is deposed
+  before that, the notice moves on with the folder, and the next leader tells the node.
+- Lines of ``progress.jsonl`` are appended right after the status has passed. No rename guards
+  them: of a process that is stopped between the two, one append may come too late. Each line has
+  its epoch, and readers leave out one that follows a line of a later epoch (`story.points`).
+
+The procedures here are generators: they yield one step on the file system after the other. The
+journal's thread carries them out on files (`run_files`), the simulator in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from hpc_elastic.rendezvous.series import line_of
+
+T = TypeVar("T")
+Message = dict[str, Any]
+Steps = Generator[Callable[[], Any], Any, T]
+"""Yields what is to be done on the file system, is sent the result, or thrown the `OSError`."""
+
+_TRIES = 3
+
+
+class TermOverError(Exception):
+    """The term folder is a later leader's."""
+
+
+class SharedFiles(Protocol):
+    """The files that leaders share. Each call may block, and may raise `OSError`.
+
+    Those that have an ``epoch`` raise `FileNotFoundError` if the folder is another epoch's.
+    """
+
+    def term(self) -> int:
+        """Return the epoch whose the term folder is, from a fresh listing."""
+
+    def take_over(self, before: int, epoch: int) -> None:
+        """Rename the folder of one epoch to another's."""
+
+    def status(self) -> Message | None:
+        """Return what status.json holds; None where there is none."""
+
+    def replace_status(self, epoch: int, status: Message) -> None:
+        """Put another status.json in its place."""
+
+    def append_progress(self, lines: Sequence[Message]) -> None:
+        """Append lines to progress.jsonl."""
+
+    def new_notices(self) -> list[str]:
+        """Return the names of the notices that nobody has claimed."""
+
+    def claim_notice(self, epoch: int, name: str) -> None:
+        """Move a notice into the folder."""
+
+    def claimed_notices(self, epoch: int) -> Mapping[str, float]:
+        """Return the notices in the folder, and the seconds that each leaves."""
+
+    def remove_notice(self, epoch: int, name: str) -> None:
+        """Remove a notice from the folder."""
+
+
+class TermFolder:
+    """What one leader does with the shared files.
+
+    Args:
+        epoch: The leader's.
+        files: Where it does so.
+    """
+
+    def __init__(self, epoch: int, files: SharedFiles) -> None:
+        self.epoch = epoch
+        self._files = files
+        self._has_shown = False
+        self._confirmed: set[str] = set()
+
+    def enter(self) -> Steps[None]:
+        """Make sure that the folder is this leader's.
+
+        Raises:
+            TermOverError: it is a later leader's.
+            OSError: the file system does not answer, or there is no term folder.
+        """
+        for tries_left in reversed(range(_TRIES)):
+            before = yield self._files.term
+            if before == self.epoch:
+                return
+            if before > self.epoch:
+                raise TermOverError(f"epoch {before} has the term folder, not {self.epoch}")
+            try:
+                yield partial(self._files.take_over, before, self.epoch)
+                return
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+
+    def show(self, status: Message, lines: Sequence[Message]) -> Steps[None]:
+        """Replace status.json, and append to the progress.
+
+        The first time, the status that stands there is the last word of the leader before. It is
+        kept as a line of the progress.
+
+        Raises:
+            TermOverError: another leads.
+            OSError: it may be tried again.
+        """
+        yield from self.enter()
+        if not self._has_shown:
+            last = yield self._files.status
+            lines = [*_last_word(last), *lines]
+        yield partial(self._files.replace_status, self.epoch, status)
+        self._has_shown = True
+        if lines:
+            yield partial(self._files.append_progress, lines)
+
+    def confirm(self, name: str) -> None:
+        """A notice is confirmed, or has named nobody for long: it is to be removed."""
+        self._confirmed.add(name)
+
+    def remove_confirmed(self) -> Steps[None]:
+        """Remove the notices that are confirmed.
+
+        Raises:
+            TermOverError: another leads, and has them.
+            OSError: it may be tried again.
+        """
+        yield from self.enter()
+        for name in tuple(self._confirmed):
+            yield partial(self._files.remove_notice, self.epoch, name)
+            self._confirmed.discard(name)
+
+    def claim_notices(self) -> Steps[Mapping[str, float]]:
+        """Remove what is confirmed, claim what is new; return what is left, with its seconds.
+
+        A notice of a name that is claimed already waits until that one is removed.
+
+        Raises:
+            TermOverError: another leads.
+            OSError: it may be tried again.
+        """
+        yield from self.remove_confirmed()
+        claimed: Mapping[str, float] = yield partial(self._files.claimed_notices, self.epoch)
+        new = [name for name in (yield self._files.new_notices) if name not in claimed]
+        for name in new:
+            try:
+                yield partial(self._files.claim_notice, self.epoch, name)
+            except FileNotFoundError:  # withdrawn meanwhile, or the folder is gone
+                yield from self.enter()
+        if new:
+            claimed = yield partial(self._files.claimed_notices, self.epoch)
+        return {name: left_s for name, left_s in claimed.items() if name not in self._confirmed}
+
+
+def carried_out(steps: Steps[T]) -> T:
+    """Carry a procedure out on real files, in this thread."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                result = step()
+            except OSError as e:
+                step = steps.throw(e)
+            else:
+                step = steps.send(result)
+    except StopIteration as over:
+        value: T = over.value
+        return value
+
+
+def _last_word(status: Message | None) -> list[Message]:
+    """Return a status as a line of the progress; what is damaged is left out."""
+    try:
+        if status is not None:
+            return [{"time": round(float(status["updated"]), 3), **line_of(status)}]
+    except (ValueError, KeyError, TypeError):
+        pass
+    return []

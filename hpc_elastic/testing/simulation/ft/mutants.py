@@ -204,7 +204,10 @@ class AdoptsAnything(Keeper):
 
 
 MUTANTS: Mapping[str, tuple[Parts, str]] = {
-    "epochs do not rise": (Parts(epochs_rise=False), "a quorum id came again"),
+    "epochs do not rise": (
+        Parts(epochs_rise=False),
+        "a quorum id came again|the status went back",
+    ),
     "groups do not say where they are": (Parts(says_here=False), "costs a step|not all make"),
     "duties go on": (Parts(gate=StaysOpen), "acts though its term is over"),
     "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
@@ -215,7 +218,10 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "lets go at once": (Parts(LetsGoAtOnce), "costs a step|leaves unnoticed"),
     "forgets the last": (Parts(ForgetsTheLast), "leaves unnoticed"),
     "lets the last go": (Parts(LetsTheLastGo), "leaves unnoticed"),
-    "takes back at once": (Parts(TakesBackAtOnce), "costs a step|not all make steps"),
+    "takes back at once": (
+        Parts(TakesBackAtOnce),
+        "costs a step|not all make steps|a minority",
+    ),
     "greets nobody": (Parts(GreetsNobody), "costs a step"),
     "blames the dead": (Parts(BlamesTheDead), "costs a step|not all make steps"),
     "counts steps": (Parts(CountsSteps), "different states|another state|two histories"),

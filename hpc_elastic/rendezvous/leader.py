@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from hpc_elastic.net.listener import Listener
@@ -101,6 +102,7 @@ class Leader:
         self._threads = ThreadPoolExecutor(thread_name_prefix="leader")
         self._store: StoreAddress | None = None
         """Where the workers of the last round meet."""
+        self._readmitting: asyncio.Task[None] | None = None
         self._renewing = False
         self._beats = 0
 
@@ -308,7 +310,8 @@ class Leader:
             case Exclude(hosts, why):
                 self._let_slurm(world.exclude, hosts, why)
             case Readmit(tasks):
-                self._let_slurm(world.readmit, tasks)
+                if self._readmitting is None or self._readmitting.done():
+                    self._readmitting = self._let_slurm(world.readmit, tasks)
             case ClearHolds(tasks, unseen):
                 avoids = sorted({*unseen.values()})
                 self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
@@ -318,21 +321,24 @@ class Leader:
         """See `Hands`."""
         self._start(self._publish(record, afterwards), self._clean_up)
 
-    def _let_slurm(self, work: Callable[..., None], *arguments: object) -> None:
-        self._start(self._in_thread(self._if_it_leads, work, *arguments), self._clean_up)
+    def _let_slurm(self, work: Callable[..., None], *arguments: object) -> asyncio.Task[None]:
+        return self._start(self._if_it_leads(work, *arguments), self._clean_up)
 
-    def _if_it_leads(self, work: Callable[..., None], *arguments: object) -> None:
+    async def _if_it_leads(self, work: Callable[..., None], *arguments: object) -> None:
         """Do in a thread what no record guards, unless a record says that another leads."""
-        while not self._term.is_over:
-            try:
-                _, last = self._office.register.last()
-            except OSError as e:
-                _log.info("whether epoch %d is over can not be read: %s", self._claim.epoch, e)
-                time.sleep(_RETRY_S)
-                continue
-            if last is None or last.epoch <= self._claim.epoch:
-                work(*arguments)
-            return
+        while not await self._in_thread(self._try_if_it_leads, partial(work, *arguments)):
+            await asyncio.sleep(_RETRY_S)
+
+    def _try_if_it_leads(self, work: Callable[[], None]) -> bool:
+        """Return whether it is known who leads; a thread waits for nothing else."""
+        try:
+            _, last = self._office.register.last()
+        except OSError as e:
+            _log.info("whether epoch %d is over can not be read: %s", self._claim.epoch, e)
+            return False
+        if not self._term.is_over and (last is None or last.epoch <= self._claim.epoch):
+            work()
+        return True
 
     async def _create(self, record: Record) -> None:
         """Create the record, however long the file system takes."""
@@ -363,7 +369,7 @@ class Leader:
         await self._journal.publish(record)
         self._term.show(time.time())
         self._term.do(afterwards)
-        await self._in_thread(self._if_it_leads, self._office.world.cancel_pending)
+        await self._if_it_leads(self._office.world.cancel_pending)
 
     async def _ask_slurm(self) -> None:
         view = await self._in_thread(self._office.world.view)

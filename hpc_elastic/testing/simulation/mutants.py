@@ -219,7 +219,10 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
         Parts(following=TakesAnyAnswer),
         "no round stands",
     ),
-    "always renews its lease": (Parts(leadership=AlwaysRenewsItsLease), "no round stands"),
+    "always renews its lease": (
+        Parts(leadership=AlwaysRenewsItsLease),
+        "no round stands|a notice was lost",
+    ),
     "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to a change"),
     "confirms too early": (Parts(leadership=ConfirmsTooEarly), "rank has passed|not confirmed"),
     "proposes too soon": (Parts(leadership=ProposesTooSoon), "passes a confirmed step"),

@@ -37,7 +37,7 @@ from hpc_elastic.checkpoint.retention import Retention
 from hpc_elastic.checkpoint.saving import Context, Save
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots
-from hpc_elastic.checkpoint.state import Flat, flatten
+from hpc_elastic.checkpoint.state import Flat, flatten, rank_states
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.checkpoint.tiers import MemoryTier, Tiers
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
@@ -61,7 +61,11 @@ class Checkpointer:
       None, and lists, tuples and dicts of them. Their types come back exactly.
 
     Values that are no tensors are saved as rank 0 has them; tensors that are not sharded are taken
-    to be the same on all ranks. The step, and each rank's random number generators, are saved too.
+    to be the same on all ranks. An object that is neither module nor optimizer gets back on each
+    rank what its state_dict() was there. Under another number of ranks, one that can be iterated
+    (a data loader: its state is one rank's position), or whose state was not the same on all ranks,
+    is refused by `restore`, unless `Options.accept_inexact` names its key; `hpc_elastic.data` has
+    what fits any number. The step, and each rank's random number generators, are saved too.
 
     Attributes:
         failures: Saves that could not be committed, so far.
@@ -103,6 +107,7 @@ class Checkpointer:
         store = Store(Path(directory).absolute())
         store.prepare()
         self._group = Group.current()
+        self._warn_of_positions(flat)
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
         self._tier: MemoryTier | None = None
         if tiers is not None:
@@ -176,14 +181,15 @@ class Checkpointer:
         Raises:
             CheckpointCorruptError: there are checkpoints, but none verifies. To begin anew, move
                 them away.
-            CheckpointError: the checkpoint does not fit the state; the message names the key. The
-                state may be filled in part.
+            CheckpointError: the checkpoint does not fit the state, or not this number of ranks;
+                the message names the key. The state may be filled in part.
         """
         begin = time.monotonic()
         self._settle()
         self._stop_looking_out()
         context = self._context
-        restorer = Restorer(context.store, self._group, context.damaged, self._tier)
+        accepted = self._options.accept_inexact
+        restorer = Restorer(context.store, self._group, context.damaged, self._tier, accepted)
         with reports.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
@@ -292,7 +298,9 @@ class Checkpointer:
         """Hold the state still."""
         flat = flatten(self._state)
         pieces = self._planner.plan(flat.tensors, flat.first)
-        rank_values = {"rng": rng.capture()} if self._options.rng else {}
+        rank_values: dict[str, Any] = dict(rank_states(self._state, flat))
+        if self._options.rng:
+            rank_values["rng"] = rng.capture()
         take = self._snapshots.borrow if waits else self._snapshots.copy
         save.image = take(flat, pieces, rank_values)
 
@@ -350,6 +358,17 @@ class Checkpointer:
             folders.remember(directory)
         except OSError as e:
             _log.warning("`verify` and others have to be given %s: %s", directory, e)
+
+    def _warn_of_positions(self, flat: Flat) -> None:
+        """Say at once what would end the run when its world size changes (rank 0)."""
+        for key in rank_states(self._state, flat)["positions"]:
+            if self._group.rank == 0 and key not in self._options.accept_inexact:
+                _log.warning(
+                    "%s: the state of %s is one rank's position in its data, and is restored under "
+                    "the same number of ranks only: hpc_elastic.data has what fits any number",
+                    key,
+                    type(self._state[key]).__name__,
+                )
 
     def _settle(self) -> None:
         if self._save is not None:

@@ -77,7 +77,8 @@ class Part:
     """By key of the state: everything that is no tensor, and where the tensors stand in it
     (`values`)."""
     rank_values: Mapping[str, Any]
-    """What each rank has for itself, such as the states of its random number generators."""
+    """What each rank has for itself: the states of its random number generators ("rng"), its
+    "positions" in data, and "values" that may be another rank's, too."""
 
     def to_json(self) -> str:
         """Return the text of the rank's part file."""
@@ -174,8 +175,20 @@ def merge(parts: Iterable[Part], *, step: int, world_size: int, created: float) 
         files=tuple(f for part in ordered for f in part.files),
         tensors=_merge_tensors(ordered),
         values=ordered[0].values,
-        rank_values={part.rank: part.rank_values for part in ordered},
+        rank_values={part.rank: _rank_values(part, ordered) for part in ordered},
     )
+
+
+def _rank_values(part: Part, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return what a rank has for itself; values that all ranks share stand in `Manifest.values`."""
+    own = dict(part.rank_values)
+    others = [each.rank_values.get("values", {}) for each in parts]
+    own["values"] = {
+        key: value
+        for key, value in own.get("values", {}).items()
+        if any(each.get(key) != value for each in others)
+    }
+    return {kind: values for kind, values in own.items() if values}
 
 
 def checksum_of(data: bytes) -> str:

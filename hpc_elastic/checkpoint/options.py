@@ -20,6 +20,9 @@ class Options:
         rng: Save and restore the random number generators of each rank (`rng`).
         strict: Refuse to restore a checkpoint that has other keys than the state.
         replicated: Who writes what all ranks have: ``spread`` over all, or the ``first``.
+        accept_inexact: Keys of the state whose objects are restored under another world size as
+            rank 0 had them, though each rank had a state of its own: samples are trained twice or
+            never, if it is a position in data.
         timeout_s: How long one rank waits for another to finish writing, more than 0.
     """
 
@@ -28,11 +31,15 @@ class Options:
     rng: bool = True
     strict: bool = True
     replicated: Literal["spread", "first"] = "spread"
+    accept_inexact: tuple[str, ...] = ()
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
             if getattr(self, key) not in allowed:
                 raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
+        if isinstance(self.accept_inexact, str):
+            remedy = f"give a tuple of keys: ({self.accept_inexact!r},)"
+            raise ConfigError("accept_inexact", self.accept_inexact, remedy)
         if not self.timeout_s > 0:
             raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")

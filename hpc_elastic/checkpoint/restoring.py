@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,12 @@ class Restorer:
     """Restores from one directory."""
 
     def __init__(
-        self, store: Store, group: Group, damaged: set[int], tier: MemoryTier | None = None
+        self,
+        store: Store,
+        group: Group,
+        damaged: set[int],
+        tier: MemoryTier | None = None,
+        accept_inexact: Container[str] = (),
     ) -> None:
         """Prepare.
 
@@ -42,11 +47,13 @@ class Restorer:
             group: The ranks; all of them make a Restorer.
             damaged: Gets the steps that do not verify.
             tier: Where to look, too.
+            accept_inexact: See `Options`.
         """
         self._tier = tier
         self._store = store
         self._group = group
         self._damaged = damaged
+        self._ranks = state.RankStates(group.rank, group.world_size, accept_inexact)
 
     def restore(self, into: Mapping[str, Any], strict: bool, *, with_rng: bool) -> int | None:
         """Fill a state; see `Checkpointer.restore` (every rank; collective)."""
@@ -103,7 +110,8 @@ class Restorer:
     ) -> tuple[Path, Manifest] | None:
         """Return a checkpoint of near memory if it is good, the same answer on every rank."""
         assert self._tier is not None
-        return self._tier.gather(step, partial(state.files_needed, state=into, strict=strict))
+        needed = partial(state.files_needed, state=into, strict=strict, ranks=self._ranks)
+        return self._tier.gather(step, needed)
 
     def _forget_newer(self, step: int) -> None:
         if self._tier is not None:
@@ -136,7 +144,7 @@ class Restorer:
     ) -> None:
         error: CheckpointError | None = None
         try:
-            state.load(manifest, folder, into, strict=strict)
+            state.load(manifest, folder, into, strict=strict, ranks=self._ranks)
         except CheckpointError as e:
             error = e
         except Exception as e:  # whatever it is: the other ranks wait for the vote

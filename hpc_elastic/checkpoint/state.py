@@ -4,13 +4,20 @@ A state is a mapping from keys to objects with state_dict() and load_state_dict(
 dicts of the user's own values. Its tensors are named by their path: ``model/0.weight``,
 ``optimizer/state/0/exp_avg``. DistributedDataParallel is looked through, so that a checkpoint
 fits the bare module too.
+
+What is not a tensor is saved as rank 0 has it, but for the states of objects that are neither
+modules nor optimizers. Such an object may have a state of its own on each rank, and one that can be
+iterated, as a data loader, is a position in the data of one rank even where all ranks have the same
+numbers. Each rank gets its own state back (`RankStates`); under another number of ranks there is no
+right one, and restoring is refused. An object whose state is the same on all ranks for any number
+of them says so: ``fits_any_world_size = True``.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +73,80 @@ class Filling:
         return tensor.numpy() if ref.kind == "array" else tensor.numpy()[()]
 
 
+@dataclass(frozen=True)
+class RankStates:
+    """How states that each rank has for itself are restored.
+
+    Attributes:
+        rank: This process's.
+        world_size: Of the present group.
+        accept_inexact: Keys whose objects get rank 0's state under another world size.
+    """
+
+    rank: int
+    world_size: int
+    accept_inexact: Container[str]
+
+    def value(self, manifest: Manifest, key: str, item: object) -> Any:
+        """Return the stored value of an object for this rank.
+
+        Raises:
+            CheckpointError: there is none that fits, since the world size was another.
+        """
+        own = _own_value(manifest, self.rank, key)
+        is_position = _is_position(item) or _own_value(manifest, 0, key, ["positions"]) is not None
+        if manifest.world_size == self.world_size:
+            return manifest.values[key] if own is None else own
+        if not is_position and _own_value(manifest, 0, key) is None:
+            return manifest.values[key]
+        kind = type(item).__name__
+        if key in self.accept_inexact:
+            _log.warning("%s: every rank gets the state that rank 0's %s had", key, kind)
+            return manifest.values[key]
+        what = "is one rank's position in its data" if is_position else "was another on each rank"
+        raise CheckpointError(
+            f"{key}: the state of {kind} {what}, and {manifest.world_size} ranks saved it, but "
+            f"{self.world_size} restore it: samples would be trained twice or never. Train with "
+            "hpc_elastic.data.ElasticSampler or ElasticStream, which fit any number of ranks, and "
+            "put that into the state; or accept rank 0's state for all by "
+            f"Options(accept_inexact=({key!r},))"
+        )
+
+
+def rank_states(state: Mapping[str, object], flat: Flat) -> dict[str, dict[str, Any]]:
+    """Return what is this rank's own: "positions" in data, and "values" that may be so.
+
+    Args:
+        state: What is saved.
+        flat: The same, taken apart.
+    """
+    own: dict[str, dict[str, Any]] = {"positions": {}, "values": {}}
+    for key, item in state.items():
+        if _is_position(item):
+            own["positions"][key] = flat.values[key]
+        elif _may_differ(item):
+            own["values"][key] = flat.values[key]
+    return own
+
+
+def _own_value(
+    manifest: Manifest, rank: int, key: str, kinds: Iterable[str] = ("positions", "values")
+) -> Any:
+    of_rank = manifest.rank_values.get(rank, {})
+    return next((of_rank[kind][key] for kind in kinds if key in of_rank.get(kind, {})), None)
+
+
+def _may_differ(item: object) -> bool:
+    same = isinstance(item, torch.nn.Module | torch.optim.Optimizer | torch.Tensor)
+    return _is_stateful(item) and not same and not getattr(item, "fits_any_world_size", False)
+
+
+def _is_position(item: object) -> bool:
+    sampler = getattr(item, "batch_sampler", None)  # a loader's position may be its sampler's
+    fits = getattr(sampler, "fits_any_world_size", False)
+    return _may_differ(item) and hasattr(item, "__iter__") and not fits
+
+
 def flatten(state: Mapping[str, object]) -> Flat:
     """Take a state apart; nothing is copied but the values.
 
@@ -79,7 +160,14 @@ def flatten(state: Mapping[str, object]) -> Flat:
     return flat
 
 
-def load(manifest: Manifest, folder: Path, state: Mapping[str, object], *, strict: bool) -> None:
+def load(
+    manifest: Manifest,
+    folder: Path,
+    state: Mapping[str, object],
+    *,
+    strict: bool,
+    ranks: RankStates,
+) -> None:
     """Fill a state from a checkpoint, in place (every rank; no communication).
 
     Args:
@@ -88,25 +176,31 @@ def load(manifest: Manifest, folder: Path, state: Mapping[str, object], *, stric
         state: What to fill.
         strict: Whether the state and the checkpoint must have the same keys; if not, what only one
             of them has is left alone, with a warning.
+        ranks: How states that each rank has for itself are restored.
 
     Raises:
         CheckpointError: the checkpoint does not fit the state; the message names the key. Part of
             the state may have been filled.
     """
-    filling = _prepare(manifest, state, strict=strict)
+    filling = _prepare(manifest, state, strict=strict, ranks=ranks)
     reading.read(manifest, folder, filling.tensors)
     for key, item in filling.items.items():
         _fill(key, item, filling.tree(key))
 
 
-def files_needed(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> set[str]:
+def files_needed(
+    manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
+) -> set[str]:
     """Return the files that `load` would read on this rank; raises what it does."""
-    return reading.files_needed(manifest, _prepare(manifest, state, strict=strict).tensors)
+    filling = _prepare(manifest, state, strict=strict, ranks=ranks)
+    return reading.files_needed(manifest, filling.tensors)
 
 
-def _prepare(manifest: Manifest, state: Mapping[str, object], *, strict: bool) -> Filling:
+def _prepare(
+    manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
+) -> Filling:
     items = {key: _bare(state[key]) for key in _common_keys(manifest, state, strict=strict)}
-    trees = {key: values.decode(manifest.values[key]) for key in items}
+    trees = {key: values.decode(ranks.value(manifest, key, state[key])) for key in items}
     present = flatten(items)
     wanted: dict[str, torch.Tensor] = {}
     for key, item in items.items():

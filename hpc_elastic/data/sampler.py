@@ -70,6 +70,9 @@ class ElasticSampler:
         ConfigError: an argument is out of range, or an epoch would have no batch.
     """
 
+    fits_any_world_size = True
+    """For `Checkpointer`: the state is the same on all ranks, and another number can go on."""
+
     def __init__(
         self,
         dataset_len: int,

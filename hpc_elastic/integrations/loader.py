@@ -30,6 +30,8 @@ class ElasticLoader:
         ConfigError: the loader has another batch sampler.
     """
 
+    fits_any_world_size = True
+
     def __init__(self, loader: Any) -> None:
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ElasticSampler):

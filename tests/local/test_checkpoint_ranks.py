@@ -294,3 +294,86 @@ def test_no_rank_goes_on_if_another_could_not_restore(tmp_path):
         c.save(1)
     said = run_ranks(one_does_not_fit, 2, tmp_path)
     assert "another rank could not restore" in said[0] and "x has shape [3]" in said[1]
+
+
+class OwnState:
+    """An object whose state each rank sets for itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.value = state["value"]
+
+
+class Position(OwnState):
+    """A position in the data of one rank; it may be the same number on all."""
+
+    def __iter__(self):
+        return iter(())
+
+
+class AnyWorldSize(Position):
+    """One that says that it is the same for any number of ranks."""
+
+    fits_any_world_size = True
+
+
+def own_states(rank: int, folder: Path, save: bool, keys: str, accepted: tuple[str, ...] = ()):
+    """Save states of which some are the rank's own, or restore them; return them, or the error."""
+    found = {
+        "differs": OwnState(rank), "same": OwnState(7), "position": Position(5),
+        "any": AnyWorldSize(rank),
+    }  # fmt: skip
+    chosen = {key: found[key] for key in keys.split()}
+    options = Options(strict=False, accept_inexact=accepted)
+    with Checkpointer(folder, chosen, options=options) as c:
+        if save:
+            assert c.save(1)
+            return None
+        for each in chosen.values():
+            each.value = None
+        try:
+            c.restore()
+        except CheckpointError as e:
+            return str(e)
+    return {key: each.value for key, each in chosen.items()}
+
+
+def on_other_world_sizes(rank: int, folder: Path) -> list[Any]:
+    """Restore what two ranks saved, as one."""
+    return [
+        own_states(rank, folder, False, *arguments)
+        for arguments in [
+            ("same any",), ("differs",), ("position",),
+            ("differs position", ("differs", "position")), ("position", ("other",)),
+        ]
+    ]  # fmt: skip
+
+
+ALL_OWN = "differs same position any"
+
+
+def save_and_restore_own(rank: int, folder: Path) -> Any:
+    """Save and restore on the same ranks."""
+    own_states(rank, folder, True, ALL_OWN)
+    return own_states(rank, folder, False, ALL_OWN)
+
+
+def test_states_of_ranks_come_back_to_them_or_are_refused(tmp_path):
+    """Under the same world size each has its own; under another only what all had alike."""
+    same = run_ranks(save_and_restore_own, 2, tmp_path)
+    expected = {"same": 7, "position": 5, "any": 0}
+    assert same == [{"differs": rank, **expected} for rank in range(2)]
+    ((shared, differs, position, accepted, other),) = run_ranks(on_other_world_sizes, 1, tmp_path)
+    assert shared == {"same": 7, "any": 0}
+    assert differs.startswith("differs: the state of OwnState was another on each rank")
+    assert "accept_inexact=('differs',)" in differs
+    assert position.startswith("position: the state of Position is one rank's position")
+    assert accepted == {"differs": 0, "position": 5}
+    assert other == position

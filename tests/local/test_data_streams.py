@@ -1,16 +1,19 @@
 """Streams with real data loaders and real ranks: files that worker processes read ahead."""
 
 import multiprocessing
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from gloo_ranks import run_ranks
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hpc_elastic import Checkpointer, fence
+from hpc_elastic.checkpoint import Options
 from hpc_elastic.data import ElasticBatch, ElasticStream, count_samples
+from hpc_elastic.errors import CheckpointError
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks where no other thread is: this process has those of the tests before."""
@@ -82,6 +85,72 @@ def test_worker_processes_that_read_ahead(shards, persistent):
         for epoch, numbers in train(stream, loader, 2).items():
             seen[epoch] += numbers
     assert seen == {epoch: Counter(range(NUM_SAMPLES)) for epoch in range(2)}
+
+
+class Opaque(IterableDataset):
+    """A stream as users write it: each worker of each rank takes its part of the numbers."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size, self.num_given = rank, world_size, 0
+
+    def __iter__(self):
+        worker = get_worker_info()
+        num_workers, number = (worker.num_workers, worker.id) if worker else (1, 0)
+        step = self.world_size * num_workers
+        mine = range(self.rank * num_workers + number, NUM_SAMPLES, step)
+        while self.num_given < len(mine):
+            self.num_given += 1
+            yield mine[self.num_given - 1]
+
+    def state_dict(self):
+        """Return the position."""
+        return {"num_given": self.num_given}
+
+    def load_state_dict(self, state):
+        """Go on from a position."""
+        self.num_given = state["num_given"]
+
+
+def opaque_on_ranks(rank, folder, num_steps, options):
+    """Train on an opaque stream from the newest checkpoint on; return what was trained."""
+    warnings.simplefilter("ignore")  # torchdata 0.11 calls what torch 2.13 has deprecated
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    world_size = dist.get_world_size()
+    stream = Opaque(rank, world_size)
+    loader = StatefulDataLoader(stream, batch_size=GLOBAL_BATCH // world_size, num_workers=2)
+    seen = []
+    with Checkpointer(folder, {"loader": loader}, options=options) as checkpoints:
+        checkpoints.restore()
+        for step, numbers in enumerate(loader, 1):
+            dist.barrier()
+            if step - 1 == num_steps:
+                break
+            seen += numbers.tolist()
+            if step == num_steps:
+                checkpoints.save(step)
+    return seen
+
+
+def refused_and_accepted(rank, folder):
+    """Restore on one rank what two have saved: as it comes, and accepted by name."""
+    with pytest.raises(CheckpointError) as refusal:
+        opaque_on_ranks(rank, folder, None, None)
+    return str(refusal.value), opaque_on_ranks(
+        rank, folder, None, Options(accept_inexact=("loader",))
+    )
+
+
+def test_an_opaque_loader_is_refused_under_another_world_size(tmp_path):
+    """Its state is one rank's position: accepted by name, samples are trained twice."""
+    pytest.importorskip("torchdata")
+    two = run_ranks(opaque_on_ranks, 2, tmp_path, 41, None)
+    ((refusal, one),) = run_ranks(refused_and_accepted, 1, tmp_path)
+    assert refusal.startswith("loader: the state of StatefulDataLoader is one rank's position")
+    assert "2 ranks saved it, but 1 restore it" in refusal
+    assert "accept_inexact=('loader',)" in refusal and "ElasticStream" in refusal
+    counts = Counter(n for part in [*two, one] for n in part)
+    assert sum(count > 1 for count in counts.values()) > 100
 
 
 def on_ranks(rank, folder, shards, num_steps):

@@ -51,6 +51,22 @@ def test_the_parts_of_all_ranks_make_one_checkpoint():
     assert manifest.rank_values == {0: {"rng": [0]}, 1: {"rng": [1]}}
 
 
+def test_what_ranks_have_for_themselves_is_kept_where_they_differ():
+    """Positions in data always: equal numbers of two ranks are two places."""
+    own = [
+        {"rng": [rank], "positions": {"loader": {"i": 5}}, "values": {"same": 1, "own": rank}}
+        for rank in range(2)
+    ]
+    parts = [
+        replace(part(0, UPPER), rank_values=own[0]),
+        replace(part(1, LOWER), rank_values=own[1]),
+    ]
+    assert merged(*parts).rank_values == {
+        rank: {"rng": [rank], "positions": {"loader": {"i": 5}}, "values": {"own": rank}}
+        for rank in range(2)
+    }
+
+
 def test_text_gives_back_the_same():
     """Parts and manifests."""
     manifest = merged(part(0, UPPER), part(1, LOWER))

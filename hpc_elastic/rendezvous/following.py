@@ -122,12 +122,14 @@ class Following:
     def report(self, type_: str, **fields: Any) -> list[Effect]:
         """Tell the leader of the present round; without one it is lost, and the round with it.
 
-        What became of a replica's workers is told to the next leader then.
+        What became of a replica's workers is told to the next leader then. Before the workers'
+        end, a heartbeat tells how far they came.
         """
         message = {"type": type_, "record": self._placed, **fields}
         if self._stays and type_ in ("finished", "failed"):
             self._told = message
-        return self._say(message)
+        last = self._say({"type": "beat"}) if type_ == "finished" else []
+        return [*last, *self._say(message)]
 
     def notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
         """Put this node under notice; the first reason stays, and the nearest deadline."""

@@ -366,8 +366,8 @@ class Leader:
         self._term.show(time.time())
 
     async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
+        self._term.show(time.time())  # before the result, whose readers take it for the last
         await self._journal.publish(record)
-        self._term.show(time.time())
         self._term.do(afterwards)
         await self._if_it_leads(self._office.world.cancel_pending)
 

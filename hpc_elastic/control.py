@@ -41,8 +41,8 @@ _STEP_BITS = 40
     _STEP, _SAMPLES, _LOSS, _TIME, _TOTAL, _BOUNDARY, _HELD, _PASSED, _WAITING, _WANTED, _LEAVE_BY,
     _HOLD, _PROPOSAL, _CONFIRMED, _NOTICE_BY, _FIRST, _FIRST_TIME, _RESTORED, _RESTORE_S,
     _BLOCKED_S, _COUNTED, _PULSE, _BUSY, _BUSY_S, _GOODPUT, _UNSAVED, _NUM_UNSAVED, _WHY_BYTES,
-    _STORED,
-) = range(29)  # fmt: skip
+    _STORED, _RETURNED,
+) = range(30)  # fmt: skip
 _WHY_AT, _LONGEST_WHY = 2048, 1024
 """Where on the page stands why a checkpoint was not written, and its bytes at most."""
 _BLANK = {
@@ -141,6 +141,10 @@ class ControlPage:
     def stored(self, step: int) -> None:
         """Publish that the checkpoint of a step is in its directory (worker)."""
         self._numbers[_STORED] = step
+
+    def returned(self) -> None:
+        """Publish that the user's function has returned, and its value is written (worker)."""
+        self._numbers[_RETURNED] = 1
 
     def not_saved(self, step: int, why: str) -> None:
         """Publish that the checkpoint of a step could not be written (worker)."""
@@ -287,6 +291,7 @@ class ControlPage:
             num_unsaved=numbers[_NUM_UNSAVED],
             unsaved=_known(numbers[_UNSAVED]),
             stored=_known(numbers[_STORED]),
+            returned=bool(numbers[_RETURNED]),
         )
 
     def why_not_saved(self) -> str:

@@ -112,7 +112,7 @@ class WorkerGroupError(HpcElasticError):
 
     Attributes:
         failure: The first failure as recorded in result.json (host, rank, traceback...).
-        victims: Workers that died afterwards, in the same form.
+        victims: Workers that died afterwards, or failed in a later attempt, in the same form.
     """
 
     def __init__(

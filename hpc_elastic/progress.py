@@ -50,6 +50,8 @@ class Progress:
     """The step of the last one of those."""
     stored: int | None = None
     """The last step of which it has seen a checkpoint come into the directory."""
+    returned: bool = False
+    """Whether the user's function has returned: the only sign that the worker has succeeded."""
     busy: int = 0
     """Not 0: it does something long that is no step, such as a checkpoint (`reports.busy`)."""
 

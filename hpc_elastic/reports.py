@@ -120,9 +120,15 @@ def when_returned(then: Callable[[], object]) -> None:
 
 
 def function_returned() -> None:
-    """Do what `when_returned` was asked for; the worker's entry calls it, once."""
+    """Do what `when_returned` was asked for, then publish the return; the worker calls it, once.
+
+    It is the only sign of success: see `agent.report.has_succeeded`.
+    """
     while _reporter.when_returned:
         _reporter.when_returned.pop()()
+    page = own_page()
+    if page is not None:
+        page.returned()
 
 
 def note_restored(step: int | None, took_s: float) -> None:

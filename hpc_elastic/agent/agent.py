@@ -20,7 +20,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,19 @@ from hpc_elastic.agent.notices import Farewell, Notices
 from hpc_elastic.agent.observer import Crew, Observer
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.preemption import why_leave_now
-from hpc_elastic.agent.processes import RoundLogs, made_from
+from hpc_elastic.agent.processes import RoundLogs, ended_by_themselves, made_from
 from hpc_elastic.agent.replica import Replica
-from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
+from hpc_elastic.agent.report import (
+    EndedWorker,
+    Place,
+    ProcessFailure,
+    WorkerFiles,
+    describe,
+    earliest,
+    has_just_exited,
+    has_succeeded,
+    told_exit_code,
+)
 from hpc_elastic.agent.saves import Saves
 from hpc_elastic.agent.spares import Spares, ending
 from hpc_elastic.agent.stacks import stacks_file
@@ -68,6 +78,10 @@ _WARM_UP_AFTER_S = 10.0
 """Spares are started after the workers' first step, or after this long where none is reported."""
 _FIRST_RANK = 0
 _LOOK_UP_S = 0.5
+_NOTICE_MAY_COME_S = 1.0
+"""Slurm signals the processes of a task one after another: a worker may end before its agent has
+the signal."""
+_LOOK_FOR_NOTICE_S = 0.05
 _IMPORT_S = 20.0
 """A node that comes late joins after that, even if its spares still import."""
 
@@ -240,6 +254,7 @@ class RunAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._hangs = None
         self._saves.look()
+        self._report_before_stop()
         kill_stopped(self._pids)
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         leftovers.end(self._spares.pids)
@@ -271,28 +286,83 @@ class RunAgent(LocalElasticAgent):
         return list(self._pids_by_rank().values())
 
     def _look_at_workers(self, worker_group: WorkerGroup) -> None:
+        """See whether workers have ended.
+
+        An exit code of 0 is no success for torch's agent to see: the function must have returned.
+        """
         result = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.HEALTHY:
+        failures: dict[int, ProcessFailure] = {**self._early_exits(), **result.failures}
+        if result.state is WorkerState.HEALTHY and not failures:
             self._keep_spares()
             return
         self._awaits_leader = True
-        if result.state is WorkerState.SUCCEEDED:
+        if result.state is WorkerState.SUCCEEDED and not failures:
             self._session.finished()
-        else:
-            self._boundaries = self._farewell = None
-            leftovers.end(self._spares.pids)  # they hold GPU memory, which the next worker needs
-            self._report(result)
+            return
+        self._boundaries = self._farewell = None
+        self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
+        leftovers.end(self._spares.pids)  # they hold GPU memory, which the next worker needs
+        self._report(failures)
 
-    def _report(self, result: RunResult) -> None:
-        """Report failed workers; those that die of the signals of a notice have not failed."""
+    def _early_exits(self) -> dict[int, ProcessFailure]:
+        """Return the workers that have ended with code 0 before their function returned."""
+        ended = self._ended_by_themselves()
+        return {rank: worker for rank, worker in ended.items() if worker.exitcode == 0}
+
+    def _ended_by_themselves(self) -> dict[int, EndedWorker]:
+        """Return the workers that have ended, not by this agent, and not as they should."""
+        ended = {}
+        for local_rank, code in ended_by_themselves(self._pcontext).items():
+            rank = self._round.first_rank + local_rank
+            if not has_succeeded(code, self.pages[rank].read()):
+                ended[rank] = EndedWorker(local_rank, code)
+        return ended
+
+    def _report_before_stop(self) -> None:
+        """Report the workers that have failed, but whose end nobody has seen yet.
+
+        A worker's process group may be gone before its process is: its peers fail of that, and
+        their agents report first.
+        """
+        if self._awaits_leader or self._session.verdict or self._workplace.replica is not None:
+            return
+        first_rank = self._round.first_rank
+        told = {rank: told_exit_code(self._files(rank)) for rank in self.pages}
+        failures: dict[int, ProcessFailure] = {
+            rank: EndedWorker(rank - first_rank, code)
+            for rank, code in told.items()
+            if code is not None
+        }
+        failures |= self._ended_by_themselves()
+        if failures:
+            self._awaits_leader = True
+            self._report(failures)
+
+    def _report(self, failures: Mapping[int, ProcessFailure]) -> None:
+        """Report failed workers; those that end because of a notice have not failed.
+
+        Such are all where the signals of a notice have come: Slurm may send them to each process.
+        Under any notice a script may save, and end its process.
+        """
+        place = self._workplace.place
+        found = [
+            describe(failure, self._files(rank), place, self.pages[rank].read())
+            for rank, failure in failures.items()
+        ]
+        have_exited = any(has_just_exited(failure) for failure in found)
+        if have_exited:
+            self._await_notice()
         notice = self._workplace.notices.current
-        if notice is not None and notice.reason is Reason.SIGNAL:
-            _log.warning("workers have ended in the grace: %s", result.failures)
+        if notice is not None and (have_exited or notice.reason is Reason.SIGNAL):
+            _log.warning("workers have ended under notice: %s", [f["message"] for f in found])
             self._session.leave_now()
             return
-        place, failed = self._workplace.place, result.failures.items()
-        found = [describe(f, self._files(rank), place) for rank, f in failed]
         self._session.failed(earliest(found))
+
+    def _await_notice(self) -> None:
+        deadline = time.monotonic() + _NOTICE_MAY_COME_S
+        while self._workplace.notices.current is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_FOR_NOTICE_S)
 
     def _keep_spares(self) -> None:
         """Make new spares once the workers train: before, they need the CPU themselves."""

@@ -181,9 +181,9 @@ class HangWatch:
         finding = judge(found, patient=stalled_s < PATIENCE * limit_s)
         if finding is None:
             return
-        note = note_of(finding, stalled_s)
+        note, round_ = note_of(finding, stalled_s), self._workers[0].files.round
         alone.note(note.kind, **note.fields)
-        failed = [_message(f) for _, f in failures_of(finding, stalled_s)]
+        failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
         self._leader.failed(failed)
 
     def _look_into(self, pids: Mapping[int, int]) -> list[RankState]:

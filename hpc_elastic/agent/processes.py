@@ -2,8 +2,8 @@
 
 torch makes every worker's process in one function, `multiprocessing.api.get_subprocess_handler`,
 which `made_from` replaces for as long as a group is started. Private names that are used here, with
-tests in tests/unit/test_agent.py: that function, and `SubprocessHandler._popen`, `_stdout`,
-`_stderr`.
+tests in tests/unit/test_agent.py: that function, `SubprocessContext.subprocess_handlers`, and
+`SubprocessHandler._popen`, `_stdout`, `_stderr`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import (
+    LogsDest,
+    LogsSpecs,
+    PContext,
+    SubprocessContext,
+)
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -66,6 +71,7 @@ class WorkerProcess(SubprocessHandler):
 
     def __init__(self, spares: Spares, *args: Any, **options: Any) -> None:
         self._spares = spares
+        self._was_told_to_end = False
         super().__init__(*args, **options)
         for file in (self._stdout, self._stderr):
             if file is not None:
@@ -73,7 +79,13 @@ class WorkerProcess(SubprocessHandler):
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         """Send the worker, and what is in its process group, a signal; `STOP` for SIGTERM."""
+        self._was_told_to_end = self._was_told_to_end or self.proc.poll() is None
         super().close(STOP if death_sig in (None, signal.SIGTERM) else death_sig)
+
+    @property
+    def own_exit_code(self) -> int | None:
+        """The exit code of a worker that has ended by itself; None if it has not."""
+        return None if self._was_told_to_end else self.proc.poll()
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
         outputs = [
@@ -82,6 +94,17 @@ class WorkerProcess(SubprocessHandler):
         ]
         spare = self._spares.take(self.local_rank_id, args, env, outputs)
         return spare if spare is not None else super()._popen(args, env)
+
+
+def ended_by_themselves(workers: PContext | None) -> dict[int, int]:
+    """Return the exit codes of the workers that no signal of the agent has ended, by local rank.
+
+    Args:
+        workers: The processes of a round; None before the first.
+    """
+    handlers = workers.subprocess_handlers if isinstance(workers, SubprocessContext) else {}
+    codes = {n: h.own_exit_code for n, h in handlers.items() if isinstance(h, WorkerProcess)}
+    return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
 
 @contextmanager

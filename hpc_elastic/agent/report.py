@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_elastic.agent.signals import name_of
+from hpc_elastic.progress import Progress
 
 _MAX_REPORTED = 8
 _MAX_MESSAGE = 2_000
@@ -16,10 +18,33 @@ _MAX_TRACEBACK = 10_000
 """Together less than a frame of `rendezvous.wire`, were every character an escaped one."""
 
 _TAIL_LINES = 20
+_REMEDY = (
+    "A run succeeds once its function has returned on every rank: return from the function instead "
+    "of calling sys.exit() or os._exit(). A script that handles SIGTERM itself may set a flag and "
+    "save; the node's agent ends the process."
+)
 
 
 class ProcessFailure(Protocol):
     """The part of torch's ProcessFailure that is read here."""
+
+    @property
+    def local_rank(self) -> int:
+        """The worker's rank on its node."""
+
+    @property
+    def exitcode(self) -> int:
+        """Its exit code; negative: the signal that has ended it."""
+
+
+@dataclass(frozen=True)
+class EndedWorker:
+    """A worker that has ended by itself.
+
+    Attributes:
+        local_rank: Its rank on its node.
+        exitcode: As in `ProcessFailure`.
+    """
 
     local_rank: int
     exitcode: int
@@ -71,11 +96,42 @@ def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
 
 
-def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[str, Any]:
-    """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time."""
+def has_succeeded(exit_code: int, worker: Progress) -> bool:
+    """Tell whether a worker that has ended has succeeded: its function returned, and then it ended.
+
+    An exit code of 0 alone shows nothing: ``sys.exit(0)`` and ``os._exit(0)`` end a process so.
+    """
+    return exit_code == 0 and worker.returned
+
+
+def told_exit_code(files: WorkerFiles) -> int | None:
+    """Return the exit code of a worker that has written down its failure; None if it has not.
+
+    Its process may live on for a while: threads are waited for, and exit handlers run.
+    """
+    code = _told_by_worker(files.error).get("exit_code")
+    return code if isinstance(code, int) else None
+
+
+def has_just_exited(failure: Mapping[str, Any]) -> bool:
+    """Tell whether a worker has ended with an exit code, and no error."""
+    return failure["signal"] is None and failure["exception"] in (None, "SystemExit")
+
+
+def describe(
+    failure: ProcessFailure, files: WorkerFiles, place: Place, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Return the fields of `rendezvous.failures.Failure`, with its age in place of its time.
+
+    Args:
+        failure: How the worker has ended.
+        files: Its files.
+        place: Where it ran.
+        progress: What it has last published; None if unknown.
+    """
     told = _told_by_worker(files.error)
     died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
-    how = f"ended by {died_of}" if died_of else f"exited with code {failure.exitcode}"
+    how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)
     return {
         "task": place.task,
         "host": place.host,
@@ -89,7 +145,22 @@ def describe(failure: ProcessFailure, files: WorkerFiles, place: Place) -> dict[
         "signal": died_of,
         "phase": told.get("phase", "run"),
         "log": str(files.err),
+        "remedy": _REMEDY if failure.exitcode == 0 else None,
+        "round": files.round,
     }
+
+
+def _how_it_exited(code: int, told: Mapping[str, Any], progress: Progress | None) -> str:
+    step = progress.step if progress is not None else None
+    at = "" if step is None else f" at step {step}"
+    if progress is not None and progress.returned:
+        when = "after its function had returned"
+    elif told.get("phase") == "import":
+        when = "while its script was imported"
+    else:
+        when = "before its function returned"
+    handled = f", while it handled {told['while_handling']}" if told.get("while_handling") else ""
+    return f"exited with code {code}{at} {when}{handled}"
 
 
 def _told_by_worker(error_file: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ its ``if __name__ == "__main__"`` block does not run, and a data loader's own ch
 script again. A Hydra function is called with the config frozen at submission.
 
 What went wrong is written for the agent, in the file and form of torch's `record` decorator, with
-our own fields beside it.
+our own fields beside it. That the function has returned is written on the control page: an exit
+code does not show it, since ``sys.exit(0)`` and ``os._exit(0)`` end a process with 0 as well.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hpc_elastic.agent.after_import import after_import
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.files import write_atomic
-from hpc_elastic.reports import function_returned, report_counted
+from hpc_elastic.reports import function_returned, own_page, report_counted
 from hpc_elastic.rundir import Entry, RunDir
 
 ROUND_VARIABLE = "HPC_ELASTIC_ROUND"
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
         _wait_for_use(spare, run)
     _offer_stacks()
     environment = dict(os.environ)
+    own_page()  # by the agent's LOCAL_RANK: a script may change it
+    pid = os.getpid()
     phase = "import"
     try:
         entry = run.load().entry
@@ -66,14 +69,17 @@ def main(argv: list[str]) -> int:
         gc.freeze()  # a look for garbage among all that torch imports takes a tenth of a second
         phase = "run"
         value = call(function, entry, run)
-        _write_value(run, value)
-        function_returned()
-    except SystemExit as e:
-        return _exit_code(e, phase)
+        if os.getpid() == pid:  # not a process that the user's function has forked
+            _write_value(run, value)
+            function_returned()
     except BaseException as e:
-        _write_failure(e, phase)
-        traceback.print_exception(_without_our_frames(e))
-        return 1
+        if os.getpid() == pid:
+            _write_failure(e, "import" if _is_import_failure(e) else phase)
+        if not isinstance(e, SystemExit):
+            traceback.print_exception(_without_our_frames(e))
+        elif _is_message(e.code):
+            print(e.code, file=sys.stderr)
+        return _exit_code(e)
     return 0
 
 
@@ -217,6 +223,18 @@ def to_json(value: Any) -> str:
     return json.dumps(value, default=plain)
 
 
+def _is_import_failure(error: BaseException) -> bool:
+    """Tell whether an import failed before the first step, in the user's function as well."""
+    page = own_page()
+    if page is not None and (page.read().step or 0) > 0:
+        return False
+    causes = (error, error.__cause__)  # hydra.utils.instantiate raises its own error from it
+    if any(isinstance(cause, ImportError) for cause in causes):
+        return True
+    frames = (f for e in causes if e is not None for f, _ in traceback.walk_tb(e.__traceback__))
+    return any(frame.f_code.co_name == "<module>" for frame in frames)
+
+
 def _write_failure(error: BaseException, phase: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -228,10 +246,26 @@ def _write_failure(error: BaseException, phase: str) -> None:
     theirs = {"message": f"{kind}: {error}", "extraInfo": extra}
     ours = {
         "exception": kind, "message": str(error), "traceback": text, "time": now, "phase": phase,
+        "exit_code": _exit_code(error),
     }  # fmt: skip
+    if isinstance(error, SystemExit) and not _is_message(error.code):
+        del ours["exception"], ours["message"]  # the agent says how the worker has ended
+        handled = error.__context__
+        ours["while_handling"] = f"{type(handled).__name__}: {handled}" if handled else None
     record = {"message": theirs, "hpc_elastic": ours}
     with contextlib.suppress(OSError):
         write_atomic(Path(path), json.dumps(record))
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a worker whose function ends with this."""
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code & 0xFF if isinstance(code, int) else int(_is_message(code))
+
+
+def _is_message(code: object) -> bool:
+    """Tell whether what was given to ``sys.exit`` is a message, which Python prints."""
+    return not (code is None or isinstance(code, int))
 
 
 def _without_our_frames(error: BaseException) -> BaseException:
@@ -240,16 +274,6 @@ def _without_our_frames(error: BaseException) -> BaseException:
     while frames is not None and frames.tb_frame.f_code.co_filename in _FRAMES_OF_OURS:
         frames = frames.tb_next
     return error.with_traceback(frames) if frames is not None else error
-
-
-def _exit_code(exit_: SystemExit, phase: str) -> int:
-    if exit_.code is None:
-        return 0
-    if isinstance(exit_.code, int):
-        return exit_.code
-    _write_failure(exit_, phase)
-    print(exit_.code, file=sys.stderr)
-    return 1
 
 
 def _die_with_agent() -> None:

@@ -166,7 +166,8 @@ class Blame:
             self.first_of_series = self.first_of_series or first
         if self.fruitless >= self.rules.max_attempts_without_progress:
             note = Note("crash loop", {"attempts": self.fruitless, "checkpoint": self.progress})
-            return [note, EndRun("failed", self.first_of_series, (first, *victims))]
+            others = tuple(f for f in (first, *victims) if f is not self.first_of_series)
+            return [note, EndRun("failed", self.first_of_series, others)]
         self.restarts += 1
         restart = {"restarts": self.restarts, "host": first.host, "failure": first.summary()}
         return [Note("restart", restart)]

@@ -27,7 +27,8 @@ class Failure:
     ``time`` is Unix seconds on the leader's clock. ``phase`` is ``import`` until the user's
     function has been entered, then ``run``; ``start`` where a task ended before it had any worker;
     ``hang`` where the worker was ended because it made no step (`hang`).
-    ``exit_code`` is None where a signal ended the worker, and ``signal`` its name.
+    ``exit_code`` is None where a signal ended the worker, and ``signal`` its name. ``remedy`` says
+    what to do, where that is known; ``round`` is the number of the worker's round.
     """
 
     task: str
@@ -42,6 +43,8 @@ class Failure:
     signal: str | None = None
     phase: str = "run"
     log: str | None = None
+    remedy: str | None = None
+    round: int | None = None
 
     def summary(self) -> str:
         """Return one line: who failed, and of what."""
@@ -50,8 +53,10 @@ class Failure:
         if self.phase == "hang":
             where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
             return f"{where}, hung: {self.message}"
-        how = self.signal or f"exit code {self.exit_code}"
         where = f"rank {self.rank} (local rank {self.local_rank}) on {self.host}"
+        if self.exception is None and self.message.startswith(("exited with", "ended by")):
+            return f"{where} {self.message}"
+        how = self.signal or f"exit code {self.exit_code}"
         what = f"{self.exception}: {self.message}" if self.exception else self.message
         return f"{where}, {how}: {what}"
 

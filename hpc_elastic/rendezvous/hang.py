@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.rendezvous.actions import Action, AskStacks, Note
@@ -126,15 +126,16 @@ def _told(found: Sequence[tuple[Agent, RankState]]) -> str:
     return ", ".join(parts)
 
 
-def failures_of(finding: Finding, stalled_s: float) -> list[tuple[Agent, Failure]]:
+def failures_of(finding: Finding, stalled_s: float, round_: int) -> list[tuple[Agent, Failure]]:
     """Return the ranks to blame as failed workers.
 
     Args:
         finding: The judgement.
         stalled_s: For how long no step was made.
+        round_: The number of the round in which that was.
     """
     return [
-        (agent, _failure(agent, state, finding, stalled_s))
+        (agent, replace(_failure(agent, state, finding, stalled_s), round=round_))
         for agent, state in finding.blamed[:_NAMED]
     ]
 
@@ -224,7 +225,7 @@ class Inquest:
         finding = judge(found, patient=self._patient)
         if finding is None:
             return []
-        failures = failures_of(finding, self._stalled_s)
+        failures = failures_of(finding, self._stalled_s, machine.round)
         actions: list[Action] = [note_of(finding, self._stalled_s)]
         failed = [failure for _, failure in failures]
         return [*actions, *machine.worker_failed(failed, failures[0][0], now)]

@@ -84,7 +84,7 @@ def failure(run: TrackedRun, result: Mapping[str, Any]) -> WorkerGroupError:
     victims = list(result.get("victims") or [])
     lines = [f"the run failed: {run.dir}"]
     lines += [_in_full(first)] if first else ["no worker's failure was recorded"]
-    lines += [f"  {_where(victim)}: {_how(victim)} (died afterwards)" for victim in victims]
+    lines += [f"  {_where(victim)}: {_how(victim)} ({_when(victim, first)})" for victim in victims]
     lines += [f"logs: {run.dir / 'tasks'}", f"      {Submission(run.submission).logs}"]
     return WorkerGroupError("\n".join(lines), first, victims)
 
@@ -170,7 +170,17 @@ def _in_full(first: Mapping[str, Any]) -> str:
         lines.append(str(first["traceback"]).rstrip())
     elif first.get("exception") or first.get("message"):
         lines.append(f"{first.get('exception') or 'error'}: {first.get('message') or ''}")
+    if first.get("remedy"):
+        lines.append(str(first["remedy"]))
     return "\n".join(lines)
+
+
+def _when(victim: Mapping[str, Any], first: Mapping[str, Any] | None) -> str:
+    """Say how a failure follows the first one: of the same attempt, or of a later one."""
+    round_ = victim.get("round")
+    if first is None or round_ in (None, first.get("round")):
+        return "died afterwards"
+    return f"failed in a later attempt, round {round_}"
 
 
 def _where(failed: Mapping[str, Any]) -> str:
@@ -188,5 +198,7 @@ def _how(failed: Mapping[str, Any]) -> str:
         number = failed["signal"]
         return f"ended by {name_of(number) if isinstance(number, int) else number}"
     if failed.get("exit_code") is not None:
+        if not failed.get("exception") and str(failed.get("message")).startswith("exited with"):
+            return str(failed["message"])
         return f"exit code {failed['exit_code']}"
     return str(failed.get("exception") or failed.get("phase") or "failed")

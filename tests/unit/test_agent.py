@@ -4,6 +4,7 @@ Each test fails with the name that torch has changed, so that an upgrade shows w
 """
 
 import inspect
+import json
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from hpc_elastic.agent.agent import RunAgent
 from hpc_elastic.agent.notices import Notices
 from hpc_elastic.agent.preemption import Notice
 from hpc_elastic.agent.processes import WorkerProcess
-from hpc_elastic.agent.report import Place
+from hpc_elastic.agent.report import EndedWorker, Place, WorkerFiles
 from hpc_elastic.control import ControlPage
 from hpc_elastic.events import EventLog
 from hpc_elastic.slurm.decision import Reason
@@ -84,6 +85,7 @@ def test_torch_still_makes_every_workers_process_where_we_replace_it():
     assert SubprocessContext._start.__globals__ is vars(processes)
     assert "get_subprocess_handler" in vars(processes)
     made = inspect.getsource(SubprocessHandler.__init__)
+    assert "self.subprocess_handlers = {" in inspect.getsource(SubprocessContext._start)
     for name in ("self._popen(", "self._stdout = open(", "self._stderr = open("):
         assert name in made, name
     assert made.index("self.local_rank_id = ") < made.index("self._popen(")
@@ -171,23 +173,73 @@ def test_a_spare_that_ends_by_itself_is_told(training, code, why):
     assert told == ([] if why is None else [("spare lost", {"host": "n1", "why": why})])
 
 
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [(None, ["failed"]), (Reason.TIME_LIMIT, ["failed"]), (Reason.SIGNAL, ["leave_now"])],
-)
-def test_workers_that_die_of_a_notices_signal_have_not_failed(
-    training, tmp_path, monkeypatch, reason, expected
-):
-    """Slurm signals every process of a task in some set-ups: no restart is spent for that."""
-    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
-    if reason is not None:
-        notices.add(Notice(reason, 1e9))
-    told = []
+@pytest.fixture
+def told(training, tmp_path, monkeypatch) -> list[object]:
+    """What that agent tells its leader: exit codes of failed workers, or that it leaves."""
+    said: list[object] = []
     training._session = SimpleNamespace(
-        failed=lambda _: told.append("failed"), leave_now=lambda: told.append("leave_now")
+        failed=lambda found: said.append([f["exit_code"] for f in found]),
+        leave_now=lambda: said.append("leaves"),
+        verdict=None,
     )
-    training._workplace = SimpleNamespace(notices=notices, place=Place("7_1", "n1", tmp_path))
-    monkeypatch.setattr(RunAgent, "_round", SimpleNamespace(number=1))
-    failure = SimpleNamespace(local_rank=0, exitcode=-signal.SIGTERM)
-    training._report(SimpleNamespace(failures={3: failure}))
-    assert told == expected
+    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    training._workplace = SimpleNamespace(
+        notices=notices, place=Place("7_1", "n1", tmp_path), replica=None
+    )
+    monkeypatch.setattr(RunAgent, "_round", SimpleNamespace(number=1, first_rank=3))
+    training._awaits_leader, training._pcontext = False, None
+    return said
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "expected"),
+    [
+        (-signal.SIGTERM, None, [None]),
+        (-signal.SIGTERM, Reason.TIME_LIMIT, [None]),
+        (-signal.SIGTERM, Reason.SIGNAL, "leaves"),
+        (0, None, [0]),
+        (0, Reason.SIGNAL, "leaves"),
+        (0, Reason.ASKED, "leaves"),
+        (7, Reason.TIME_LIMIT, "leaves"),
+    ],
+)
+def test_workers_that_end_under_notice_have_not_failed(
+    training, told, monkeypatch, exit_code, reason, expected
+):
+    """Slurm signals every process of a task in some set-ups; a script may save, and exit."""
+    monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
+    if reason is not None:
+        training._workplace.notices.add(Notice(reason, 1e9))
+    training._report({3: EndedWorker(0, exit_code)})
+    assert told == [expected]
+
+
+def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, monkeypatch):
+    """Slurm signals one process after another."""
+    notices = training._workplace.notices
+    monkeypatch.setattr(module.time, "sleep", lambda _: notices.add(Notice(Reason.SIGNAL, 1e9)))
+    training._report({3: EndedWorker(0, 0)})
+    assert told == ["leaves"]
+
+
+def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, tmp_path):
+    """The script says that something is wrong, whatever becomes of the node."""
+    training._workplace.notices.add(Notice(Reason.TIME_LIMIT, 1e9))
+    error = {"hpc_elastic": {"exception": "ValueError", "message": "boom", "exit_code": 1}}
+    WorkerFiles(tmp_path, 1, 3).error.write_text(json.dumps(error))
+    training._report({3: EndedWorker(0, 1)})
+    assert told == [[1]]
+
+
+def test_what_has_failed_is_told_before_its_group_is_stopped(training, told, tmp_path, monkeypatch):
+    """The process group of a worker that exits may be gone a while before its process is.
+
+    Its peers fail of that, and their agents report first.
+    """
+    monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
+    training._report_before_stop()
+    assert told == [], "it is at work"
+    WorkerFiles(tmp_path, 1, 3).error.write_text('{"hpc_elastic": {"exit_code": 0}}')
+    training._report_before_stop()
+    training._report_before_stop()
+    assert told == [[0]], "once"

@@ -67,7 +67,7 @@ def test_the_message_names_place_and_files():
         2, 0, "stands", **NOWHERE, stack="/r/tasks/7_1/attempt-0/round-3.rank-2.stack.txt"
     )
     finding = judge([*ranks(HERE, HERE), (B, state)], patient=True)
-    ((agent, failure),) = failures_of(finding, 61.2)
+    ((agent, failure),) = failures_of(finding, 61.2, 3)
     assert agent == B and failure.phase == "hang"
     assert failure.message == (
         "no step for 61 s: it is at data.py:7 in read, while 2 ranks are in all_reduce "

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest
+from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest, told_exit_code
 from hpc_elastic.agent.worker import load_function, to_json
 from hpc_elastic.config import AgentSettings
+from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.net.wire import Cipher
+from hpc_elastic.rendezvous.failures import Failure, looks_like_victim
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
 
 SCRIPT = """
@@ -63,6 +66,52 @@ def frozen():
     import gc
     return gc.get_freeze_count() > 1000
 
+def exit_with(code):
+    sys.exit(code)
+
+def exit_hard(code):
+    os._exit(code)
+
+def exit_after_peer():
+    try:
+        raise RuntimeError("Connection closed by peer [10.0.0.1]")
+    except RuntimeError:
+        sys.exit(1)
+
+def exit_in_thread():
+    import threading
+    thread = threading.Thread(target=sys.exit)
+    thread.start()
+    thread.join()
+
+def exit_at_exit(code):
+    import atexit
+    atexit.register(os._exit, code)
+
+def fork_and_exit():
+    if os.fork() == 0:
+        return "of the child"
+    os.wait()
+    os._exit(0)
+
+def fork_and_return():
+    if os.fork() == 0:
+        sys.exit(3)
+    os.wait()
+    return "of the parent"
+
+def import_late(name, after_step):
+    import hpc_elastic, importlib
+    if after_step:
+        hpc_elastic.report(step=after_step)
+    importlib.import_module(name)
+
+def locate(name):
+    try:
+        import_late(name, 0)
+    except Exception as e:
+        raise ValueError(f"Error locating target {name}") from e
+
 if __name__ == "__main__":
     raise SystemExit("the main block must not run")
 """
@@ -75,15 +124,22 @@ class Job:
         self.folder = folder
         self.script = folder / "script.py"
         self.script.write_text(SCRIPT)
+        self.page = ControlPage.create(folder, 0)
 
-    def worker(self, qualname: str, args: list[object]) -> subprocess.CompletedProcess[str]:
+    def worker(
+        self, qualname: str, args: list[object], sys_path: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Run a worker to its end."""
-        entry = Entry("function", qualname, str(self.script), args=args, cwd=str(self.folder))
+        entry = Entry(
+            "function", qualname, str(self.script), args=args, cwd=str(self.folder),
+            sys_path=list(sys_path),
+        )  # fmt: skip
         run = RunDir(self.folder / "run")
         run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=AgentSettings()))
         env = {
             **os.environ, "RANK": "0", "LOCAL_RANK": "0", "HPC_ELASTIC_ROUND": "1",
             "TORCHELASTIC_ERROR_FILE": str(self.files.error),
+            DIRECTORY_VARIABLE: str(self.folder),
         }  # fmt: skip
         argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
@@ -99,7 +155,8 @@ class Job:
         class Ended:
             local_rank, exitcode = 0, exit_code
 
-        return describe(Ended, self.files, Place("7_1", "node2", self.folder))
+        place = Place("7_1", "node2", self.folder)
+        return describe(Ended, self.files, place, self.page.read())
 
 
 @pytest.fixture
@@ -191,6 +248,71 @@ def test_a_missing_module_is_an_import_failure(job):
     done = job.worker("add", [1, 2])
     failure = job.failure(done.returncode)
     assert failure["phase"] == "import" and "nosuchmodule" in failure["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "phase"),
+    [
+        ("import_late", ["nosuchmodule", 0], "import"),
+        ("import_late", ["broken", 0], "import"),
+        ("import_late", ["broken", 7], "run"),
+        ("locate", ["broken"], "import"),
+        ("fail", [0], "run"),
+    ],
+)
+def test_an_import_that_fails_before_the_first_step_is_an_import_failure(job, name, args, phase):
+    """Of whatever error, in the function too: another try would not change it."""
+    (job.folder / "broken.py").write_text("import json\njson.nosuch\n")
+    done = job.worker(name, args, sys_path=[str(job.folder)])
+    assert (done.returncode, job.failure(1)["phase"]) == (1, phase), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "exit_code", "how"),
+    [
+        ("exit_with", [0], 0, "exited with code 0 before its function returned"),
+        ("exit_with", [None], 0, "exited with code 0 before its function returned"),
+        ("exit_with", [256], 0, "exited with code 0 before its function returned"),
+        ("exit_with", [7], 7, "exited with code 7 before its function returned"),
+        ("exit_hard", [0], 0, "exited with code 0 before its function returned"),
+        ("fork_and_exit", [], 0, "exited with code 0 before its function returned"),
+        ("exit_at_exit", [3], 3, "exited with code 3 after its function had returned"),
+    ],
+)
+def test_an_exit_is_told_as_what_it_is(job, name, args, exit_code, how):
+    """An exit code of 0 does not say that the function returned; the control page does."""
+    done = job.worker(name, args)
+    assert done.returncode == exit_code, done.stderr
+    failure = job.failure(exit_code)
+    assert (failure["message"], failure["exception"]) == (how, None)
+    assert job.page.read().returned is ("had returned" in how)
+    assert ("return from the function" in (failure["remedy"] or "")) is (exit_code == 0)
+    if name == "exit_with":
+        assert told_exit_code(job.files) == exit_code and "in exit_with" in failure["traceback"]
+
+
+@pytest.mark.parametrize("name", ["exit_in_thread", "fork_and_return"])
+def test_an_exit_that_is_not_the_workers_changes_nothing(job, name):
+    """Of a thread, or of a process that the function has forked."""
+    done = job.worker(name, [])
+    assert done.returncode == 0 and job.page.read().returned, done.stderr
+    assert told_exit_code(job.files) is None
+
+
+def test_an_exit_because_of_a_lost_peer_is_a_consequence(job):
+    """Many scripts catch an error of a collective, and exit."""
+    done = job.worker("exit_after_peer", [])
+    failure = job.failure(done.returncode)
+    assert failure["message"].endswith("while it handled RuntimeError: Connection closed by peer "
+                                       "[10.0.0.1]")  # fmt: skip
+    fields = {name: value for name, value in failure.items() if name != "age_s"}
+    assert looks_like_victim(Failure(time=0.0, **fields))
+
+
+def test_a_step_that_is_known_is_told(job):
+    """It helps to find the place."""
+    job.page.report(5, None, None)
+    assert job.failure(0)["message"] == "exited with code 0 at step 5 before its function returned"
 
 
 def test_a_function_that_is_not_there_is_named(job):

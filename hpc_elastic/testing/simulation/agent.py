@@ -42,6 +42,8 @@ _TICK_S = 0.25
 _LINGER_S = 1.0
 """A leader's process stays this long after the run's end, or its own, to tell everybody."""
 _LOOKS_EVERY_S = 0.1
+_HANDLED_S = 0.02
+"""A script's own handler of SIGTERM has exited after so long."""
 
 
 def _sleep_not(seconds: float) -> None:
@@ -69,6 +71,7 @@ class AgentProcess:
         """Its own thread looks at no page before this time."""
         self._stopping = False
         self._has_failed = False
+        self._is_noticed = False
         self._connection: Connection | None = None
         self._attempt: Attempt | None = None
         self._following = sim.parts.following(self.me, sim.scenario.liveness, host.clock())
@@ -99,12 +102,15 @@ class AgentProcess:
         """The node has to be left within so long; nothing is lost if its worker made no step."""
         if self.over:
             return
+        self._is_noticed = True
         self._do(self._following.notice("signal", left_s, self.host.clock()))
         self._obey()
 
     def _obey(self) -> None:
         if self.rank is None or (self.work is not None and self.rank.at == self.work.start):
             self.leave_now()
+        elif self.sim.scenario.exits_at_sigterm:
+            self.sim.world.after(_HANDLED_S, self.process, self.ended, self.work, 0)
 
     def leave_now(self) -> None:
         """The time is over."""
@@ -351,10 +357,20 @@ class AgentProcess:
         """The worker asks for a checkpoint of the group."""
         self._do(self._following.report("want"))
 
-    def finished(self, work: Work) -> None:
-        """All workers of this node have returned."""
-        if self._is_at(work):
+    def ended(self, work: Work, exit_code: int) -> None:
+        """The worker of this node has ended by itself, and not with an error."""
+        if not self._is_at(work) or self.rank is None:
+            return
+        worker = self.rank.page.read()
+        if not worker.returned:
+            work.leave(self, victims=True)
+        self.sim.world.note(self.host.task, "returned" if worker.returned else "exits", exit_code)
+        if self.sim.parts.has_succeeded(exit_code, worker):
             self._do(self._following.report("finished"))
+        elif self._is_noticed:
+            self.leave_now()
+        else:
+            self.worker_failed(work, f"exited with code {exit_code}", itself=True)
 
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of this node has failed; the node's others are ended."""

@@ -7,7 +7,8 @@ Rounds     Between min and max members, each task once. Only the leader that cre
            record announces it, once. Whoever accepts a place in it is among its members,
            with the ranks that follow from their order, and no rank is taken twice. An agent accepts
            no round before its workers of the last one have ended, and never an older one.
-The end    Once it is recorded no record follows, and nobody is told of an end that is not.
+The end    Once it is recorded no record follows, and nobody is told of an end that is not. It is a
+           success only if the function of every rank of the last round has returned.
 Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
 Change     A round that is broken at a checkpoint has made no step beyond it.
 Agreement  When a step is confirmed, every rank is before it, or has not gone on from it. Each saves
@@ -79,6 +80,9 @@ class Monitor:
         self._taken: dict[int, set[int]] = {}
         self._accepted: dict[Agent, int] = {}
         self._at_work: dict[Agent, int] = {}
+        self._returned: dict[Agent, int] = {}
+        """Agents whose worker's function has returned, and the record of the round of that."""
+        self._round_record = 0
 
     def check(self, holds: bool, what: str, *facts: object) -> None:
         """Raise unless it holds."""
@@ -128,6 +132,17 @@ class Monitor:
             self._members(before, record)
         else:
             self._round(record)
+            self._round_record = record.number
+        if record.ending is not None and record.ending.status == "succeeded":
+            early = [a for a in record.members if not self._has_returned(a, record)]
+            self.check(not early, "a success before its function had returned", record, early)
+
+    def _has_returned(self, agent: Agent, record: Record) -> bool:
+        return self._returned.get(agent) == self._round_record
+
+    def returned(self, agent: Agent, number: int) -> None:
+        """The function of an agent's worker has returned, in the round of a record."""
+        self._returned[agent] = number
 
     def _members(self, before: Record, record: Record) -> None:
         self.check(record.members == before.members, "members without a round", record)

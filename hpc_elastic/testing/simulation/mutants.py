@@ -209,6 +209,11 @@ def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, dict[str, Any]
         yield agent, {**message, "group_rank": min(1, message["group_rank"])}
 
 
+def exits_with_0(exit_code: int, _: Progress) -> bool:
+    """Take a worker's exit code for its success, whether its function has returned or not."""
+    return exit_code == 0
+
+
 MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "create is not exclusive": (Parts(exclusive_create=False), "created twice"),
     "no epoch check": (Parts(leadership=SkipsTheEpochCheck), "a fenced leader|an epoch went"),
@@ -235,6 +240,10 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
     "removes a notice once told": (Parts(leadership=RemovesOnceTold), "a notice was lost"),
     "inherits no notices": (Parts(folder=InheritsNoNotices), "a round stands, with the notices"),
+    "takes exit code 0 for success": (
+        Parts(has_succeeded=exits_with_0),
+        "before its function had returned|restarts: ",
+    ),
     "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

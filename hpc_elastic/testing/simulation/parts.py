@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.agent.boundaries import Rule, can_save_at
+from hpc_elastic.agent.report import has_succeeded
+from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.following import Following
 from hpc_elastic.rendezvous.leader_effects import Announce
@@ -30,6 +32,8 @@ class Parts:
     folder: type[TermFolder] = TermFolder
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
+    has_succeeded: Callable[[int, Progress], bool] = has_succeeded
+    """How an agent judges a worker that has ended with an exit code."""
     exclusive_create: bool = True
     """Whether a record that exists can not be created again."""
 

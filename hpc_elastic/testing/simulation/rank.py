@@ -74,7 +74,7 @@ class Page:
             self._read_in = event
             self._read = Progress(
                 None, None, None, None, None, self.boundary, self.held, self.passed, self.waiting,
-                self.wanted,
+                self.wanted, returned=self._rank.doing is Doing.DONE,
             )  # fmt: skip
         return self._read
 
@@ -102,7 +102,8 @@ class Rank:
         training = self.work.training
         if training.total_steps is not None and self.at >= training.total_steps:
             self.doing = Doing.DONE
-            self.work.world.after(0.01, self.member.process, self.member.finished, self.work)
+            self.work.returned(self)
+            self.work.world.after(0.01, self.member.process, self.member.ended, self.work, 0)
             return
         jitter = 0.7 + 0.6 * self.work.world.rng.random()
         self.work.world.after(training.step_s * jitter, None, self.step)

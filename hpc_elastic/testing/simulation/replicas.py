@@ -5,6 +5,7 @@ what is to be shown is that nobody stops them. The invariants that differ:
 
 Records    Members change without a round where they depart; a round may have fewer than min nodes.
 Rounds     Each member that is placed is a group of its own.
+The end    It is a success only if the functions of all members have returned.
 Survival   An agent is told to stop its workers only if they have failed, or if a record has been
            made, since they were placed, that does not name it as a member.
 Progress   In the calm all that live and reach each other become members, with their workers, and
@@ -24,7 +25,7 @@ from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.invariants import Monitor
-from hpc_elastic.testing.simulation.mutants import DutiesGoOn
+from hpc_elastic.testing.simulation.mutants import DutiesGoOn, exits_with_0
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import Parts
 from hpc_elastic.testing.simulation.scenario import Scenario
@@ -52,6 +53,11 @@ class ReplicaMonitor(Monitor):
             if number > since
         )
         self.check(failed or left, "a survivor is stopped", agent, since)
+
+    def _has_returned(self, agent: Agent, record: Record) -> bool:
+        """Each by the record that has placed it; who is lost need not have."""
+        placed = agent in self._returned and self._returned[agent] == self._accepted[agent]
+        return placed or not is_member(agent, record)
 
     def _members(self, before: Record, record: Record) -> None:
         fewer = set(record.members) <= set(before.members)
@@ -187,7 +193,11 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, leadership=_StopsThoseWhoAreHere), "a survivor is stopped|no round",
     ),
     "departs without a record": (
-        replace(REPLICAS, leadership=_DepartsWithoutRecord), "a survivor is stopped|no round",
+        replace(REPLICAS, leadership=_DepartsWithoutRecord),
+        "a survivor is stopped|no round|before its function had returned",
+    ),
+    "takes exit code 0 for success": (
+        replace(REPLICAS, has_succeeded=exits_with_0), "before its function had returned",
     ),
     "duties go on": (replace(REPLICAS, term=DutiesGoOn), "acts though its term is over"),
     "renames are not fenced": (

@@ -84,6 +84,11 @@ class Scenario:
     lose_at_break: bool
     """Whether a connection that is reset loses what was under way."""
 
+    @property
+    def exits_at_sigterm(self) -> bool:
+        """Whether the script has a handler of its own that exits: one that says nothing to us."""
+        return not self.training.asks and self.training.announced_by == "nobody"
+
     def longest_stop_at(self, now: float) -> float:
         """Return how long it may take to stop workers.
 

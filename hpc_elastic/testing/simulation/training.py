@@ -13,7 +13,8 @@ from hpc_elastic.testing.simulation.world import Process, World
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.invariants import Monitor
 
-_OUT_OF_LUCK = ("out of luck", "out of luck", "CUDA error: uncorrectable ECC error encountered")
+_EXITS = "exits with code 0"
+_OUT_OF_LUCK = ("out of luck", _EXITS, "CUDA error: uncorrectable ECC error encountered")
 
 
 class Member(Protocol):
@@ -34,8 +35,8 @@ class Member(Protocol):
     def worker_failed(self, work: Work, message: str, *, itself: bool) -> None:
         """A worker of the node has failed, by ``itself`` or of a lost peer."""
 
-    def finished(self, work: Work) -> None:
-        """All workers of the node have returned."""
+    def ended(self, work: Work, exit_code: int) -> None:
+        """The node's worker has ended by itself, and not with an error."""
 
 
 class Work:
@@ -108,8 +109,13 @@ class Work:
         member.worker_failed(self, "Connection reset by peer", itself=False)
 
     def _fail(self, member: Member) -> None:
-        if not self.over and self.world.now < self.training.fails_until_s:
-            member.worker_failed(self, self.world.rng.choice(_OUT_OF_LUCK), itself=True)
+        if self.over or self.world.now >= self.training.fails_until_s:
+            return
+        what = self.world.rng.choice(_OUT_OF_LUCK)
+        if what == _EXITS:
+            member.ended(self, 0)
+        else:
+            member.worker_failed(self, what, itself=True)
 
     def _want_later(self, rank: Rank) -> None:
         if self.training.wants_every_s is not None:
@@ -139,6 +145,10 @@ class Work:
     def passed(self, rank: Rank, agreed: bool) -> None:
         """A rank goes on from a step, or saves there because all do (``agreed``)."""
         self._monitor.passed(self, rank, agreed)
+
+    def returned(self, rank: Rank) -> None:
+        """The function of a rank has returned."""
+        self._monitor.returned(rank.member.me, self.record.number)
 
     def saved(self, rank: Rank) -> None:
         """A rank has saved its part of the checkpoint of the step that it is at."""

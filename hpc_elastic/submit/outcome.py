@@ -168,7 +168,7 @@ def _in_full(first: Mapping[str, Any]) -> str:
     lines = [f"first failure: {_where(first)}: {_how(first)}"]
     if first.get("traceback"):
         lines.append(str(first["traceback"]).rstrip())
-    elif first.get("exception") or first.get("message"):
+    elif first.get("message") != _how(first) and (first.get("exception") or first.get("message")):
         lines.append(f"{first.get('exception') or 'error'}: {first.get('message') or ''}")
     if first.get("remedy"):
         lines.append(str(first["remedy"]))

@@ -28,6 +28,17 @@ def test_a_segmentation_fault_is_no_victim():
     assert first_failure([failed(0, 1.0, "Broken pipe"), cause])[0] is cause
 
 
+def test_a_rank_that_exited_comes_before_those_that_lost_it():
+    """It left no error; that its peers' connections ended is what they saw of it."""
+    how = "exited with code 0 at step 5 before its function returned"
+    broken = failed(0, 1.0, "Connection closed by peer")
+    exited = failed(1, 2.0, how)
+    assert first_failure([broken, exited]) == (exited, [broken])
+    assert exited.summary() == f"rank 1 (local rank 0) on node1 {how}"
+    caught = failed(2, 0.5, "exited with code 1, while it handled RuntimeError: Socket closed")
+    assert first_failure([caught, broken, exited])[0] is exited
+
+
 def test_a_killed_worker_comes_before_those_that_lost_it():
     """They see its connection end before its agent sees that it is dead; it was killed first."""
     cause = failed(2, 9.0, "ended by SIGKILL", signal="SIGKILL")

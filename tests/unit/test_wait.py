@@ -100,6 +100,24 @@ def test_a_failed_run_shows_the_first_failure_in_full(run):
     assert (outcome.error.failure, outcome.error.victims) == (FAILURE, [VICTIM])
 
 
+def test_a_failure_of_a_later_attempt_is_not_one_that_died_afterwards(run):
+    """The same rank may have failed in each attempt; one that exited is named with the remedy."""
+    how = "exited with code 0 at step 5 before its function returned"
+    exited = {
+        "host": "node2", "task": "7_1", "rank": 1, "local_rank": 0, "exit_code": 0, "round": 1,
+        "message": how, "remedy": "return from the function",
+    }  # fmt: skip
+    victims = [{**VICTIM, "round": 1}, {**exited, "round": 3}]
+    write(run, status="failed", restarts=2, failure=exited, victims=victims)
+    outcome = read_outcome(run)
+    assert outcome and str(outcome.error).splitlines()[1:5] == [
+        f"first failure: host node2, rank 1, local rank 0, task 7_1: {how}",
+        "return from the function",
+        "  host node1, rank 1, local rank 0, task 7_1: ended by SIGTERM (died afterwards)",
+        f"  host node2, rank 1, local rank 0, task 7_1: {how} (failed in a later attempt, round 3)",
+    ]
+
+
 def test_a_failure_without_a_traceback_still_says_what_it_was(run):
     """A worker that was killed has no exception; one that could not be started has a message."""
     failure = {"host": "n", "exception": "RendezvousTimeoutError", "message": "nobody came"}

@@ -55,9 +55,13 @@ class ReplicaMonitor(Monitor):
         self.check(failed or left, "a survivor is stopped", agent, since)
 
     def _has_returned(self, agent: Agent, record: Record) -> bool:
-        """Each by the record that has placed it; who is lost need not have."""
-        placed = agent in self._returned and self._returned[agent] == self._accepted[agent]
-        return placed or not is_member(agent, record)
+        """Each by the record that has placed it; who is lost, or is to start again, need not have.
+
+        A member that has gone stays in the record until the next round.
+        """
+        placed_by = self._at_work.get(agent)
+        needed = placed_by is not None and is_member(agent, record)
+        return not needed or self._returned.get(agent) == placed_by
 
     def _members(self, before: Record, record: Record) -> None:
         fewer = set(record.members) <= set(before.members)

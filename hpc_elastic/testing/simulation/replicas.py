@@ -201,7 +201,8 @@ REPLICA_MUTANTS = {
         "a survivor is stopped|no round|before its function had returned",
     ),
     "takes exit code 0 for success": (
-        replace(REPLICAS, has_succeeded=exits_with_0), "before its function had returned",
+        replace(REPLICAS, has_succeeded=exits_with_0),
+        "before its function had returned|no round stands",
     ),
     "duties go on": (replace(REPLICAS, term=DutiesGoOn), "acts though its term is over"),
     "renames are not fenced": (

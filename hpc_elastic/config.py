@@ -91,7 +91,8 @@ class LauncherSettings:
     waited this long."""
     min_wait_s: float | None = 300.0
     """Below min nodes, a node waits this long for others and then goes back to the queue; null
-    waits for as long as the job may run."""
+    waits for as long as the job may run. In a sweep, a node goes back within seconds if other runs
+    of the sweep hold what its run lacks, and comes back when there are enough idle nodes."""
     max_attempts_without_progress: int = 3
     """So many rounds in a row that end by workers' own failures, with no new checkpoint, end the
     run with the first of these errors, whatever ``max_restarts`` would still allow."""

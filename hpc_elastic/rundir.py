@@ -114,6 +114,10 @@ class RunSpec:
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     ft: bool = False
     """Each node is a replica group of its own (`hpc_elastic.ft`)."""
+    partition: str | None = None
+    """As given to sbatch: a name, or several with commas; None: the default one."""
+    whole_nodes: bool = False
+    """Whether each task asks for whole nodes, so that it shares none with other jobs."""
     env: dict[str, str] = field(default_factory=dict)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)

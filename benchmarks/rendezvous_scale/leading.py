@@ -58,6 +58,12 @@ class World:
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
 
+    def waits_in_vain(self) -> None:
+        """There is no sweep."""
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """There are no other runs."""
+
     def clear_holds(self, tasks: Iterable[str]) -> None:
         """Slurm holds nothing."""
 

@@ -58,6 +58,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Facts, Meaning, Reason, meaning
 from hpc_elastic.slurm.requeue import depart, foresee, give_back
 from hpc_elastic.slurm.states import queue_name
+from hpc_elastic.slurm.sweep import SweepQueue
 
 _log = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ class _Node:
         self._control = control
         self._notices = notices
         self._tasks = tasks_of(task.spec)
+        self._sweep = _sweep_of(task)
         self._interface = _interface(task)
         self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
         self._observer = Observer(self._sample)
@@ -296,7 +298,7 @@ class _Node:
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
                 min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
                 max_attempts_without_progress=spec.max_attempts_without_progress,
-                ft=spec.ft,
+                ft=spec.ft, in_sweep=self._sweep is not None,
             ),
             liveness=Liveness.of(
                 settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
@@ -304,7 +306,7 @@ class _Node:
             secret=of_generation(secret, spec.generation),
             register=Register(run.rdzv, secret),
             make_journal=partial(Journal, run, spec.run_id, events),
-            world=RunWorld(run, tasks, RoundStores(self._interface.address)),
+            world=RunWorld(run, tasks, RoundStores(self._interface.address), self._sweep),
             notices=RunFiles(run),
             make_keeper=keepers(spec.min_nodes),
             generation=spec.generation,
@@ -341,6 +343,14 @@ class _Node:
         os.environ[DIRECTORY_VARIABLE] = str(self._control)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _ENDS_AGENT
         prepare_environment(self._task, self._nproc)
+
+
+def _sweep_of(task: Task) -> SweepQueue | None:
+    """Return the queue of the runs that were submitted with this one; None if it was alone."""
+    if task.spec.launcher != "slurm":
+        return None
+    queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
+    return queue if queue.num_runs > 1 else None
 
 
 def num_workers(wanted: Nproc, cpus: int) -> int:

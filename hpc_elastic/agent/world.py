@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from hpc_elastic.agent.tasks import RunTasks
-from hpc_elastic.errors import SlurmError
+from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.rendezvous.handler import RoundStores
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.sweep import SweepQueue
 
 _log = logging.getLogger(__name__)
 
@@ -17,9 +18,12 @@ _log = logging.getLogger(__name__)
 class RunWorld:
     """`rendezvous.leader.World` of one run. A scheduler that fails is logged, and ends nothing."""
 
-    def __init__(self, run: RunDir, tasks: RunTasks, stores: RoundStores) -> None:
+    def __init__(
+        self, run: RunDir, tasks: RunTasks, stores: RoundStores, sweep: SweepQueue | None = None
+    ) -> None:
         self._run = run
         self._tasks = tasks
+        self._sweep = sweep
         self.make_store = stores.make
 
     def view(self) -> Mapping[str, TaskState] | None:
@@ -31,11 +35,31 @@ class RunWorld:
             return None
 
     def cancel_pending(self) -> None:
-        """Take back the run's tasks that are still in the queue."""
+        """Take back the run's tasks that are still in the queue; others may start in its place."""
         try:
             self._tasks.cancel_pending()
         except (SlurmError, OSError) as e:
             _log.warning("pending tasks of the run were not cancelled: %s", e)
+        self._let_others_start(ends=True)
+
+    def waits_in_vain(self) -> str | None:
+        """Ask whether other runs of the sweep hold the nodes that this one lacks."""
+        try:
+            return None if self._sweep is None else self._sweep.waits_in_vain()
+        except (SlurmError, OSError, RunDirectoryError) as e:
+            _log.warning("the other runs of the sweep can not be looked up: %s", e)
+            return None
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
+        self._let_others_start(lost)
+
+    def _let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
+        try:
+            if self._sweep is not None:
+                self._sweep.let_others_start(lost, ends=ends)
+        except (SlurmError, OSError, RunDirectoryError) as e:
+            _log.warning("other runs of the sweep may start late: %s", e)
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""

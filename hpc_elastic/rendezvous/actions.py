@@ -102,6 +102,8 @@ class GiveBack:
     agents: tuple[Agent, ...]
     delay_s: float
     all: bool
+    why: str = field(default="", compare=False)
+    """Why, if not because nodes have waited for too long; for the event log."""
 
 
 @dataclass(frozen=True)

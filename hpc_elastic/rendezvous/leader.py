@@ -32,9 +32,11 @@ from hpc_elastic.rendezvous.diagnosis import waiting_for
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
+    AskSweep,
     Create,
     Drop,
     Effect,
+    LetOthersStart,
     Postpone,
     Readmit,
     RemoveNotice,
@@ -295,6 +297,10 @@ class Leader:
                 self._announce(effect)
             case AskSlurm():
                 self._start(self._ask_slurm(), self._duties)
+            case AskSweep():
+                self._start(self._ask_sweep(), self._duties)
+            case LetOthersStart(lost):
+                self._let_slurm(world.let_others_start, lost)
             case RenewLease():
                 self._renew_lease()
             case Show(status, lines):
@@ -374,6 +380,10 @@ class Leader:
     async def _ask_slurm(self) -> None:
         view = await self._in_thread(self._office.world.view)
         self._term.handle(self._leadership.slurm_says, view, time.monotonic())
+
+    async def _ask_sweep(self) -> None:
+        why = await self._in_thread(self._office.world.waits_in_vain)
+        self._term.handle(self._leadership.sweep_says, why, time.monotonic())
 
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang

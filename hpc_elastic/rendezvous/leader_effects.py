@@ -65,6 +65,21 @@ class AskSlurm:
 
 
 @dataclass(frozen=True)
+class AskSweep:
+    """Ask whether the run waits in vain for nodes; then say `Leadership.sweep_says`."""
+
+
+@dataclass(frozen=True)
+class LetOthersStart:
+    """Let other runs of the sweep start that stay away, if there are idle nodes for them.
+
+    ``lost``: tasks of this run that were lost, and come back by other rules.
+    """
+
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RenewLease:
     """Show on the shared file system that the leader of this epoch lives."""
 
@@ -107,6 +122,8 @@ Effect = (
     | Exclude
     | ClearHolds
     | AskSlurm
+    | AskSweep
+    | LetOthersStart
     | RenewLease
     | Show
     | RemoveNotice

@@ -24,11 +24,15 @@ Reports    of members are numbered by the record of the round that they belong t
 
 Slurm      is asked when `questions` allows it; what its word means stands in `slurms_word`.
 
+Sweep      A run below min nodes asks whether it waits in vain, for nodes that other runs of its
+           sweep hold. A run that trains lets others start (`hpc_elastic.slurm.turns`).
+
 Events return the effects to carry out, in order. Times are monotonic seconds of the leader's node.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -61,9 +65,11 @@ from hpc_elastic.rendezvous.hang import Inquest
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
     AskSlurm,
+    AskSweep,
     Create,
     Drop,
     Effect,
+    LetOthersStart,
     Message,
     Postpone,
     Publish,
@@ -80,6 +86,8 @@ from hpc_elastic.rendezvous.stragglers import Stragglers
 from hpc_elastic.slurm.states import TaskState
 
 OVERDUE = "has not found the new leader"
+_SWEEP_EVERY_S = 5.0
+"""Between two looks at the other runs of the sweep."""
 
 
 class Leadership:
@@ -111,6 +119,7 @@ class Leadership:
         """The requests that each round answers that was decided and is not announced yet."""
         self._queue: list[Action] = []
         self._slurm = Questions()
+        self._sweep_due = now
         self._inquest = Inquest()
         self._asked = Asked()
         self.stragglers = Stragglers()
@@ -182,6 +191,11 @@ class Leadership:
             self._slurm.ask_within(SURE_S, now)
         return effects
 
+    def sweep_says(self, why: str | None, now: float) -> list[Effect]:
+        """The run waits in vain for min nodes, and why; None: it may yet get them."""
+        self._sweep_due = now + _SWEEP_EVERY_S
+        return [] if self.fenced else self._do(self.machine.sweep_says(why, now), now)
+
     def created(self, now: float) -> list[Effect]:
         """The record that was asked for exists: carry the decision out."""
         assert self._wanted is not None
@@ -214,7 +228,7 @@ class Leadership:
         effects += self._beat(now)
         if self._hears_half() and not self._is_below_min():
             effects.append(RenewLease())
-        return effects + self._ask_slurm(now)
+        return [*effects, *self._ask_slurm(now), *self._see_to_sweep(now)]
 
     @property
     def is_deciding(self) -> bool:
@@ -419,3 +433,15 @@ class Leadership:
             return []
         about = (machine.round, machine.forming_since, waiting)
         return [AskSlurm()] if self._slurm.ask(about, now, gently=not waiting) else []
+
+    def _see_to_sweep(self, now: float) -> list[Effect]:
+        machine = self.machine
+        if not machine.rules.in_sweep or now < self._sweep_due:
+            return []
+        if machine.is_short:
+            self._sweep_due = math.inf  # until it is answered
+            return [AskSweep()]
+        if machine.phase is Phase.RUNNING:
+            self._sweep_due = now + _SWEEP_EVERY_S
+            return [LetOthersStart(tuple(machine.muster.lost))]
+        return []

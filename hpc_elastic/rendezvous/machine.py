@@ -26,7 +26,7 @@ does not come back, hold the others up for ``start_timeout_s`` at most. Who is w
 before Slurm was asked.
 
 FORMING -> DISBANDED  With fewer than ``min_nodes`` for too long all nodes go back to the queue for
-a while (`patience`).
+a while (`patience`); at once where they wait in vain for nodes that other runs of the sweep hold.
 
 FORMING -> ENDED    So many tasks have failed for good that the others are fewer than min nodes.
 
@@ -237,6 +237,12 @@ class Machine:
             return actions + self._end(EndRun("failed", why))
         return actions + self._advance(now)
 
+    def sweep_says(self, why: str | None, now: float) -> list[Action]:
+        """The queue shows that the run waits in vain for min nodes, and why; None: it may not."""
+        if not self.patience.is_in_vain(why if self.is_short else None, now):
+            return []
+        return self._disband(why or "")
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         return self._advance(now)
@@ -258,6 +264,13 @@ class Machine:
         if self.phase is Phase.RUNNING:
             return bool(self.joined) or self.comebacks.are_awaited
         return self.phase is Phase.FORMING
+
+    @property
+    def is_short(self) -> bool:
+        """Whether nodes wait that are fewer than min nodes, and may be given back."""
+        waits = self.phase is Phase.FORMING and not self.muster.unsettled
+        too_few = 0 < len(self.joined) < self.rules.min_nodes
+        return waits and too_few and self.rules.min_wait_s is not None
 
     @property
     def members(self) -> tuple[Agent, ...]:
@@ -398,9 +411,9 @@ class Machine:
         too_few = 0 < len(self.joined) < self.rules.min_nodes
         return too_few and self.patience.is_over(now - self._waiting_since(now))
 
-    def _disband(self) -> list[Action]:
+    def _disband(self, why: str = "") -> list[Action]:
         self.phase = Phase.DISBANDED
-        given_back = self.patience.send_all(tuple(self.joined))
+        given_back = self.patience.send_all(tuple(self.joined), why)
         self._away_s = given_back.delay_s
         return [given_back]
 

@@ -29,7 +29,8 @@ def given_back(action: GiveBack) -> Note:
     """Return the note of nodes that are sent back to the queue."""
     delay_s, agents = round(action.delay_s, 1), action.agents
     fields = {"nodes": len(agents), "hosts": _hosts(agents), "all": action.all}
-    return Note("given back", {**fields, "delay_s": delay_s})
+    why = {"why": action.why} if action.why else {}
+    return Note("given back", {**fields, "delay_s": delay_s, **why})
 
 
 def round_(start: StartRound, *, record: int, epoch: int) -> Note:

@@ -30,10 +30,19 @@ class World(Protocol):
         """Ask how the tasks of the run are; None where nobody knows."""
 
     def cancel_pending(self) -> None:
-        """Take back the run's tasks that are still in the queue."""
+        """Take back the run's tasks that are still in the queue: it has ended.
+
+        Other runs of its sweep that stay away may start on its nodes.
+        """
 
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""
+
+    def waits_in_vain(self) -> str | None:
+        """Return why the run waits in vain for its min nodes; None if it may yet get them."""
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
 
     def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Let tasks that Slurm holds for two minutes, or has ended, start again soon.

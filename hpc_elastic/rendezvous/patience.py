@@ -1,9 +1,16 @@
 """How long nodes wait in vain before they go back to the queue, and for how long they stay (pure).
 
 Nodes that are too few, or that are not wanted, wait for ``min_wait_s`` times 1 to 2, by chance;
-then they are away for a time that is random and doubles with every time that the run has given all
-its nodes back, as does the range of the wait. Of two runs that hold half of the nodes each, one
-gives way. Without ``min_wait_s`` there is no queue, and nodes are kept.
+then they are away for a time that is random. The range of the wait grows with every time that the
+run has given all its nodes back. Of two runs that hold half of the nodes each, one gives way: the
+other's tasks stand in the queue meanwhile, and get its nodes. For that a short time away is enough.
+It doubles all the same, up to ten minutes, so that the tasks of a run that finds no nodes for days
+start and end only now and then.
+
+In a sweep, nodes that wait in vain go back within `SURE_S` or so. They are away for longer, because
+the runs that hold what they lack let them start again as soon as there are nodes (``turns``).
+
+Without ``min_wait_s`` there is no queue, and nodes are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +23,12 @@ from hpc_elastic.rendezvous.actions import GiveBack
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.rules import Rules
 
-_LONGEST_AWAY_S = 3600.0
+SURE_S = 5.0
+"""For so long a run is seen to wait in vain before it gives its nodes back: for some seconds Slurm
+calls tasks running whose run has ended."""
+_AWAY_S = 15.0
+_AWAY_IN_VAIN_S = 60.0
+_LONGEST_AWAY_S = 600.0
 _SHORTEST_AWAY_S = 10.0
 """A bad node's task is away for this long at least."""
 
@@ -32,6 +44,7 @@ class Patience:
     away: dict[str, int] = field(default_factory=dict)
     """Task -> attempt that was given back."""
     _times: float = field(init=False)
+    _in_vain_since: float | None = None
 
     def __post_init__(self) -> None:
         self._times = self.rng.uniform(1.0, 2.0 + self.given_back)
@@ -47,9 +60,17 @@ class Patience:
             return ()
         return tuple(a for a, since in joined.items() if self.is_over(now - since))
 
-    def time_away(self) -> float:
+    def is_in_vain(self, why: str | None, now: float) -> bool:
+        """Tell whether nodes have been seen to wait in vain for long enough; None: they do not."""
+        if why is None:
+            self._in_vain_since = None
+        elif self._in_vain_since is None:
+            self._in_vain_since = now
+        return self._in_vain_since is not None and now - self._in_vain_since >= SURE_S
+
+    def time_away(self, base_s: float = _AWAY_S) -> float:
         """Return how long nodes are to stay away that go back now."""
-        longest = min(_LONGEST_AWAY_S, (self.rules.min_wait_s or 0.0) * 2.0**self.given_back)
+        longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.given_back)
         return longest * self.rng.uniform(0.5, 1.5)
 
     def send_away(self, agents: tuple[Agent, ...]) -> GiveBack:
@@ -64,12 +85,19 @@ class Patience:
         """Give back nodes that are to blame for failures: their tasks start elsewhere."""
         return self._away(agents, max(_SHORTEST_AWAY_S, self.time_away()), everybody=False)
 
-    def send_all(self, agents: tuple[Agent, ...]) -> GiveBack:
-        """Give back all nodes, and let none of the run's start for a while."""
-        delay_s = self.time_away()
-        self.given_back += 1
-        return self._away(agents, delay_s, everybody=True)
+    def send_all(self, agents: tuple[Agent, ...], why: str = "") -> GiveBack:
+        """Give back all nodes, and let none of the run's start for a while.
 
-    def _away(self, agents: tuple[Agent, ...], delay_s: float, *, everybody: bool) -> GiveBack:
+        Args:
+            agents: Those that have nodes.
+            why: Why they wait in vain; empty: they have waited for too long.
+        """
+        delay_s = self.time_away(_AWAY_IN_VAIN_S if why else _AWAY_S)
+        self.given_back += 1
+        return self._away(agents, delay_s, everybody=True, why=why)
+
+    def _away(
+        self, agents: tuple[Agent, ...], delay_s: float, *, everybody: bool, why: str = ""
+    ) -> GiveBack:
         self.away |= {a.task: a.attempt for a in agents}
-        return GiveBack(agents, delay_s, all=everybody)
+        return GiveBack(agents, delay_s, all=everybody, why=why)

@@ -286,11 +286,17 @@ class Replicas(Machine):
     def _is_short_for_too_long(self, now: float) -> bool:
         return self.short_since is not None and self.patience.is_over(now - self.short_since)
 
-    def _disband(self) -> list[Action]:
+    @property
+    def is_short(self) -> bool:
+        """Whether the nodes are fewer than min nodes, and may be given back."""
+        waits = self.phase is Phase.RUNNING and self.short_since is not None
+        return super().is_short or (waits and self.rules.min_wait_s is not None)
+
+    def _disband(self, why: str = "") -> list[Action]:
         if self.phase is Phase.RUNNING:
             self.muster.joined |= dict.fromkeys(self.members, 0.0)
             self.roster = Roster()
-        return super()._disband()
+        return super()._disband(why)
 
     def _judge_once(self, failures: Iterable[Failure], agent: Agent) -> list[Action]:
         """Judge failures of a member, which may tell of them again on another connection."""

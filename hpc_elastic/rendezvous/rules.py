@@ -18,6 +18,8 @@ class Rules:
     grow: Literal["boundary", "now", "never"] = "boundary"
     grow_after_s: float = 60.0
     min_wait_s: float | None = None
+    in_sweep: bool = False
+    """Whether other runs may compete for the same nodes that were submitted together with it."""
     max_attempts_without_progress: int = 3
     ft: bool = False
     """Whether each node is a replica of its own (`replicas`)."""

@@ -105,6 +105,12 @@ class _Step:
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: nothing of a step is in the queue."""
 
+    def waits_in_vain(self) -> None:
+        """Do nothing: a step has no sweep."""
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """Do nothing: a step has no sweep."""
+
     def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Do nothing: nothing of a job step is queued."""
 

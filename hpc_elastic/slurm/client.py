@@ -17,6 +17,7 @@ from hpc_elastic.slurm.command import call
 from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process
 from hpc_elastic.slurm.nodelist import compress, compress_indices
 from hpc_elastic.slurm.outputs import (
+    EACH_NODE_FORMAT,
     SQUEUE_FORMAT,
     Preemption,
     Record,
@@ -28,6 +29,7 @@ from hpc_elastic.slurm.outputs import (
     is_unknown_node,
     lists_all,
     parse_config,
+    parse_each_node,
     parse_is_up,
     parse_job_id,
     parse_node_address,
@@ -158,6 +160,15 @@ class SlurmClient:
     def partitions(self) -> list[str]:
         """Return the names of the cluster's partitions, those hidden from the user included."""
         return parse_partition_names(self._run(["sinfo", "-h", "-a", "-o", "%R"]))
+
+    def each_node(self, partition: str | None) -> dict[str, str]:
+        """Return the state of each node of some partitions, in sinfo's words.
+
+        Args:
+            partition: A name or several with commas; None: of all partitions.
+        """
+        where = [] if partition is None else ["-p", partition]
+        return parse_each_node(self._run(["sinfo", "-h", "-N", *where, "-o", EACH_NODE_FORMAT]))
 
     def node_address(self, node: str) -> str | None:
         """Return where the controller reaches a node: a host name or an address, as configured.

@@ -126,6 +126,11 @@ class SlurmEnvironment:
         return self._number("SLURM_CPUS_ON_NODE")
 
     @property
+    def partition(self) -> str | None:
+        """The partition that the task was started in; None outside of a job."""
+        return self.variables.get("SLURM_JOB_PARTITION")
+
+    @property
     def step_id(self) -> int | None:
         """The number of the job step; None in the batch script itself (-5 there in 26.05)."""
         if self.variables.get("SLURM_STEP_ID", "").startswith("-"):

@@ -35,6 +35,9 @@ SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 NODES_FORMAT = "%D|%T"
 """For sinfo -o: how many nodes are in which state."""
 
+EACH_NODE_FORMAT = "%N|%T"
+"""For sinfo -N -o: each node and its state."""
+
 _FIELD = re.compile(r"(?<!\S)([A-Za-z][\w/:-]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _NOT_UP = {
@@ -222,6 +225,15 @@ def parse_node_states(output: str) -> dict[str, int]:
             name = state.strip().rstrip("~#%+@!^-")
             counts[name] = counts.get(name, 0) + int(number)
     return counts
+
+
+def parse_each_node(output: str) -> dict[str, str]:
+    """Return the state of each node in what ``sinfo -h -N -o EACH_NODE_FORMAT`` printed.
+
+    A node has a line for each of its partitions. A mark behind a state is kept.
+    """
+    lines = (line.strip().partition("|") for line in output.splitlines() if line.strip())
+    return {name: state.strip() for name, _, state in lines}
 
 
 def parse_version(output: str) -> str:

@@ -55,7 +55,7 @@ class Episode:
         text: What else there is to say: an error, a reason.
         facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
             to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
-            given back: nodes, hosts, all, delay_s; parked: hosts; excluded: host, hosts_left;
+            given back: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host, hosts_left;
             strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts,
             avoids; hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the
             event; not saved: step.

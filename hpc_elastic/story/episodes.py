@@ -65,7 +65,7 @@ def _parked(run: Chronicle, event: Event) -> Episode | None:
 def _given_back(run: Chronicle, event: Event) -> Episode | None:
     if "nodes" not in event:
         return None
-    keys = ("nodes", "hosts", "all", "delay_s")
+    keys = ("nodes", "hosts", "all", "delay_s", "why")
     return _aside("given back", event, {key: event.get(key) for key in keys})
 
 

@@ -74,7 +74,9 @@ _OF_TASKS = (
           Field("nodes", "integer", "how many; in the leader's line only", True),
           Field("hosts", "texts", "which, at most 20; in the leader's line only", True),
           Field("all", "flag", "all nodes of the run, because they are too few; in the leader's "
-                "line only", True))),
+                "line only", True),
+          Field("why", "text", "why they wait in vain, where other runs of the sweep hold what "
+                "they lack; in the leader's line only", True))),
     Kind("taken", "An agent was ended by a signal.", "when the signal has come", _TASK_OF_NODE,
          (Field("signal", "text", "SIGINT, SIGHUP or SIGQUIT"),)),
     Kind("gave up", "An agent can not go on.", "when its task fails", _TASK_OF_NODE,

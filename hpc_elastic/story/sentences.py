@@ -143,10 +143,9 @@ def _given_back(episode: Episode) -> str:
     facts = episode.facts
     hosts, away = names(facts.get("hosts") or ()), duration(float(facts.get("delay_s") or 0.0))
     if facts.get("all"):
-        return (
-            f"too few nodes for too long: all go back to the queue for {away}, not to block others"
-            + (f" ({hosts})" if hosts else "")
-        )
+        why = facts.get("why") or "too few nodes for too long"
+        back = f"all go back to the queue for {away}, not to block others"
+        return f"{why}: {back}" + (f" ({hosts})" if hosts else "")
     who = hosts or counted(int(facts.get("nodes") or 0), "node")
     return f"{who} can not be used now: back to the queue for {away}"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic import resources
-from hpc_elastic.config import RunSettings, SlurmSettings
+from hpc_elastic.config import LauncherSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.files import create_atomic, read_json, write_atomic
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
@@ -203,10 +203,24 @@ def make_spec(
         notice_signal=settings.launcher.notice_signal,
         gang=has_gang(settings),
         ft=settings.ft,
+        partition=_partition(settings.launcher),
+        whole_nodes=_asks_for_whole_nodes(settings.launcher),
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
         agent=settings.launcher.agent,
     )
+
+
+def _partition(launcher: LauncherSettings) -> str | None:
+    return launcher.partition if isinstance(launcher, SlurmSettings) else None
+
+
+def _asks_for_whole_nodes(launcher: LauncherSettings) -> bool:
+    if not isinstance(launcher, SlurmSettings):
+        return False
+    if launcher.exclusive is not None:
+        return launcher.exclusive
+    return sbatch.wants_whole_node(launcher)
 
 
 def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -76,6 +76,12 @@ class Group:
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
 
+    def waits_in_vain(self) -> None:
+        """There is no sweep."""
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """There are no other runs."""
+
     def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Note it."""
         self.brought_back += tasks

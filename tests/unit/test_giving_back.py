@@ -39,9 +39,9 @@ def test_the_wait_begins_anew_once_there_were_enough():
     assert isinstance(given, GiveBack) and given.all
 
 
-@pytest.mark.parametrize(("before", "least", "most"), [(0, 5, 15), (2, 20, 60), (30, 1800, 5400)])
+@pytest.mark.parametrize(("before", "least", "most"), [(0, 7, 23), (2, 30, 90), (30, 300, 900)])
 def test_the_time_away_doubles_and_is_random_within_its_range(before, least, most):
-    """Half to one and a half of it; an hour, no more, after many times."""
+    """Half to one and a half of it; about ten minutes after many times."""
     away = set()
     for seed in range(40):
         m = machine(min_nodes=2, min_wait_s=10.0)
@@ -81,3 +81,25 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
     m.join(A, 100.0)
     m.slurm_says(running(A), 100.1, 100.1)
     assert m.phase is Phase.RUNNING and m.patience.given_back == 0
+
+
+def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
+    """Two looks some seconds apart; in between it may have got what it lacks."""
+    m = machine(min_nodes=2, min_wait_s=300.0)
+    m.join(A, 0.0)
+    assert m.sweep_says("others hold it", 1.0) == [] and m.sweep_says(None, 3.0) == []
+    assert m.sweep_says("others hold it", 5.0) == [] and m.sweep_says("others hold it", 8.0) == []
+    (given,) = m.sweep_says("others hold it", 10.5)
+    assert isinstance(given, GiveBack) and given.agents == (A,) and given.all
+    assert given.why == "others hold it" and 30.0 <= given.delay_s <= 90.0
+    assert m.phase is Phase.DISBANDED
+
+
+def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
+    """What is said of it is old, or its nodes are not to be given back."""
+    trains = training(A, B, min_nodes=2, min_wait_s=300.0)
+    stays = machine(min_nodes=2)
+    stays.join(A, 0.0)
+    for m in (trains, stays):
+        assert m.sweep_says("others hold it", 1.0) == []
+        assert m.sweep_says("others hold it", 20.0) == []

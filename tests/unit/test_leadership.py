@@ -9,7 +9,9 @@ from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, to
 from hpc_elastic.rendezvous.actions import StartRound
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
+    AskSweep,
     Create,
+    LetOthersStart,
     Postpone,
     Publish,
     StepDown,
@@ -207,3 +209,23 @@ def test_every_member_is_told_its_place():
         "group_rank": 0, "group_size": 2, "first_rank": 0, "world_size": 12,
     }  # fmt: skip
     assert b == {**a, "ask": 6, "group_rank": 1, "first_rank": 8}
+
+
+def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
+    """As long as it is below min nodes; one question at a time, and some seconds between two."""
+    leader = leading(min_nodes=2, min_wait_s=300.0, in_sweep=True)
+    effects = [*join(leader, A, 1.0), *leader.tick(1.0)]
+    assert len(of(effects, AskSweep)) == 1 and not of(leader.tick(2.0), AskSweep)
+    assert leader.sweep_says("others hold it", 3.0) == []
+    assert not of(leader.tick(4.0), AskSweep) and len(of(leader.tick(8.0), AskSweep)) == 1
+    (create,) = of(leader.sweep_says("others hold it", 8.5), Create)
+    assert create.record.given_back == 1
+
+
+def test_a_run_of_a_sweep_that_trains_lets_others_start():
+    """Now and then; a run alone has nobody to look at."""
+    leader = training(A, B, in_sweep=True)
+    assert of(leader.tick(20.0), LetOthersStart) == [LetOthersStart(())]
+    assert not of(leader.tick(21.0), LetOthersStart)
+    alone = training(A, B)
+    assert not of(alone.tick(20.0), LetOthersStart, AskSweep)

@@ -1,0 +1,331 @@
+"""Several runs of one sweep over a small Slurm, in virtual seconds: who holds nodes, who waits.
+
+The other simulation has one run and all faults. This one has several runs and few faults, and shows
+what no single run can: nodes that are held without a step, and nodes that are idle while a run
+waits. The leaders are real (`rendezvous.leadership`), and so are the order of the queue
+(`submit.plan`) and the decisions among the runs (`slurm.turns`). A run has one leader for as long
+as one of its agents lives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic.rendezvous.actions import ClearHolds
+from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.leader_effects import (
+    Announce,
+    AskSlurm,
+    AskSweep,
+    Create,
+    Effect,
+    LetOthersStart,
+    Postpone,
+    Tell,
+)
+from hpc_elastic.rendezvous.leadership import Leadership
+from hpc_elastic.rendezvous.machine import Phase
+from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.slurm import turns
+from hpc_elastic.slurm.states import TaskState
+
+_START_S = 4.0
+"""From the start of a task until its agent joins."""
+_LEAVE_S = 1.0
+_GIVE_BACK_S = 10.0
+"""A task that gives its node back is away for this long at least."""
+
+
+@dataclass
+class Task:
+    """One task of the array."""
+
+    run: int
+    slot: int
+    name: str
+    attempt: int = 0
+    node: str = ""
+    since: float = 0.0
+    """Since when it has its node."""
+    not_before: float = 0.0
+    joined: bool = False
+    trains_since: float | None = None
+    over: bool = False
+
+    @property
+    def agent(self) -> Agent:
+        """Its agent."""
+        return Agent(self.name, self.attempt, self.slot, self.node, 1)
+
+    def state(self, now: float) -> TaskState:
+        """Return what squeue says of it."""
+        if self.over:
+            return TaskState(self.name, "COMPLETED", restarts=self.attempt)
+        if self.node:
+            return TaskState(self.name, "RUNNING", node=self.node, restarts=self.attempt)
+        ahead = self.not_before - now
+        reason, starts = ("BeginTime", ahead) if ahead > 0 else ("Resources", None)
+        return TaskState(self.name, "PENDING", reason, restarts=self.attempt, starts_in_s=starts)
+
+
+@dataclass
+class Run:
+    """One run, and what it still has to do."""
+
+    number: int
+    min_nodes: int
+    max_nodes: int
+    work_s: float
+    tasks: list[Task] = field(default_factory=list)
+    record: Record | None = None
+    leadership: Leadership | None = None
+    done: bool = False
+
+
+@dataclass
+class Figures:
+    """What came to pass; seconds."""
+
+    held_s: float = 0.0
+    """The longest time for which a task held a node without a step."""
+    idle_s: float = 0.0
+    """The longest time for which idle nodes could have served the minimum of a run that waited."""
+    took_s: float = 0.0
+    """Until all runs were done."""
+    starts: int = 0
+    """How many tasks were started."""
+
+
+class SweepSimulation:
+    """A sweep on a few nodes.
+
+    Args:
+        nodes: Each run's min and max nodes.
+        num_nodes: Nodes of the cluster.
+        seed: Of everything that chance decides.
+        takes_turns: Whether runs look at each other (`turns`).
+        order: Tasks as (run, slot), in the order of the queue.
+        work_s: For how long each run trains.
+        foreign: Other users' jobs: from when to when one takes how many nodes.
+        lost: Nodes that die, and when.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[tuple[int, int]],
+        num_nodes: int,
+        order: Sequence[tuple[int, int]],
+        *,
+        seed: int = 0,
+        takes_turns: bool = True,
+        work_s: float = 60.0,
+        foreign: Iterable[tuple[float, float, int]] = (),
+        lost: Iterable[tuple[float, str]] = (),
+    ) -> None:
+        self.now = 0.0
+        self.figures = Figures()
+        self._rng = random.Random(seed)
+        self._takes_turns = takes_turns
+        self._runs = [Run(i, low, high, work_s) for i, (low, high) in enumerate(nodes)]
+        self._queue = [Task(run, slot, f"7_{index}") for index, (run, slot) in enumerate(order)]
+        for task in sorted(self._queue, key=lambda t: t.slot):
+            self._runs[task.run].tasks.append(task)
+        self._nodes = {f"node{n}": "idle" for n in range(1, num_nodes + 1)}
+        self._foreign = list(foreign)
+        self._lost = list(lost)
+        self._idle_since: dict[int, float] = {}
+
+    def run(self, until_s: float = 7200.0) -> Figures:
+        """Run until all runs are done, or time is over."""
+        while self.now < until_s and not all(run.done for run in self._runs):
+            self._world()
+            self._schedule()
+            for run in self._runs:
+                self._live(run)
+            self._measure()
+            self.now += 1.0
+        self.figures.took_s = self.now
+        return self.figures
+
+    # ---- the cluster --------------------------------------------------------------------
+
+    def _world(self) -> None:
+        """Let other jobs come and go, and nodes die."""
+        for begin, end, num in self._foreign:
+            if end == self.now:
+                taken = [n for n, state in self._nodes.items() if state == "foreign"][:num]
+                self._nodes |= dict.fromkeys(taken, "idle")
+            if begin == self.now:
+                self._nodes |= dict.fromkeys(self._idle()[:num], "foreign")
+        for at, node in self._lost:
+            if at == self.now:
+                self._nodes[node] = "down"
+                for task in self._queue:
+                    if task.node == node:
+                        self._end(task, 120.0)
+
+    def _idle(self) -> list[str]:
+        return [name for name, state in self._nodes.items() if state == "idle"]
+
+    def _schedule(self) -> None:
+        for task in self._queue:
+            idle = self._idle()
+            if idle and not (task.over or task.node) and task.not_before <= self.now:
+                task.node, task.since, task.joined, task.trains_since = (
+                    idle[0],
+                    self.now,
+                    False,
+                    None,
+                )
+                self._nodes[task.node] = "allocated"
+                self.figures.starts += 1
+
+    def _end(self, task: Task, away_s: float) -> None:
+        """End an attempt of a task: it comes back after some time."""
+        run, agent = self._runs[task.run], task.agent
+        if task.trains_since is None:
+            self._held(task)
+        self._free(task.node)
+        joined = task.joined
+        task.node, task.joined, task.trains_since = "", False, None
+        task.attempt += 1
+        task.not_before = self.now + max(_LEAVE_S, away_s)
+        if joined and run.leadership is not None:
+            self._do(run, run.leadership.disconnected(agent, "its task ended", self.now))
+        if not any(t.joined for t in run.tasks):
+            run.leadership = None
+
+    def _free(self, node: str) -> None:
+        if self._nodes[node] == "allocated":
+            self._nodes[node] = "idle"
+
+    def _held(self, task: Task) -> None:
+        self.figures.held_s = max(self.figures.held_s, self.now - task.since)
+
+    # ---- a run --------------------------------------------------------------------------
+
+    def _live(self, run: Run) -> None:
+        if run.done:
+            return
+        for task in run.tasks:
+            if task.node and not task.joined and self.now - task.since >= _START_S:
+                self._join(run, task)
+        leadership = run.leadership
+        if leadership is None:
+            return
+        for task in run.tasks:
+            if task.joined:
+                beat = {"type": "beat", "progress": None}
+                self._do(run, leadership.received(task.agent, beat, self.now))
+        if run.leadership is leadership:
+            self._do(run, leadership.tick(self.now))
+        if run.leadership is leadership and leadership.machine.phase is Phase.RUNNING:
+            self._train(run, leadership)
+
+    def _join(self, run: Run, task: Task) -> None:
+        task.joined = True
+        agent = task.agent
+        if run.leadership is None:
+            number = 1 if run.record is None else run.record.number + 1
+            here = Endpoint("10.0.0.1", 1, agent.task, agent.attempt)
+            run.record = claim(number, run.record, here, self.now)
+            rules = Rules(
+                run.min_nodes, run.max_nodes, 3, 600.0, 5.0, grow="now", min_wait_s=300.0,
+                in_sweep=self._takes_turns,
+            )  # fmt: skip
+            liveness = Liveness(1.0, 10.0)
+            run.leadership = Leadership(run.record, rules, liveness, self.now, self._rng)
+        effects = run.leadership.connected(agent, self.now)
+        effects += run.leadership.received(agent, {"type": "join", "ask": 1}, self.now)
+        self._do(run, effects)
+
+    def _train(self, run: Run, leadership: Leadership) -> None:
+        run.work_s -= 1.0
+        if run.work_s > 0.0:
+            return
+        run.done = True
+        if self._takes_turns:
+            self._let_start(run, ends=True)
+        for task in run.tasks:
+            if task.node:
+                self._free(task.node)
+            task.node, task.over = "", True
+
+    def _do(self, run: Run, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            leadership = run.leadership
+            if leadership is None:
+                return
+            match effect:
+                case Create(record):
+                    run.record = record
+                    self._do(run, leadership.created(self.now))
+                case Announce(start):
+                    self._begin(run, start.told)
+                case Tell(agent, {"type": "stop"}):
+                    again = {"type": "join", "ask": 2}
+                    self._do(run, leadership.received(agent, again, self.now))
+                case Tell(agent, {"type": "give back", "delay_s": delay_s}):
+                    task = next(t for t in run.tasks if t.name == agent.task)
+                    self._end(task, max(_GIVE_BACK_S, float(delay_s)))
+                case Postpone(delay_s):
+                    for task in run.tasks:
+                        task.not_before = self.now + delay_s
+                case AskSlurm():
+                    view = {t.name: t.state(self.now) for t in run.tasks}
+                    self._do(run, leadership.slurm_says(view, self.now))
+                case AskSweep():
+                    why = turns.waits_in_vain(self._queued(), run.number, self._all_nodes())
+                    self._do(run, leadership.sweep_says(why, self.now))
+                case LetOthersStart(lost):
+                    self._let_start(run, lost=lost)
+                case ClearHolds(tasks):
+                    self._release(tasks)
+
+    def _begin(self, run: Run, told: Sequence[Agent]) -> None:
+        for task in run.tasks:
+            if task.joined and task.agent in told and task.trains_since is None:
+                self._held(task)
+                task.trains_since = self.now
+
+    def _let_start(self, run: Run, *, ends: bool = False, lost: Iterable[str] = ()) -> None:
+        queued, nodes = self._queued(), self._all_nodes()
+        self._release(turns.let_start(queued, run.number, nodes, ends=ends, lost=set(lost)))
+
+    def _release(self, names: Iterable[str]) -> None:
+        for task in self._queue:
+            if task.name in names:
+                task.not_before = self.now + 2.0
+
+    # ---- what is seen of it -------------------------------------------------------------
+
+    def _queued(self) -> list[turns.QueuedRun]:
+        return [
+            turns.QueuedRun(
+                str(run.number),
+                run.min_nodes,
+                {t.name: t.state(self.now) for t in run.tasks},
+                has_started=run.record is not None,
+            )
+            for run in self._runs
+        ]
+
+    def _all_nodes(self) -> turns.Nodes:
+        words = {"foreign": "allocated"}
+        states = {name: words.get(state, state) for name, state in self._nodes.items()}
+        return turns.Nodes(states, are_whole=True)
+
+    def _measure(self) -> None:
+        for task in self._queue:
+            if task.node and task.trains_since is None:
+                self._held(task)
+        for run in self._runs:
+            lacks = run.min_nodes - sum(bool(task.node) for task in run.tasks)
+            if run.done or not 0 < lacks <= len(self._idle()):
+                self._idle_since.pop(run.number, None)
+                continue
+            since = self._idle_since.setdefault(run.number, self.now)
+            self.figures.idle_s = max(self.figures.idle_s, self.now - since)

@@ -1,0 +1,232 @@
+"""Whose turn it is among the runs of a sweep: pure rules, and the queue they are asked about."""
+
+import json
+
+import pytest
+
+from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.sweep import SweepQueue
+from hpc_elastic.slurm.turns import Nodes, QueuedRun, let_start, waits_in_vain
+
+AWAY = 60.0
+
+
+def queued(name: str, low: int, *tasks: str, **fields) -> QueuedRun:
+    """Return a run by the words of its tasks: a node, ``waits``, ``away``, a reason, ``over``."""
+    states = {}
+    for slot, word in enumerate(tasks):
+        task = f"{name}_{slot}"
+        known = {
+            "waits": TaskState(task, "PENDING", "Resources"),
+            "away": TaskState(task, "PENDING", "BeginTime", starts_in_s=AWAY),
+            "soon": TaskState(task, "PENDING", "BeginTime", starts_in_s=9.0),
+            "limit": TaskState(task, "PENDING", "QOSMaxNodePerUserLimit"),
+            "over": TaskState(task, "COMPLETED"),
+            "leaves": TaskState(task, "COMPLETING", node="n9"),
+        }
+        states[task] = known.get(word) or TaskState(task, "RUNNING", node=word)
+    return QueuedRun(name, low, states, **fields)
+
+
+def four(*, whole: bool = True, **states: str) -> Nodes:
+    """Return a cluster of four nodes, all allocated but as told."""
+    return Nodes({**dict.fromkeys(("n1", "n2", "n3", "n4"), "allocated"), **states}, whole)
+
+
+def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
+    """Three of four nodes are another run's: the fourth serves nobody."""
+    runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
+    assert waits_in_vain(runs, 0, four()) is None, "it trains"
+    assert "other runs of the sweep" in str(waits_in_vain(runs, 1, four()))
+
+
+@pytest.mark.parametrize(
+    "states", [{"n5": "allocated", "n6": "mixed"}, {"n5": "idle", "n6": "planned"}]
+)
+def test_a_run_waits_for_what_others_than_the_sweep_have(states):
+    """Jobs of other users end, and idle nodes are given soon: `min_wait_s` counts."""
+    runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
+    assert waits_in_vain(runs, 1, four(**states)) is None
+
+
+@pytest.mark.parametrize("state", ["down", "down*", "drained", "allocated*", "draining"])
+def test_nodes_that_are_lost_come_to_nobody(state):
+    """A node died, and the run that has one left of two gives that back."""
+    runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "waits")]
+    assert waits_in_vain(runs, 1, four(n4=state))
+
+
+def test_nodes_that_the_run_avoids_come_not_to_it():
+    """The only other node was excluded because of failures."""
+    runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "waits", avoids=frozenset({"n4"}))]
+    assert waits_in_vain(runs, 1, four(n4="idle"))
+
+
+def test_where_tasks_share_nodes_nothing_is_known():
+    """A node that a task has may have room for another."""
+    runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
+    assert waits_in_vain(runs, 1, four(whole=False)) is None
+
+
+def test_a_limit_of_the_user_leaves_idle_nodes_out_of_reach():
+    """The sweep's own runs use the limit up."""
+    runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "limit")]
+    assert waits_in_vain(runs, 1, four(n4="idle"))
+
+
+def test_the_last_of_the_runs_that_hold_too_few_give_way_to_the_first():
+    """Four runs with a node each of two: two of them begin, and at once."""
+    runs = [queued(name, 2, f"n{i}", "waits") for i, name in enumerate("abcd", 1)]
+    assert [waits_in_vain(runs, at, four()) for at in (0, 1)] == [None, None]
+    assert "run b " in str(waits_in_vain(runs, 2, four()))
+    assert "run a " in str(waits_in_vain(runs, 3, four()))
+
+
+def test_nobody_gives_way_for_what_is_idle_or_does_not_suffice():
+    """The first run takes the idle node; with a minimum of four it could not begin all the same."""
+    enough = [queued("a", 2, "n1", "waits"), queued("b", 2, "n2", "waits")]
+    assert waits_in_vain(enough, 1, four(n3="idle", n4="idle")) is None
+    too_large = [queued("a", 4, "n1", *["waits"] * 3), queued("b", 2, "n2", "waits")]
+    busy = {"n5": "allocated", "n6": "allocated"}
+    assert waits_in_vain(too_large, 1, four(**busy)) is None
+
+
+def test_a_gang_counts_with_all_its_nodes():
+    """It is one job, and its nodes are a list."""
+    gang = QueuedRun("g", 3, {"8": TaskState("8", "RUNNING", node="n[1-3]")}, num_gang=3)
+    assert gang.nodes == ["n1", "n2", "n3"] and gang.lacks == 0
+    away = TaskState("8", "PENDING", "BeginTime", starts_in_s=AWAY)
+    waiting = QueuedRun("g", 3, {"8": away}, num_gang=3)
+    me = queued("a", 1, "n4")
+    assert let_start([me, waiting], 0, four(n1="idle", n2="idle", n3="idle")) == ["8"]
+    assert let_start([me, waiting], 0, four(n1="idle", n2="idle")) == []
+
+
+def test_runs_that_stay_away_start_as_far_as_there_are_idle_nodes():
+    """Each with its minimum, in their order, and none with less."""
+    me = queued("a", 1, "n1")
+    away = [queued(name, 2, "away", "away", "away") for name in "bc"]
+    assert let_start([me, *away], 0, four(n2="idle")) == []
+    assert let_start([me, *away], 0, four(n2="idle", n3="idle")) == ["b_0", "b_1"]
+    idle = {f"n{n}": "idle" for n in range(2, 6)}
+    assert let_start([me, *away], 0, four(**idle)) == ["b_0", "b_1", "c_0", "c_1"]
+
+
+def test_idle_nodes_are_first_for_the_runs_that_wait_for_them():
+    """Slurm gives those their nodes in a moment."""
+    runs = [queued("a", 1, "n1"), queued("b", 2, "waits", "waits"), queued("c", 2, "away", "away")]
+    assert let_start(runs, 0, four(n2="idle", n3="idle")) == []
+    soon = [runs[0], queued("b", 2, "soon", "leaves"), runs[2]]
+    assert let_start(soon, 0, four(n2="idle", n3="idle")) == []
+
+
+def test_a_run_that_ends_leaves_its_nodes_to_the_next():
+    """They are not idle yet."""
+    runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "away", "away", "away")]
+    assert let_start(runs, 0, four(n4="idle"), ends=True) == ["b_0", "b_1", "b_2"]
+    assert let_start(runs, 0, four(n4="idle")) == []
+
+
+def test_further_nodes_of_the_run_itself_come_back_last():
+    """What is lost comes back by other rules."""
+    me = queued("a", 1, "n1", "away", "away", "away")
+    other = queued("b", 2, "away", "away")
+    idle = {"n2": "idle", "n3": "idle", "n4": "idle"}
+    assert let_start([me, other], 0, four(**idle)) == ["b_0", "b_1", "a_1"]
+    assert let_start([me], 0, four(**idle), lost={"a_1"}) == ["a_2", "a_3"]
+
+
+def test_a_begin_of_the_users_own_is_kept():
+    """A run that never ran was not sent away."""
+    runs = [queued("a", 1, "n1"), queued("b", 1, "away", has_started=False)]
+    assert let_start(runs, 0, four(n2="idle")) == []
+
+
+def test_runs_that_are_over_want_nothing():
+    """Nor are nodes kept for them."""
+    runs = [queued("a", 1, "n1"), queued("b", 2, "over", "over"), queued("c", 1, "away")]
+    assert let_start(runs, 0, four(n2="idle")) == ["c_0"]
+
+
+class FakeClient:
+    """Slurm, with two runs of two tasks in one array: the second run stays away."""
+
+    def __init__(self) -> None:
+        self.states = {"n1": "allocated", "n2": "allocated", "n3": "idle", "n4": "idle"}
+        self.started: list[str] = []
+        self.num_asked = 0
+        self.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
+
+    def tasks(self, job_ids, *, once=False):
+        """The queue."""
+        self.num_asked += 1
+        first = {f"7_{i}": TaskState(f"7_{i}", "RUNNING", node=f"n{i + 1}") for i in (0, 1)}
+        return {**first, "7_2": self.second, "7_3": TaskState("7_3", "PENDING", "Resources")}
+
+    def each_node(self, partition):
+        """The nodes."""
+        assert partition == "low"
+        return self.states
+
+    def postpone(self, tasks, delay_s):
+        """Note them."""
+        self.started += tasks
+
+
+@pytest.fixture
+def two_runs(tmp_path) -> list[RunDir]:
+    """Two runs that were submitted together as job 7."""
+    submission = Submission(tmp_path / ".hpc_elastic")
+    submission.path.mkdir()
+    runs = [RunDir(tmp_path / str(n)) for n in range(2)]
+    tasks = [{"dir": str(run.path), "slot": slot} for run in runs for slot in range(2)]
+    submission.array(0).tasks.write_text(json.dumps({"runs": tasks}))
+    submission.array(0).submitted_as("7")
+    for n, run in enumerate(runs):
+        slots = [(0, 2 * n), (0, 2 * n + 1)]
+        entry = Entry("function", "main", script="/x.py")
+        run.create(RunSpec("r", 2, 2, 1, 0, entry, str(submission.path), slots, whole_nodes=True))
+        (run.rdzv / "record.1.json").touch()
+    return runs
+
+
+def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
+    """Return the queue as this run's leader sees it."""
+    return SweepQueue(run, run.load(), "low", client)
+
+
+def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
+    """Runs and their tasks by the array's file; what is away starts again, and is asked seldom."""
+    client = FakeClient()
+    queue = queue_of(two_runs[0], client)
+    assert queue.num_runs == 2 and queue.waits_in_vain() is None
+    queue.let_others_start()
+    assert client.started == ["7_2"]
+    asked = client.num_asked
+    queue.let_others_start()
+    assert client.num_asked == asked, "ten seconds later"
+    queue.let_others_start(ends=True)
+    assert client.num_asked > asked, "the end waits for nothing"
+
+
+def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):
+    """The other run has two nodes, and the rest of the cluster is down."""
+    client = FakeClient()
+    client.second = TaskState("7_2", "RUNNING", node="n3")
+    client.states |= {"n3": "allocated", "n4": "down"}
+    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).waits_in_vain())
+
+
+def test_a_slurm_that_does_not_answer_is_said(two_runs):
+    """The caller logs it, and goes on."""
+
+    class Silent(FakeClient):
+        def tasks(self, job_ids, *, once=False):
+            raise SlurmCommandError(["squeue"], 1, "down")
+
+    with pytest.raises(SlurmCommandError):
+        queue_of(two_runs[0], Silent()).let_others_start()
+    with pytest.raises(SlurmCommandError):
+        queue_of(two_runs[0], Silent()).let_others_start(ends=True)

@@ -39,7 +39,7 @@ from hpc_elastic.agent.world import RunWorld
 from hpc_elastic.checkpoint.memory import agent_folder
 from hpc_elastic.config import Nproc
 from hpc_elastic.control import DIRECTORY_VARIABLE
-from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
+from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.events import EventLog
 from hpc_elastic.net.keys import of_generation
 from hpc_elastic.rendezvous import address
@@ -350,7 +350,11 @@ def _sweep_of(task: Task) -> SweepQueue | None:
     if task.spec.launcher != "slurm":
         return None
     queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
-    return queue if queue.num_runs > 1 else None
+    try:
+        return queue if queue.num_runs > 1 else None
+    except (OSError, RunDirectoryError) as e:
+        _log.warning("the other runs of the sweep are not known: %s", e)
+        return None
 
 
 def num_workers(wanted: Nproc, cpus: int) -> int:

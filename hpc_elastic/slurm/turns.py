@@ -85,11 +85,14 @@ class QueuedRun:
 
     @property
     def num_waiting(self) -> int:
-        """How many nodes its tasks wait for that may start as soon as a node is free."""
+        """How many nodes its tasks wait for that may start as soon as a node is free.
+
+        Of a run with a gang, only that counts: its other tasks may not start before the gang.
+        """
         away = self.away
         waiting = (Phase.PENDING, Phase.LEAVING)
-        tasks = (n for n, s in self.tasks.items() if s.phase in waiting and n not in away)
-        return sum(self.size(name) for name in tasks)
+        tasks = [n for n, s in self.tasks.items() if s.phase in waiting and n not in away]
+        return sum(self.size(n) for n in tasks if not self.num_gang or "_" not in n)
 
     @property
     def is_limited(self) -> bool:

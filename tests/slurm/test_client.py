@@ -202,10 +202,11 @@ def test_releasing_what_slurm_does_not_know_is_an_error(client):
         client.release("9999999_1")
 
 
-def test_the_cluster_tells_its_limits_and_partitions(client):
+def test_the_cluster_tells_its_limits_and_partitions(client, slurm):
     """As slurm.conf has them."""
     assert client.max_array_size() > 1
     assert {"low", "high"} <= set(client.partitions())
+    assert set(client.each_node("low,high")) == set(slurm.nodes)
 
 
 def test_a_job_step_finds_itself_in_its_environment(cluster):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from queue_history import QueueHistory
-from sweeps import ROOT, SLOWLY, Sweep, eventually
+from sweeps import ROOT, Sweep, eventually
 
 LIMIT_S = 45.0
+UNHURRIED = ("epochs=2", "pause_s=0.5")
 
 
 def succeeded(s: Sweep, num_runs: int) -> None:
@@ -35,7 +36,7 @@ def test_runs_of_two_nodes_or_three_share_four_nodes(slurm, sweep):
 def test_a_run_that_finds_too_few_nodes_gives_way_and_comes_back_in_time(slurm, sweep):
     """nodes=3 on four nodes: the fourth is given back, and the second run follows the first."""
     with QueueHistory(slurm) as history:
-        s = sweep("nodes=3", "seed=0,1", *SLOWLY)
+        s = sweep("nodes=3", "seed=0,1", *UNHURRIED)
         eventually(lambda: s.events("given back", 1), "the second run gives its node back")
         succeeded(s, 2)
     held, idle = history.held_in_vain(s), history.idle_in_vain(s)
@@ -49,7 +50,7 @@ def test_a_run_that_finds_too_few_nodes_gives_way_and_comes_back_in_time(slurm, 
 def test_a_run_whose_minimum_is_lost_goes_on_when_nodes_are_there(slurm, sweep):
     """A node dies: the node that is left is given back, until another run ends."""
     with QueueHistory(slurm) as history:
-        s = sweep("nodes=2:3", "seed=0,1", *SLOWLY)
+        s = sweep("nodes=2:3", "seed=0,1", *UNHURRIED)
         eventually(lambda: all(s.events("trains", n) for n in range(2)), "both runs train")
         lost = s.events("round", 1)[-1]["members"][-1]["host"]
         slurm.kill_node(lost)

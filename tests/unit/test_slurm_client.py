@@ -402,3 +402,11 @@ def test_a_node_without_an_address_has_none(command):
     command("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(SlurmCommandError, match="Unable to contact"):
         command.client.node_address("n5")
+
+
+def test_each_node_is_listed_once_with_its_state(command):
+    """sinfo has a line for each partition of a node; marks behind a state are kept."""
+    command("sinfo", "printf 'n1|idle\\nn2|allocated*\\nn1|idle\\n'")
+    assert command.client.each_node("low,high") == {"n1": "idle", "n2": "allocated*"}
+    assert command.client.each_node(None)
+    assert command.calls() == ["-h -N -p low,high -o %N|%T", "-h -N -o %N|%T"]

@@ -102,6 +102,9 @@ def test_a_gang_counts_with_all_its_nodes():
     me = queued("a", 1, "n4")
     assert let_start([me, waiting], 0, four(n1="idle", n2="idle", n3="idle")) == ["8"]
     assert let_start([me, waiting], 0, four(n1="idle", n2="idle")) == []
+    more = TaskState("9_0", "PENDING", "Dependency")
+    further = QueuedRun("g", 3, {"8": away, **{f"9_{n}": more for n in range(3)}}, num_gang=3)
+    assert let_start([me, further], 0, four(n1="idle", n2="idle", n3="idle")) == ["8"]
 
 
 def test_runs_that_stay_away_start_as_far_as_there_are_idle_nodes():

@@ -485,7 +485,8 @@ class _Reader:
         shard, length = self._sequence.shards[self._shard], self._sequence.lengths[self._shard]
         return (
             f"shard {shard!r:.200} was said to have {length} samples, and {what}: correct lengths, "
-            "and see that read(shard, start) yields the same samples every time, from start on"
+            "and see that read(shard, start) yields the same samples every time, from start on (an "
+            "IterableDataset that divides itself among a loader's workers does not)"
         )
 
 

@@ -70,15 +70,23 @@ class Replica:
     def __init__(self, length: int, batch: tuple[int, int | None], num_epochs: int, **options):
         self.manager = PlayedManager()
         batch = ElasticBatch(*batch, rank=0, world_size=1)
-        self.sampler = ElasticSampler(length, 3, batch=batch, manager=self.manager, **options)
+        self.sampler = self.make_sampler(length, batch, manager=self.manager, **options)
         self.num_epochs = num_epochs
         self.model: dict[int, list[int]] = {}
         self.drawn: list[tuple[list[int], float]] = []
         self.epochs_ended: list[int] = []
         self._training = self._train()
 
+    def make_sampler(self, length: int, batch: ElasticBatch, **options) -> ElasticSampler:
+        """Make what it draws from."""
+        return ElasticSampler(length, 3, batch=batch, **options)
+
+    def make_loader(self):
+        """Make what it loads with."""
+        return Loader(self.sampler)
+
     def _train(self) -> Iterator[None]:
-        loader = Loader(self.sampler)
+        loader = self.make_loader()
         for epoch in self.sampler.epochs(self.num_epochs):
             for batch in self.sampler.batches(loader):
                 yield  # zero_grad
@@ -186,3 +194,23 @@ class Cohort:
             if not replica.goes_on():
                 self.saved = replica.checkpoint()
                 self.replicas.remove(replica)
+
+
+def train_with_faults(cohort, chance, most=5):
+    """Train to the end while replicas are killed, join, are spares, and miss commits."""
+    while cohort.replicas:
+        if len(cohort.replicas) < most and chance.random() < 0.15:
+            cohort.start()
+        what, victim = chance.random(), chance.choice(cohort.replicas)
+        everybody = cohort.replicas[:]
+        if what < 0.1:  # killed in the step: nobody commits
+            cohort.step(killed=[victim], commits=lambda _: False)
+        elif what < 0.15:  # it has perhaps given its state to others, and taken no part itself
+            cohort.step(killed_early=[victim], commits=lambda _: False)
+        elif what < 0.25:  # killed right behind it: some commit, others do not
+            told = chance.sample(everybody, chance.randint(0, len(everybody)))
+            cohort.step(commits=lambda replica, told=told: replica in told)
+            if victim in cohort.replicas:
+                cohort.kill(victim)
+        else:
+            cohort.step(spares=chance.choice([0, 0, 0, 1]))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from data_worlds import Loader, Run
-from replica_worlds import Cohort, PlayedManager, Replica
+from replica_worlds import Cohort, PlayedManager, Replica, train_with_faults
 
 from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler
@@ -50,26 +50,6 @@ def assert_each_once(model, length, num_epochs):
     assert Counter(i for part in model.values() for i in part) == Counter(
         {i: num_epochs for i in range(length)}
     )
-
-
-def train_with_faults(cohort, chance, most=5):
-    """Train to the end while replicas are killed, join, are spares, and miss commits."""
-    while cohort.replicas:
-        if len(cohort.replicas) < most and chance.random() < 0.15:
-            cohort.start()
-        what, victim = chance.random(), chance.choice(cohort.replicas)
-        everybody = cohort.replicas[:]
-        if what < 0.1:  # killed in the step: nobody commits
-            cohort.step(killed=[victim], commits=lambda _: False)
-        elif what < 0.15:  # it has perhaps given its state to others, and taken no part itself
-            cohort.step(killed_early=[victim], commits=lambda _: False)
-        elif what < 0.25:  # killed right behind it: some commit, others do not
-            told = chance.sample(everybody, chance.randint(0, len(everybody)))
-            cohort.step(commits=lambda replica, told=told: replica in told)
-            if victim in cohort.replicas:
-                cohort.kill(victim)
-        else:
-            cohort.step(spares=chance.choice([0, 0, 0, 1]))
 
 
 @pytest.mark.parametrize("end", ["keep", "drop", "pad"])

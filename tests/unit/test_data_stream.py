@@ -1,5 +1,6 @@
 """The stream: each sample of the shards once an epoch, for any history, and read forwards."""
 
+import json
 import logging
 import pickle
 import random
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from data_worlds import Run, World
+from replica_worlds import Cohort, Replica, train_with_faults
 
 from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler, ElasticStream, count_samples
@@ -142,6 +144,52 @@ def test_every_sample_once_an_epoch_for_any_history(history, tmp_path, monkeypat
     assert proof.holds, proof.problems
     expected = [EpochProof(e, num_samples - dropped, 0, 0, 0, dropped, padded) for e in range(2)]
     assert proof.epochs == expected
+
+
+class StreamReplica(Replica):
+    """A replica under a manager that trains on a stream, with a loader that is ahead."""
+
+    def make_sampler(self, lengths, batch, **options):
+        """Make a stream of numbers."""
+        begins = [sum(lengths[:i]) for i in range(len(lengths))]
+
+        def read(shard, start):
+            return range(begins[shard] + start, begins[shard] + lengths[shard])
+
+        return ElasticStream(range(len(lengths)), read, lengths, 3, batch=batch, **options)
+
+    def make_loader(self):
+        """Load ahead."""
+        return StreamLoader(self.sampler, 0, 5)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_sample_once_under_a_manager(seed, tmp_path, monkeypatch):
+    """Replicas are killed, join, heal or are spares, between any two steps."""
+    tokens = iter(range(10**6))
+    monkeypatch.setattr("hpc_elastic.data.book.own_token", lambda: f"{next(tokens):x}")
+    run = Run(tmp_path / "run", monkeypatch)
+    run.form_group()
+    chance = random.Random(seed)
+    lengths = [chance.randint(0, 15) for _ in range(8)]
+    batch = chance.randint(1, 20), chance.choice([None, 2])
+    cohort = Cohort(lambda: StreamReplica(lengths, batch, 2, shuffle_buffer=30), chance)
+    for _ in range(3):
+        cohort.start()
+    num_steps = 2 * cohort.replicas[0].sampler.num_batches
+    model: dict[int, list[int]] = {}
+    while len(model) < num_steps:
+        train_with_faults(cohort, chance)
+        model = dict(json.loads(cohort.saved)[2]) if cohort.saved else {}
+        if len(model) < num_steps:
+            cohort.quorum += 1 << 20
+            cohort.start()
+    run.succeed()
+    trained = Counter(number for numbers in model.values() for number in numbers)
+    assert trained == Counter({number: 2 for number in range(sum(lengths))})
+    (proof,) = audit(run.path)
+    assert proof.holds, proof.problems
+    assert [epoch.once for epoch in proof.epochs] == [sum(lengths)] * 2
 
 
 def test_the_order_does_not_depend_on_the_history():

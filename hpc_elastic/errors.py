@@ -5,6 +5,7 @@
     |- SubmissionError                   the run could not be handed to the scheduler
     |- RunDirectoryError                 a run directory is missing, unwritable or not ours
     |  `- DamagedFileError (ValueError)  a file in it does not hold what it should
+    |- LocalQueueError                   the launcher of launcher=local does not do what it is asked
     |- SlurmError
     |  |- SlurmEnvironmentError          the SLURM_* variables are absent or malformed
     |  `- SlurmCommandError              a Slurm command failed, timed out or is not installed
@@ -89,6 +90,10 @@ class SlurmCommandError(SlurmError):
         self.stderr = stderr
         how = "could not be run" if exit_code is None else f"exited with {exit_code}"
         super().__init__(f"`{' '.join(argv)}` {how}: {stderr.strip()}")
+
+
+class LocalQueueError(HpcElasticError):
+    """The launcher of ``launcher=local`` has ended, or does not do what it is asked."""
 
 
 class CheckpointError(HpcElasticError):

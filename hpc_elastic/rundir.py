@@ -11,6 +11,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
     <sweep>/.hpc_elastic/array-<k>.replaced/  which jobs stand in place of tasks that are gone
     <sweep>/.hpc_elastic/local-tasks.json launcher=local: what its tasks are at
+    <sweep>/.hpc_elastic/local-requests/  launcher=local: what agents and commands ask it for
     <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
@@ -416,6 +417,11 @@ class Submission:
     def local_tasks(self) -> Path:
         """The local launcher's table of its tasks, which stands in for squeue."""
         return self.path / "local-tasks.json"
+
+    @property
+    def local_requests(self) -> Path:
+        """Folder of what the local launcher is asked for (`hpc_elastic.slurm.local_tasks`)."""
+        return self.path / "local-requests"
 
     def array(self, number: int) -> ArrayFiles:
         """Return the files of one array."""

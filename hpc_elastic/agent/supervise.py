@@ -34,7 +34,7 @@ from hpc_elastic.agent.report import Place
 from hpc_elastic.agent.signals import Caught
 from hpc_elastic.agent.spares import Spares
 from hpc_elastic.agent.surroundings import allow_connections, prepare_environment, worker_command
-from hpc_elastic.agent.tasks import RunTasks, tasks_of
+from hpc_elastic.agent.tasks import RunTasks, scheduler_of, tasks_of
 from hpc_elastic.agent.world import RunWorld
 from hpc_elastic.checkpoint.memory import agent_folder
 from hpc_elastic.config import Nproc
@@ -114,19 +114,19 @@ def _terms(spec: RunSpec) -> Terms:
     return Terms(spec.notice_s, spec.grace_s, spec.kill_wait_s, user_signal)
 
 
-def _scheduler(task: Task) -> Scheduler | None:
-    """Return what can be asked about this task; None where Slurm did not start it."""
-    if task.spec.launcher != "slurm":
-        return None
-    client, end_s = SlurmClient(), task.slurm.end_time_s
+def _scheduler(task: Task) -> Scheduler:
+    """Return what can be asked about this task."""
+    scheduler, end_s = scheduler_of(task.spec), task.slurm.end_time_s
 
     def time_left_s() -> float | None:
+        if task.spec.launcher == "local":
+            return None
         job = str(task.slurm.job_id)  # of this task alone, not of its array
-        state = client.tasks([job]).get(queue_name(task.name))
+        state = scheduler.tasks([job]).get(queue_name(task.name))
         return None if state is None else state.time_left_s
 
     return Scheduler(
-        foresee=lambda: foresee(task.name, client, attempt=task.attempt),
+        foresee=lambda: foresee(task.name, scheduler, attempt=task.attempt),
         time_left_s=time_left_s,
         told_left_s=None if end_s is None else end_s - time.time(),
         spread_s=spread_s(task.num_in_array),
@@ -135,26 +135,32 @@ def _scheduler(task: Task) -> Scheduler | None:
 
 def _go(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
-    how = "ended"
     known: list[Facts] = []
+    how = depart(
+        task.name, scheduler_of(task.spec), attempt=task.attempt, reason=reason, run=task.run,
+        note=known.append,
+    )  # fmt: skip
+    node = None
     if task.spec.launcher == "slurm":
-        slurm, attempt = SlurmClient(), task.attempt
-        how = depart(
-            task.name, slurm, attempt=attempt, reason=reason, run=task.run, note=known.append
-        ).value
-        last_nodes.leave(task.run, task.name, task.slurm.node_name, slurm)
-    means = _meaning(known[0], task.slurm.node_name) if known else {}
-    events.write("left", reason=reason.value, how=how, **means)
+        node = task.slurm.node_name
+        last_nodes.leave(task.run, task.name, node, SlurmClient())
+    means = _meaning(known[0], node) if known else {}
+    events.write("left", reason=reason.value, how=how.value, **means)
     return TAKEN
 
 
-def _meaning(facts: Facts, host: str) -> dict[str, str]:
-    """Return what is known of a SIGTERM, as fields of the event."""
+def _meaning(facts: Facts, host: str | None) -> dict[str, str]:
+    """Return what is known of a SIGTERM, as fields of the event.
+
+    Args:
+        facts: What the scheduler said.
+        host: The node, if it is one of Slurm's.
+    """
     if facts.reason is not Reason.SIGNAL:
         return {}
     means = meaning(facts)
     found = {} if means is None else {"means": means.value}
-    if means not in (None, Meaning.REQUEUED, Meaning.CANCELLED):
+    if host is None or means not in (None, Meaning.REQUEUED, Meaning.CANCELLED):
         return found
     try:
         node = SlurmClient().out_of_service(host)
@@ -231,8 +237,10 @@ class _Node:
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("given back", delay_s=round(delay_s, 1))
         try:
-            give_back(task.name, SlurmClient(), delay_s, attempt=task.attempt, run=task.run)
-        except (SlurmCommandError, OSError) as e:
+            give_back(
+                task.name, scheduler_of(self._spec), delay_s, attempt=task.attempt, run=task.run
+            )
+        except (HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
         return TAKEN
@@ -296,7 +304,7 @@ class _Node:
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
                 settings.start_timeout_s, settings.last_call_s,
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
-                min_wait_s=spec.min_wait_s if spec.launcher == "slurm" else None,
+                min_wait_s=spec.min_wait_s,
                 max_attempts_without_progress=spec.max_attempts_without_progress,
                 ft=spec.ft, in_sweep=self._sweep is not None,
             ),

@@ -10,15 +10,16 @@ from types import MappingProxyType
 from typing import Protocol
 
 from hpc_elastic.agent.gang import run_states
-from hpc_elastic.errors import SlurmCommandError, SlurmError
+from hpc_elastic.errors import LocalQueueError, SlurmCommandError, SlurmError
 from hpc_elastic.rundir import RunDir, RunSpec, Submission
 from hpc_elastic.slurm import last_nodes, replacement
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
-from hpc_elastic.slurm.local_tasks import read_local_tasks
+from hpc_elastic.slurm.local_tasks import LocalQueue
 from hpc_elastic.slurm.outputs import is_refused
 from hpc_elastic.slurm.replacement import current_names
-from hpc_elastic.slurm.states import Phase, TaskState, queue_name
+from hpc_elastic.slurm.requeue import Scheduler
+from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,13 @@ class RunTasks(Protocol):
             SlurmError: those that wait may start there.
             OSError: the others may.
         """
+
+
+def scheduler_of(spec: RunSpec) -> Scheduler:
+    """Return the scheduler of a run's tasks."""
+    if spec.launcher == "slurm":
+        return SlurmClient()
+    return LocalQueue(Submission(Path(spec.submission)))
 
 
 def tasks_of(spec: RunSpec) -> RunTasks:
@@ -214,16 +222,14 @@ class LocalTasks:
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._submission = Submission(Path(spec.submission))
+        self._queue = LocalQueue(Submission(Path(spec.submission)))
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Read the launcher's table, and see which of its processes live."""
         try:
-            table = read_local_tasks(self._submission)
-            names = current_names(self._spec)
-        except (OSError, ValueError):
+            return self._listed() or None
+        except (LocalQueueError, OSError, ValueError):
             return None
-        return {name: table[name].seen_as(name) for name in names if name in table} or None
 
     def is_running(self, task: str) -> bool | None:
         """Look the task up in the table."""
@@ -233,18 +239,39 @@ class LocalTasks:
         """Do nothing: the local launcher starts no task of a run that has ended."""
 
     def postpone_pending(self, delay_s: float) -> None:
-        """Do nothing: the local launcher's queue has no times."""
+        """Tell the launcher of those that wait."""
+        waiting = [n for n, state in self._listed().items() if state.phase is Phase.PENDING]
+        if waiting:
+            self._queue.postpone(waiting, delay_s)
 
     def bring_back(
         self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
     ) -> None:
-        """Do nothing: what has ended on this machine has ended for good."""
+        """Requeue what has ended; the launcher starts it once nothing of its last attempt runs."""
+        listed = self._listed()
+        states = {name: listed[name] for name in tasks if name in listed}
+        back = [name for name, state in states.items() if state.is_held]
+        for name, state in states.items():
+            left = self._spec.requeues_left(state.restarts)
+            facts = Facts(Reason.LOST, state, run_ended=run.is_over, requeues_left=left)
+            if state.phase is Phase.ENDED and decide(facts) is Departure.REQUEUE:
+                self._queue.requeue(name)
+                back.append(name)
+        if back:
+            self._queue.postpone(back, RELEASE_DELAY_S)
 
     def readmit(self, run: RunDir, tasks: Iterable[str]) -> None:
-        """Do nothing: no task avoids anything."""
+        """Do nothing: no task avoids a node for a while only."""
 
     def exclude(self, run: RunDir, hosts: Iterable[str], why: str) -> None:
-        """Do nothing: there is one machine."""
+        """Write it down: the launcher looks there."""
+        replacement.remember_excluded(run, hosts, why)
+
+    def _listed(self) -> dict[str, TaskState]:
+        """Return the run's tasks that the launcher lists."""
+        names = current_names(self._spec)
+        listed = self._queue.tasks(map(job_of, names))
+        return {name: listed[name] for name in names if name in listed}
 
 
 def _may_still_run(state: TaskState) -> bool:

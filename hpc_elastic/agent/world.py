@@ -6,13 +6,15 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from hpc_elastic.agent.tasks import RunTasks
-from hpc_elastic.errors import RunDirectoryError, SlurmError
+from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmError
 from hpc_elastic.rendezvous.handler import RoundStores
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.slurm.sweep import SweepQueue
 
 _log = logging.getLogger(__name__)
+
+_FAILURES = (SlurmError, LocalQueueError, OSError)
 
 
 class RunWorld:
@@ -38,7 +40,7 @@ class RunWorld:
         """Take back the run's tasks that are still in the queue; others may start in its place."""
         try:
             self._tasks.cancel_pending()
-        except (SlurmError, OSError) as e:
+        except _FAILURES as e:
             _log.warning("pending tasks of the run were not cancelled: %s", e)
         self._let_others_start(ends=True)
 
@@ -65,28 +67,28 @@ class RunWorld:
         """Let none of the run's queued tasks start for a while."""
         try:
             self._tasks.postpone_pending(delay_s)
-        except (SlurmError, OSError) as e:
+        except _FAILURES as e:
             _log.warning("pending tasks of the run were not postponed: %s", e)
 
     def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
         """Let tasks that were lost or have left come back soon, by requeue or replacement."""
         try:
             self._tasks.bring_back(self._run, tasks, unseen)
-        except (SlurmError, OSError) as e:
+        except _FAILURES as e:
             _log.warning("tasks of the run may come back late, or not at all: %s", e)
 
     def readmit(self, tasks: Iterable[str]) -> None:
         """Let tasks start on the nodes that they were lost with, where these are rid of them."""
         try:
             self._tasks.readmit(self._run, tasks)
-        except (SlurmError, OSError) as e:
+        except _FAILURES as e:
             _log.warning("tasks of the run avoid nodes that may be well again: %s", e)
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
         """Keep the run's tasks away from nodes that are blamed for something."""
         try:
             self._tasks.exclude(self._run, hosts, why)
-        except (SlurmError, OSError) as e:
+        except _FAILURES as e:
             _log.warning("the run may start on %s again: %s", ", ".join(hosts), e)
 
     def log_of(self, task: str, attempt: int) -> str | None:

@@ -231,7 +231,7 @@ class Machine:
         actions: list[Action] = [ClearHolds(due, unseen)] if due else []
         members = self.members if self.phase is Phase.RUNNING else self.muster.unsettled
         for agent in list(self.muster.ended(members, asked_at)):
-            actions += self.gone(agent, "Slurm says that its task has ended", now)
+            actions += self.gone(agent, "the scheduler says that its task has ended", now)
             self.comebacks.vanished(agent)
         if self.phase is Phase.FORMING and (why := self._hopeless(view or {})):
             return actions + self._end(EndRun("failed", why))

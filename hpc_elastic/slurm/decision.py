@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.slurm.states import Phase, TaskState
+from hpc_elastic.slurm.states import LAUNCHER_ENDED, Phase, TaskState
 
 
 class Reason(Enum):
@@ -142,6 +142,10 @@ def _may_not_come_back(facts: Facts) -> bool:
     return facts.requeues_left is not None and facts.requeues_left <= 0
 
 
+def _has_lost_launcher(facts: Facts) -> bool:
+    return facts.state is not None and facts.state.reason == LAUNCHER_ENDED
+
+
 def _runs(facts: Facts) -> bool:
     return facts.phase is Phase.RUNNING
 
@@ -157,11 +161,12 @@ TABLE: tuple[Row, ...] = (
     Row("suspended", _is_suspended, Departure.STAY),
     Row("requeued already", _was_requeued, Departure.REQUEUED),
     Row("out of budget", _may_not_come_back, Departure.EXIT),
-    Row("unknown to Slurm", lambda f: f.state is None, Departure.EXIT),
+    Row("its launcher has ended", _has_lost_launcher, Departure.EXIT),
+    Row("unknown to the scheduler", lambda f: f.state is None, Departure.EXIT),
     Row("waits already", lambda f: f.phase is Phase.PENDING, Departure.REQUEUED),
     Row("preempted, in its grace", _is_being_preempted, Departure.REQUEUE),
     Row(
-        "lost, not seen by Slurm yet",
+        "lost, and still called running",
         lambda f: f.reason is Reason.LOST and _runs(f),
         Departure.STAY,
     ),

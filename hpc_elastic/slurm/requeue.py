@@ -28,16 +28,17 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol, cast
 
-from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
+from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide, row_of
 from hpc_elastic.slurm.outputs import is_refused
-from hpc_elastic.slurm.states import job_of, queue_name
+from hpc_elastic.slurm.states import TaskState, job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -60,16 +61,36 @@ _AGAIN_S = 3.0, 9.0
 """Between two tries, at random: all tasks of a run may ask a controller that has just come back."""
 
 _COMES_BACK = (Departure.REQUEUE, Departure.REQUEUED)
+_FAILURES = (SlurmCommandError, LocalQueueError)
+
+
+class Scheduler(Protocol):
+    """What a task needs of its scheduler: `SlurmClient`, or `LocalQueue` with launcher=local."""
+
+    def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
+        """Return the tasks of these jobs by name."""
+
+    def requeue(self, task: str) -> None:
+        """Send a task back to the queue."""
+
+    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+        """Let tasks that wait not start for so long."""
+
+    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
+        """Keep tasks that wait away from some nodes."""
+
+    def cancel(self, tasks: Sequence[str]) -> None:
+        """Cancel tasks."""
 
 
 def foresee(
-    task: str, client: SlurmClient, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
+    task: str, client: Scheduler, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
 ) -> Departure | None:
     """Ask Slurm what a notice means, and do nothing: how this task would go now (its agent).
 
     Args:
         task: As for `depart`.
-        client: How to reach Slurm.
+        client: The scheduler.
         attempt: As for `depart`.
         reason: What the agent knows.
 
@@ -79,14 +100,14 @@ def foresee(
     """
     try:
         return decide(_ask(task, client, attempt, reason))
-    except SlurmCommandError as e:
-        _log.warning("Slurm does not say what the notice means: %s", e)
+    except _FAILURES as e:
+        _log.warning("what the notice means is not known: %s", e)
         return None
 
 
 def depart(
     task: str,
-    client: SlurmClient,
+    client: Scheduler,
     *,
     attempt: int | None = None,
     reason: Reason = Reason.SIGNAL,
@@ -103,7 +124,7 @@ def depart(
     Args:
         task: The task this process is: ``<array job id>_<index>``, a job id, or
             ``<job id>.<node id>``.
-        client: How to reach Slurm.
+        client: The scheduler.
         attempt: The attempt of the task that this process is, None if unknown.
         reason: Why it goes.
         run: Its run: whether that has ended, which nodes it avoids, and where another task is
@@ -117,15 +138,15 @@ def depart(
     with _deaf_to_sigterm(for_good=True):
         try:
             return _patiently(lambda: _go(task, client, attempt, reason, RETURN_DELAY_S, run, note))
-        except (SlurmCommandError, OSError) as e:
-            _log.warning("not requeued by ourselves, waiting for Slurm to do it: %s", e)
+        except (*_FAILURES, OSError) as e:
+            _log.warning("not requeued by ourselves, waiting for the scheduler to do it: %s", e)
             time.sleep(_KILLED_WITHIN_S)
             return Departure.STAY
 
 
 def give_back(
     task: str,
-    client: SlurmClient,
+    client: Scheduler,
     delay_s: float,
     *,
     attempt: int | None = None,
@@ -139,7 +160,7 @@ def give_back(
 
     Args:
         task: As for `depart`.
-        client: How to reach Slurm.
+        client: The scheduler.
         delay_s: From now; never taken for less than `RETURN_DELAY_S`.
         attempt: As for `depart`.
         run: As for `depart`.
@@ -150,6 +171,7 @@ def give_back(
     Raises:
         SlurmCommandError: Slurm can not be reached or refuses; the task has its node still. A
             SIGTERM that came during the call is lost.
+        LocalQueueError: The local launcher does not answer; likewise.
         OSError: The run's directory can not be read; likewise.
     """
     delay_s = max(delay_s, RETURN_DELAY_S)
@@ -180,7 +202,7 @@ def _patiently(act: Callable[[], Departure]) -> Departure:
     for _ in range(_TRIES - 1):
         try:
             return act()
-        except (SlurmCommandError, OSError) as e:
+        except (*_FAILURES, OSError) as e:
             pause_s = random.uniform(*_AGAIN_S)
             _log.warning("to be tried again in %.0f s: %s", pause_s, e)
             time.sleep(pause_s)
@@ -189,7 +211,7 @@ def _patiently(act: Callable[[], Departure]) -> Departure:
 
 def _go(
     task: str,
-    client: SlurmClient,
+    client: Scheduler,
     attempt: int | None,
     reason: Reason,
     delay_s: float,
@@ -203,7 +225,7 @@ def _go(
 
 def _ask(
     task: str,
-    client: SlurmClient,
+    client: Scheduler,
     attempt: int | None,
     reason: Reason,
     run: RunDir | None = None,
@@ -222,7 +244,7 @@ def _ask(
 
 
 def _carry_out(
-    task: str, client: SlurmClient, facts: Facts, delay_s: float, run: RunDir | None
+    task: str, client: Scheduler, facts: Facts, delay_s: float, run: RunDir | None
 ) -> Departure:
     """Do what is decided; a task that comes back is told when it may start."""
     how = decide(facts)
@@ -232,7 +254,8 @@ def _carry_out(
     if how is Departure.REQUEUE and not _requeue(task, client):
         return _carry_out(task, client, replace(facts, refused=True), delay_s, run)
     if how is Departure.REPLACE:
-        made = None if run is None else replacement.replace(run, task, client)
+        slurm = cast(SlurmClient, client)  # the local launcher refuses nothing
+        made = None if run is None else replacement.replace(run, task, slurm)
         return Departure.EXIT if made is None else how
     if how is Departure.REQUEUE and run is not None and run.is_over:
         return _take_back(task, client)
@@ -242,7 +265,7 @@ def _carry_out(
     return how
 
 
-def _requeue(task: str, client: SlurmClient) -> bool:
+def _requeue(task: str, client: Scheduler) -> bool:
     """Requeue a task; return False if Slurm will not."""
     try:
         client.requeue(task)
@@ -254,25 +277,25 @@ def _requeue(task: str, client: SlurmClient) -> bool:
     return True
 
 
-def _take_back(task: str, client: SlurmClient) -> Departure:
+def _take_back(task: str, client: Scheduler) -> Departure:
     """Cancel a task that was requeued while its run was cancelled: it is not to come back."""
     _log.warning("%s: the run was cancelled meanwhile, so it does not come back", task)
     client.cancel([task])
     return Departure.EXIT
 
 
-def _start_after(task: str, client: SlurmClient, delay_s: float) -> None:
+def _start_after(task: str, client: Scheduler, delay_s: float) -> None:
     try:
         client.postpone([task], delay_s)
-    except SlurmCommandError as e:
-        _log.warning("Slurm will start %s again in two minutes at the earliest: %s", task, e)
+    except _FAILURES as e:
+        _log.warning("%s may start again late, or too soon: %s", task, e)
 
 
-def _keep_away(task: str, client: SlurmClient, run: RunDir | None) -> None:
+def _keep_away(task: str, client: Scheduler, run: RunDir | None) -> None:
     """Let the next attempt avoid the nodes that the run avoids."""
     hosts = replacement.excluded(run) if run is not None else {}
     try:
         if hosts:
             client.exclude([task], hosts)
-    except SlurmCommandError as e:
+    except _FAILURES as e:
         _log.warning("%s may start on %s again: %s", task, ", ".join(sorted(hosts)), e)

@@ -43,6 +43,8 @@ PHASES: dict[str, Phase] = {state: phase for phase, states in _STATES.items() fo
 
 SOON_S = 3.0
 """A start no further ahead is not worth hastening; longer than it takes to say ``now+2``."""
+LAUNCHER_ENDED = "its launcher has ended"
+"""The reason of a task of ``launcher=local`` that nothing would start again."""
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,12 @@ _OF_TASKS = (
     Kind("left", "A node is left because of a notice.", "when its task ends", _TASK_OF_NODE,
          (Field("reason", "text", "as in `notice`"),
           Field("how", "text", "`requeue`: the task has put itself back into the queue; "
-                "`requeued`: Slurm, or somebody else, has; `replace`: another task was submitted "
-                "in its place; `exit`: it was cancelled, or may not come back; `stay`: it can not "
-                "be told; `ended`: there is no queue (launcher=local)"),
-          Field("means", "text", "what SIGTERM meant, as Slurm said when asked: `preempted`; "
-                "`requeued`, and not preempted; `cancelled`; `time limit`; `run ended`; absent: "
-                "it is not known, or there was none", True),
+                "`requeued`: the scheduler, or somebody else, has; `replace`: another task was "
+                "submitted in its place; `exit`: it was cancelled, or may not come back; `stay`: "
+                "it can not be told"),
+          Field("means", "text", "what SIGTERM meant, as the scheduler said when asked: "
+                "`preempted`; `requeued`, and not preempted; `cancelled`; `time limit`; `run "
+                "ended`; absent: it is not known, or there was none", True),
           Field("node", "text", "where the task was not preempted, and its node was not in service "
                 "then: the node's state and the reason, in Slurm's words", True))),
     Kind("given back", "Nodes that can not be used go back to the queue.", "when that is decided, "
@@ -123,7 +123,7 @@ _OF_THE_GROUP = (
                 "or `never`"),
           Field("why", "text", "what was weighed"))),
     Kind("brought back", "Tasks that were lost are let start again soon.",
-         "when Slurm holds them, or has ended them", _LEADER,
+         "when the scheduler holds them, or has ended them", _LEADER,
          (Field("tasks", "texts", "which"),
           Field("avoids", "texts", "nodes where some of them may run still, for nobody has seen "
                 "their end: they start there again once the node is rid of them", True))),

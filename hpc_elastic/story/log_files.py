@@ -85,23 +85,16 @@ class Discovery:
         return known[1]
 
     def _hosts_of(self, task: str) -> dict[int, str]:
-        """Return on which node each attempt of a task was; read anew when events came.
-
-        With launcher=local all nodes are this machine: there ``<host>_<index>`` tells them apart.
-        """
+        """Return on which node each attempt of a task was; read anew when events came."""
         path = self._run.events(task)
         try:
             size = path.stat().st_size
             known = self._hosts.get(task)
             if known is None or known[0] != size:
-                known = self._hosts[task] = (size, self._nodes(task, path))
+                known = self._hosts[task] = (size, _hosts_in(path))
         except OSError:
             return {}
         return known[1]
-
-    def _nodes(self, task: str, events: Path) -> dict[int, str]:
-        suffix = f"_{task.rpartition('_')[2]}" if self._spec.launcher == "local" else ""
-        return {attempt: host + suffix for attempt, host in _hosts_in(events).items()}
 
 
 def _hosts_in(events: Path) -> dict[int, str]:

@@ -19,8 +19,9 @@ _SEEN = {
     "has not found the new leader": (
         "it did not come to the new leader", "they did not come to the new leader",
     ),
-    "Slurm says that its task has ended": (
-        "Slurm says that its task has ended", "Slurm says that their tasks have ended",
+    "the scheduler says that its task has ended": (
+        "the scheduler says that its task has ended",
+        "the scheduler says that their tasks have ended",
     ),
     "did not join again in time": (
         "it did not join again in time", "they did not join again in time",

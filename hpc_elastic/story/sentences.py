@@ -179,7 +179,7 @@ def _brought_back(episode: Episode) -> str:
     where = f", last on {names(hosts)}," if list(hosts) != list(tasks) else ""
     avoids = episode.facts.get("avoids", ())
     but = f", but on {names(avoids)} only once that is rid of it" if avoids else ""
-    return f"{what}{where} may start again as soon as a node is free{but} (the leader asked Slurm)"
+    return f"{what}{where} may start again as soon as a node is free{but} (the leader asked for it)"
 
 
 def _hang(episode: Episode) -> str:

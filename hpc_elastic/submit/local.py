@@ -1,9 +1,20 @@
-"""launcher=local: the same plan as processes on this machine, with a queue of their own.
+"""launcher=local: the same plan as processes on this machine, with a small scheduler of their own.
 
-Each array task is one process in a session of its own, with the SLURM_* variables that it would
-have in Slurm. At most ``max_agents`` run at a time, started in the order of the array; a task
-whose run has ended is not started any more. What the agents would ask squeue for, they read from
-``local-tasks.json`` (`hpc_elastic.slurm.local_tasks`).
+Each array task is one node: a process in a session of its own, with the SLURM_* variables that it
+would have in Slurm, named ``local-<slot>``. At most ``max_agents`` run at a time, started in the
+order of the array; a task whose run has ended is not started any more. Agents and commands see the
+tasks, and ask for something, by the files of `hpc_elastic.slurm.local_tasks`.
+
+A task goes back to the queue, and starts again as another attempt,
+
+- when it is asked for: by its own agent, which leaves its node because of a notice, or by the
+  leader of the run, for a task that was lost (`slurm.decision` has the rules);
+- when a signal has ended its agent (kill -9, or the kernel, which was out of memory), as a task
+  whose node died. After ``_MOST_SHORT_LIVES`` such ends in a row, each soon after the start, it
+  has failed.
+
+It starts when its time has come (`LocalQueue.postpone`), nothing of its last attempt runs any more,
+a place is free, and the run does not avoid its node.
 
 A thread keeps the queue, so that a free place is filled however the launcher is busy. The
 processes end with the launcher, if that is given the time: a kill -9 of it leaves them.
@@ -13,6 +24,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -23,18 +35,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic.config import LocalSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.files import read_json, write_atomic
 from hpc_elastic.rundir import RunDir, Submission, task_name
+from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.environment import as_array_task, outside
-from hpc_elastic.slurm.local_tasks import LocalEntry, started
+from hpc_elastic.slurm.local_tasks import LocalEntry, node_name, started
+from hpc_elastic.slurm.requeue import RETURN_DELAY_S
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit import detach, gpus
 from hpc_elastic.submit.plan import Plan
 from hpc_elastic.submit.prepare import Prepared, python_path
-from hpc_elastic.submit.processes import end_processes, locked, wait_all
+from hpc_elastic.submit.processes import (
+    end_processes,
+    kill_family,
+    kill_leftovers,
+    locked,
+    wait_all,
+)
 from hpc_elastic.submit.sbatch import TASK_MODULE
 
 _log = logging.getLogger(__name__)
@@ -43,6 +64,8 @@ _TICK_S = 0.05
 _LOOK_S = 1.0
 _MARGIN_S = 5.0
 """What an agent gets to finish by itself, and beyond its workers' stop time-out to be ended."""
+_SHORT_LIFE_S = 20.0
+_MOST_SHORT_LIVES = 3
 
 
 @dataclass
@@ -55,40 +78,103 @@ class LocalTask:
     array_file: Path
     run: RunDir
     cpus: int
+    slot: int = 0
+    max_requeues: int | None = None
     gpus: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     started: int | None = None
+    exit_code: int | None = None
+    """Of the last attempt, once nothing of it runs any more."""
     skipped: bool = False
+    restarts: int = 0
+    begin: float | None = None
+    """Monotonic seconds before which it does not start; None: it may."""
+    is_leaving: bool = False
+    """Whether its process is to end: it is cancelled, or goes back to the queue."""
+    comes_back: bool = False
+    """Whether it goes back to the queue when its process has ended."""
+    kill_at: float = math.inf
+    is_excluded: bool = False
+    began: float = 0.0
+    short_lives: int = 0
+
+    @property
+    def node(self) -> str:
+        """Return the name of its node."""
+        return node_name(self.slot)
 
     @property
     def running(self) -> bool:
-        """Return whether its process has started and not ended."""
-        return self.process is not None and self.process.poll() is None
+        """Return whether its process has started, and something of it may run."""
+        return self.process is not None and self.exit_code is None
 
     @property
     def pending(self) -> bool:
         """Return whether it may still start."""
         return self.process is None and not self.skipped
 
-    @property
-    def exit_code(self) -> int | None:
-        """Return the exit code of its process, once it has ended."""
-        return None if self.process is None else self.process.poll()
+    def may_start(self, now: float) -> bool:
+        """Return whether it waits for nothing but a place."""
+        return self.pending and not self.is_excluded and (self.begin is None or now >= self.begin)
 
     def describe(self) -> LocalEntry:
         """Return its entry in the table."""
+        process, launcher = self.process, os.getpid()
         state = "PENDING" if self.pending else "RUNNING" if self.running else "ENDED"
-        pid = self.process.pid if self.process else None
-        host, launcher = socket.gethostname(), os.getpid()
-        mine = host, launcher, _launched(launcher)
-        return LocalEntry(state, pid, self.started, self.exit_code, *mine)
+        if process and self.running and (self.is_leaving or process.returncode is not None):
+            state = "COMPLETING"
+        return LocalEntry(
+            state,
+            pid=process.pid if process else None,
+            started=self.started,
+            exit_code=self.exit_code,
+            host=socket.gethostname(),
+            launcher=launcher,
+            launcher_started=_launched(launcher),
+            node=self.node,
+            restarts=self.restarts,
+            begin=self.begin if self.pending else None,
+            reason=EXCLUDED if self.is_excluded else "",
+        )
 
-    def seen_by_slurm(self) -> TaskState:
-        """Return the state that Slurm would give it."""
-        entry = self.describe()
-        if entry.state == "RUNNING":  # a launcher need not look for what it has started itself
-            return TaskState(self.name, "RUNNING", node=entry.host)
-        return entry.seen_as(self.name)
+    # ---- its way back to the queue --------------------------------------------------------
+
+    def leave(self, now: float, within_s: float) -> None:
+        """Let its process end by itself, for so long."""
+        self.is_leaving, self.kill_at = True, now + within_s
+
+    def requeue(self, now: float, stop_after_s: float) -> None:
+        """Send it back to the queue: when its process has ended, which is killed at last."""
+        self.restarts += 1
+        self.begin = None
+        if self.running:
+            self.comes_back = True
+            self.leave(now, stop_after_s)
+        else:
+            self._wait()
+
+    def ended(self, code: int, now: float) -> None:
+        """Its process has ended, with all that it has left behind."""
+        killed = code < 0 and not self.is_leaving
+        short = killed and now - self.began < _SHORT_LIFE_S
+        self.short_lives = self.short_lives + 1 if short else 0
+        may = self.max_requeues is None or self.restarts < self.max_requeues
+        if killed and may and self.short_lives < _MOST_SHORT_LIVES:
+            self.restarts += 1
+            self.begin = now + RETURN_DELAY_S
+            self.comes_back = True
+        if self.comes_back:
+            self._wait()
+        else:
+            self.exit_code = code
+
+    def _wait(self) -> None:
+        self.process, self.started, self.exit_code, self.kill_at = None, None, None, math.inf
+        self.is_leaving = self.comes_back = False
+
+
+EXCLUDED = "Excluded"
+"""Why a task waits whose node the run avoids."""
 
 
 @cache
@@ -105,10 +191,10 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def next_to_start(
-    pending: Iterable[LocalTask], *, num_running: int, max_agents: int
+    waiting: Iterable[LocalTask], *, num_running: int, max_agents: int
 ) -> list[LocalTask]:
-    """Return the tasks to start now, in the order of the queue (pure)."""
-    return list(pending)[: max(0, max_agents - num_running)]
+    """Return the tasks to start now, of those that wait for a place, in their order (pure)."""
+    return list(waiting)[: max(0, max_agents - num_running)]
 
 
 def agent_limit(plan: Plan, num_cpus: int) -> int:
@@ -169,16 +255,20 @@ class LocalHandle:
             raise
 
     def tasks(self) -> Mapping[str, TaskState]:
-        """Return all tasks in Slurm's words."""
-        return {task.name: task.seen_by_slurm() for task in self._tasks}
+        """Return all tasks, as everybody else sees them."""
+        return {task.name: task.describe().seen_as(task.name) for task in self._tasks}
 
     def cancel(self) -> None:
         """End everything: SIGTERM, a bounded wait, SIGKILL."""
         self._stop_queue()
         for task in self._tasks:
             task.skipped = task.skipped or task.process is None
-        running = [task.process for task in self._tasks if task.process and task.running]
-        end_processes(running, self._stop_after_s)
+            task.is_leaving, task.comes_back = True, False
+        self._write()  # an agent that is told to end looks what that means
+        end_processes([p for task in self._tasks if (p := _process(task))], self._stop_after_s)
+        deadline = time.monotonic() + _MARGIN_S
+        while any(task.running for task in self._tasks) and time.monotonic() < deadline:
+            self._settle()
         self._write()
 
     def leave(self) -> str:
@@ -189,7 +279,7 @@ class LocalHandle:
     def close(self) -> None:
         """Let the agents of runs that have ended finish; end what does not."""
         self._stop_queue()
-        wait_all([task.process for task in self._tasks if task.process], _MARGIN_S)
+        wait_all([p for task in self._tasks if (p := _process(task))], _MARGIN_S)
         self.cancel()
 
     def _stop_queue(self) -> None:
@@ -210,25 +300,76 @@ class LocalHandle:
 
     def _tick(self) -> None:
         # asked before is_over: an agent that has ended has left its result by then
+        self._settle()
+        taken = self._carry_out_requests()
         num_running = sum(task.running for task in self._tasks)
         try:
-            self._skip_ended(is_full=num_running >= self._max_agents)
-            pending = (task for task in self._tasks if task.pending)
+            self._look_at_runs(is_full=num_running >= self._max_agents)
+            now = time.monotonic()
+            waiting = (task for task in self._tasks if task.may_start(now))
             limit = self._max_agents
-            for task in next_to_start(pending, num_running=num_running, max_agents=limit):
+            for task in next_to_start(waiting, num_running=num_running, max_agents=limit):
                 task.process = self._spawn(task)
-                task.started = started(task.process.pid)
+                task.started, task.began = started(task.process.pid), now
         finally:
             self._write()
+            for file in taken:
+                file.unlink(missing_ok=True)
 
-    def _skip_ended(self, *, is_full: bool) -> None:
-        """Start no task of a run that has ended; while no place is free, that can wait a while."""
+    def _settle(self) -> None:
+        """See which attempts have ended, and end what they have left behind."""
+        now = time.monotonic()
+        for task in self._tasks:
+            process = _process(task)
+            if process is None:
+                continue
+            if now >= task.kill_at:
+                kill_family(process.pid)
+            if (code := process.poll()) is None:
+                continue
+            if code != 0 and kill_leftovers(_marks(task)):
+                continue  # they are looked at again
+            task.ended(code, now)
+
+    def _carry_out_requests(self) -> list[Path]:
+        """Do what agents and commands ask for; return the requests that are done."""
+        try:
+            files = sorted(Submission(self._submission).local_requests.iterdir())
+        except FileNotFoundError:
+            return []
+        mine, now = {task.name: task for task in self._tasks}, time.monotonic()
+        done = []
+        for file in files:
+            request = None if file.name.startswith(".") else _read_request(file)
+            task = None if request is None else mine.get(str(request.get("task")))
+            if task is None or request is None:
+                continue  # another launcher's, or half written
+            self._carry_out(request, task, now)
+            done.append(file)
+        return done
+
+    def _carry_out(self, request: Mapping[str, Any], task: LocalTask, now: float) -> None:
+        match request:
+            case {"do": "requeue", "restarts": task.restarts} if not (task.pending or task.skipped):
+                task.requeue(now, self._stop_after_s)
+            case {"do": "postpone", "begin": int() | float() as begin}:
+                if task.pending or task.comes_back:
+                    task.begin = begin
+
+    def _look_at_runs(self, *, is_full: bool) -> None:
+        """Start no task of a run that has ended, nor on a node that its run avoids.
+
+        While no place is free, that can wait a while.
+        """
         if is_full and time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_S
         over = {run: run.is_over for run in {task.run for task in self._tasks if task.pending}}
+        avoided = {run: replacement.excluded(run) for run, is_over in over.items() if not is_over}
         for task in self._tasks:
-            task.skipped = task.skipped or (task.pending and over[task.run])
+            if task.pending:
+                task.skipped = over[task.run]
+                task.is_excluded = task.node in avoided.get(task.run, {})
 
     def _spawn(self, task: LocalTask) -> subprocess.Popen[bytes]:
         log = Submission(self._submission).logs / f"{task.name}.log"
@@ -260,6 +401,26 @@ class LocalHandle:
         self._written, self._unwritten = now, False
 
 
+def _process(task: LocalTask) -> subprocess.Popen[bytes] | None:
+    """Return the process of an attempt that is not over."""
+    return task.process if task.running else None
+
+
+def _marks(task: LocalTask) -> dict[str, str]:
+    """Return the variables by which the processes of a task are known, whoever started them."""
+    names = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
+    made_up = as_array_task(task.job_id, task.index, node_name=task.node, cpus=task.cpus)
+    return {name: made_up[name] for name in names}
+
+
+def _read_request(file: Path) -> dict[str, Any] | None:
+    """Return what is asked for; None if it was withdrawn, or is none."""
+    try:
+        return read_json(file)
+    except (OSError, ValueError):
+        return None
+
+
 def task_environment(environ: Mapping[str, str], task: LocalTask) -> dict[str, str]:
     """Return the environment of a task (pure).
 
@@ -270,9 +431,9 @@ def task_environment(environ: Mapping[str, str], task: LocalTask) -> dict[str, s
     made_up = as_array_task(
         task.job_id,
         task.index,
-        node_name=socket.gethostname(),
+        node_name=task.node,
         cpus=task.cpus,
-        restart_count=0,
+        restart_count=task.restarts,
     )
     path = python_path(environ)
     found = {"PYTHONPATH": os.pathsep.join(path)} if path else {}
@@ -335,6 +496,8 @@ def _queue(plan: Plan) -> list[LocalTask]:
             array_file=Submission(plan.submission).array(array.number).tasks,
             run=RunDir(plan.runs[task.run].dir),
             cpus=getattr(array.launcher, "cpus_per_node", 1) or 1,
+            slot=task.slot,
+            max_requeues=plan.runs[task.run].settings.launcher.max_requeues,
             gpus=gpus.variables(
                 devices,
                 plan.runs[task.run].settings.nproc_per_node,

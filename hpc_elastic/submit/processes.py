@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -53,6 +53,34 @@ def wait_all(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> 
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process and all its descendants at once."""
+    for member in _family(pid):
+        with contextlib.suppress(psutil.Error):
+            member.kill()
+
+
+def kill_leftovers(marks: Mapping[str, str]) -> int:
+    """Kill the processes that were started with these variables; return how many there were.
+
+    For what an agent that was killed has left behind: it is nobody's descendant any more.
+
+    Args:
+        marks: Variables with their values; all have to be there.
+    """
+    wanted = {f"{name}={value}".encode() for name, value in marks.items()}
+    num = 0
+    for process in psutil.process_iter():
+        try:
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if wanted <= set(environ.split(b"\0")) and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                num += 1
+        except (OSError, psutil.Error):  # another user's, or gone
+            continue
+    return num
 
 
 def _family(pid: int) -> list[psutil.Process]:

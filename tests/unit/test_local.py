@@ -230,7 +230,8 @@ def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, cap
 class Ending:
     """An agent and its run, which end after the run has been looked at."""
 
-    pid, over = 1, False
+    pid, over, returncode = 1, False, None
+    excluded = Path(os.devnull)
 
     def poll(self):
         """Return its exit code."""

@@ -12,7 +12,7 @@ from hpc_elastic.slurm.decision import (
     meaning,
     row_of,
 )
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.states import LAUNCHER_ENDED, TaskState
 
 
 def facts(reason, state=None, attempt=0, **more):
@@ -29,6 +29,7 @@ PREEMPTED = {"preempted": True}
 AT_LIMIT = {"reason": "TimeLimit"}
 OWN_ACCORD = "leaves of its own accord"
 AGAIN = {"restarts": 1}
+ORPHANED = {"reason": LAUNCHER_ENDED}
 REQUEUED = {**PREEMPTED, **AGAIN}
 
 CASES = [
@@ -42,12 +43,13 @@ CASES = [
     (facts(Reason.ASKED, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
     (facts(Reason.SIGNAL, "COMPLETING"), "cancelled or ended", Departure.EXIT),
     (facts(Reason.SIGNAL, "CANCELLED"), "cancelled or ended", Departure.EXIT),
-    (facts(Reason.SIGNAL, None), "unknown to Slurm", Departure.EXIT),
+    (facts(Reason.SIGNAL, None), "unknown to the scheduler", Departure.EXIT),
     (facts(Reason.SIGNAL, "RUNNING", run_ended=True), "run finished", Departure.EXIT),
     (facts(Reason.SIGNAL, "RUNNING", requeues_left=0), "out of budget", Departure.EXIT),
     (facts(Reason.ASKED, "RUNNING", requeues_left=1), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.LOST, "RUNNING"), "lost, not seen by Slurm yet", Departure.STAY),
-    (facts(Reason.LOST, ("RUNNING", PREEMPTED)), "lost, not seen by Slurm yet", Departure.STAY),
+    (facts(Reason.ASKED, ("RUNNING", ORPHANED)), LAUNCHER_ENDED, Departure.EXIT),
+    (facts(Reason.LOST, "RUNNING"), "lost, and still called running", Departure.STAY),
+    (facts(Reason.LOST, ("RUNNING", PREEMPTED)), "lost, and still called running", Departure.STAY),
     (facts(Reason.LOST, ("PENDING", AGAIN)), "requeued already", Departure.REQUEUED),
     (facts(Reason.LOST, "PENDING", attempt=None), "waits already", Departure.REQUEUED),
     (facts(Reason.LOST, ("NODE_FAIL", {"reason": "NodeDown"})), "node failure", Departure.REQUEUE),

@@ -34,7 +34,7 @@ from hpc_elastic.slurm import replacement, requeue
 from hpc_elastic.slurm.decision import Departure
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
 from hpc_elastic.slurm.local_tasks import started
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit import cancel, detach
 from hpc_elastic.submit.changes import changed
 from hpc_elastic.submit.living import LocalProcesses
@@ -238,14 +238,14 @@ def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
     assert list(tasks.left()) == ["7_0"]
     (tmp_path / "other").mkdir()
     others = table(tmp_path / "other", state="RUNNING", pid=sleeper.pid, started=made - 60)
-    assert not others.left()
+    assert others.left()["7_0"].phase is Phase.LEAVING, "its launcher sees to it"
     others.end([TaskState("7_0", "RUNNING")])
     others.kill([TaskState("7_0", "RUNNING")])
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
     tasks.end(tasks.left().values())
     sleeper.wait(20)
-    assert not tasks.left()
+    assert tasks.left()["7_0"].phase is Phase.LEAVING
 
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):

@@ -302,13 +302,13 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [event(10.0, "brought back", tasks=["7_1"])],
             "task 7_1, last on node1, may start again as soon as a node is free "
-            "(the leader asked Slurm)",
+            "(the leader asked for it)",
             id="brought back",
         ),
         pytest.param(
             [event(10.0, "brought back", tasks=["7_1"], avoids=["node1"])],
             "task 7_1, last on node1, may start again as soon as a node is free, but on node1 only "
-            "once that is rid of it (the leader asked Slurm)",
+            "once that is rid of it (the leader asked for it)",
             id="brought back, its end unseen",
         ),
         pytest.param(

@@ -37,6 +37,7 @@ def sent_back(tmp_path, monkeypatch, give_back) -> int:
     node = SimpleNamespace(
         _task=SimpleNamespace(name="7_1", attempt=2, run="its run"),
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
+        _spec=SimpleNamespace(launcher="slurm"),
     )
     return module._Node._go_back(node, SentBack(30.04))
 
@@ -62,9 +63,9 @@ def test_a_node_that_can_not_be_requeued_ends_its_task(tmp_path, monkeypatch, ca
     assert "could not be given back" in caplog.text and "Unable to contact" in caplog.text
 
 
-@pytest.mark.parametrize(("launcher", "how"), [("slurm", "requeue"), ("local", "ended")])
-def test_a_node_that_is_left_goes_as_slurm_says(tmp_path, monkeypatch, launcher, how):
-    """A process of the local launcher just ends."""
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, launcher):
+    """The local launcher is one, and knows when a node is rid of a task."""
     given, left = [], []
 
     def depart(*args: object, **fields: object) -> Departure:
@@ -76,15 +77,16 @@ def test_a_node_that_is_left_goes_as_slurm_says(tmp_path, monkeypatch, launcher,
 
     monkeypatch.setattr(module, "depart", depart)
     monkeypatch.setattr(module.last_nodes, "leave", leave)
-    spec, slurm = SimpleNamespace(launcher=launcher), SimpleNamespace(node_name="n3")
+    spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path))
+    slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
     assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
     (event,) = read_events(tmp_path)
-    assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", how)
+    assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", "requeue")
     expected = {"attempt": 2, "reason": Reason.TIME_LIMIT, "run": "its run"}
     for _, fields in given:
         assert fields.pop("note") is not None
-    assert given == ([("7_1", expected)] if launcher == "slurm" else [])
+    assert given == [("7_1", expected)]
     assert left == ([("its run", "7_1", "n3")] if launcher == "slurm" else [])
 
 

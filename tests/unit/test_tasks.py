@@ -1,7 +1,5 @@
 """The tasks of a run as its leader sees them: by squeue, or by the local launcher's table."""
 
-import socket
-
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
@@ -125,6 +123,9 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
     assert caplog.text.count("Slurm does not answer") == 2
 
 
+NO_LAUNCHER = {"launcher": GONE, "launcher_started": 1.0}
+
+
 def local(folder, slots, table) -> LocalTasks:
     """The tasks of a local run whose launcher has written this table."""
     write_table(Submission(folder), **table)
@@ -134,23 +135,28 @@ def local(folder, slots, table) -> LocalTasks:
 
 
 def test_a_local_task_runs_while_its_process_does(tmp_path):
-    """A table entry whose process is gone has ended; those of other runs are left out."""
+    """Its launcher sees to one whose process is gone; those of other runs are left out."""
     submitted(tmp_path, a0="9")
     table = {
-        "9_0": {"state": "RUNNING", **ME},
+        "9_0": {"state": "RUNNING", **ME, "node": "local-0", "restarts": 2},
         "9_1": {"state": "RUNNING", "pid": GONE, "started": 1.0},
         "9_2": {"state": "PENDING"},
         "9_3": {"state": "RUNNING", **ME},
         "9_4": {"state": "ENDED", **ME, "exit_code": 0},
+        "9_6": {"state": "RUNNING", "pid": GONE, "started": 1.0, **NO_LAUNCHER},
+        "9_7": {"state": "PENDING", **NO_LAUNCHER},
+        "9_8": {"state": "ENDED", **ME, "exit_code": -9},
     }
-    tasks = local(tmp_path, [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5)], table)
+    tasks = local(tmp_path, [(0, n) for n in (0, 1, 2, 4, 5, 6, 7, 8)], table)
     view = tasks.view()
-    expected = {"9_0": "RUNNING", "9_1": "FAILED", "9_2": "PENDING", "9_4": "COMPLETED"}
-    assert words(view) == expected
-    assert view["9_0"].node == socket.gethostname()
+    assert words(view) == {
+        "9_0": "RUNNING", "9_1": "COMPLETING", "9_2": "PENDING", "9_4": "COMPLETED",
+        "9_6": "CANCELLED", "9_7": "CANCELLED", "9_8": "FAILED",
+    }  # fmt: skip
+    assert (view["9_0"].node, view["9_0"].restarts) == ("local-0", 2)
+    assert view["9_6"].reason == "its launcher has ended"
     assert tasks.is_running("9_0") is True and tasks.is_running("9_1") is False
     tasks.cancel_pending()
-    tasks.postpone_pending(1)
 
 
 def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):

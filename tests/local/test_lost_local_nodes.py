@@ -1,0 +1,130 @@
+"""Nodes of a local run that are preempted, killed and come back: whole runs, no Slurm."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from local_runs import LocalRun
+
+COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
+SCRIPT = textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+
+    import hydra
+    import torch
+    import torch.distributed as dist
+    from hpc_elastic import checkpoint_boundary, should_checkpoint
+
+    FOLDER = Path({folder!r})
+    SAVED = FOLDER / "saved"
+
+    @hydra.main(version_base=None)
+    def main(cfg):
+        dist.init_process_group("gloo")
+        step = int(SAVED.read_text()) if SAVED.exists() else 0
+        over = torch.tensor(0)
+        while not over:
+            time.sleep(0.02)
+            over = torch.tensor(int((FOLDER / "over").exists()))
+            dist.all_reduce(over)
+            step += 1
+            print("step", step, flush=True)
+            if should_checkpoint(step, every_steps=50):
+                if dist.get_rank() == 0:
+                    SAVED.write_text(str(step))
+                dist.barrier()
+                checkpoint_boundary(step=step)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        main()
+    """
+)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
+    """Starts the script's run, and ends what is left of it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(tmp_path)))
+    with contextlib.ExitStack() as started:
+        yield lambda *overrides: started.enter_context(
+            LocalRun(script, tmp_path, "+launcher=local", "+nproc_per_node=1", *overrides)
+        )
+
+
+def call(*args: str | Path) -> str:
+    """Call hpc-elastic; return what it prints."""
+    done = subprocess.run(
+        [COMMAND, *map(str, args)], capture_output=True, text=True, timeout=120,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def sizes(run: LocalRun) -> list[int]:
+    """How many nodes each round had."""
+    return [e["nodes"] for e in run.events("round")]
+
+
+def steps(run: LocalRun, round_: int) -> list[int]:
+    """The steps that the first worker of a round has made."""
+    found = [*(run.path / "tasks").glob(f"*/attempt-*/round-{round_}.rank-0.out")]
+    return [int(n) for file in found for n in re.findall(r"step (\d+)\n", file.read_text())]
+
+
+def trains(run: LocalRun, *expected: int) -> None:
+    """Wait until the rounds have had these sizes, and the last one has made steps."""
+    run.eventually(lambda: sizes(run) == list(expected), f"groups {expected}, not {sizes(run)}")
+    run.eventually(lambda: len(steps(run, len(expected))) > 5, "the group trains")
+
+
+def agents(run: LocalRun) -> dict[str, int]:
+    """The pid of each node's agent, by the node's name."""
+    return {e["host"]: e["pid"] for e in run.events("task")}
+
+
+def leader(run: LocalRun) -> str:
+    """The node whose agent leads."""
+    task = run.events("leader")[-1]["task"]
+    return next(e["host"] for e in run.events("task") if e["task"] == task)
+
+
+def test_a_node_that_is_lost_comes_back(start, tmp_path):
+    """Preempted, killed, and the one that leads: no step is missing, no word is of Slurm."""
+    run = start("nodes=1:2")
+    trains(run, 2)
+    assert sorted(agents(run)) == ["local-0", "local-1"]
+    (run.path / "notice" / "local-1").write_text("30")
+    trains(run, 2, 1, 2)
+    assert steps(run, 2)[0] == steps(run, 1)[-1] + 1 and steps(run, 3)[0] == steps(run, 2)[-1] + 1
+
+    os.kill(agents(run)[other := {"local-0", "local-1"}.difference({leader(run)}).pop()],
+            signal.SIGKILL)  # fmt: skip
+    trains(run, 2, 1, 2, 1, 2)
+    led = leader(run)
+    os.kill(agents(run)[led], signal.SIGKILL)
+    trains(run, 2, 1, 2, 1, 2, 1, 2)
+    assert leader(run) == other
+    attempts = [(e["host"], e["attempt"]) for e in run.events("task")]
+    assert sorted(attempts) == sorted(set(attempts)) and len(attempts) == 5
+
+    (tmp_path / "over").touch()
+    assert run.wait() == 0, run.output()
+    assert run.result()["restarts"] == 0
+    made = [step for number in range(1, 8) for step in steps(run, number)]
+    assert sorted(set(made)) == list(range(1, max(made) + 1)), "no step is missing"
+    told = [call(what, run.path) for what in ("events", "status")]
+    assert "local-1" in told[0] and told[0].count("came back") == 3, told[0]
+    for text in (*told, run.output()):
+        assert "slurm" not in text.lower(), text

@@ -88,6 +88,14 @@ def until(condition) -> None:
         time.sleep(0.02)
 
 
+@pytest.fixture(autouse=True)
+def handler():
+    """Restore what SIGTERM does: a task that departs ignores it, and so would its children."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """Makes queues whose tasks come back without delay, and ends their processes."""

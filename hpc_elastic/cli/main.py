@@ -38,6 +38,8 @@ Exit codes:
                   a run has not succeeded
          logs     there is nothing to show
          cancel   it was not confirmed, or tasks are left
+         preempt, kill
+                  the node is still there
          clean    something could not be removed
          doctor   a check failed
          audit    a sample was left out or trained twice, or nobody can tell
@@ -64,6 +66,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Steer": {
         "cancel": ("cancel", "End a run, its waiting tasks too."),
+        "preempt": ("preempt", "Take a node from a run with notice; it saves and comes back."),
+        "kill": ("kill", "Let a run lose a node without notice."),
         "resume": ("resume", "Let a run that stopped go on from its last checkpoint."),
         "clean": ("clean", "Remove old checkpoints of a run."),
         "completion": ("completion", "Print what completes commands and runs in your shell."),

@@ -132,6 +132,16 @@ class SlurmClient:
             if not is_ended(e):
                 raise
 
+    def kill_steps(self, task: str) -> None:
+        """Send SIGKILL to the steps of a task; its batch script ends with what srun returns.
+
+        The task is FAILED then. A signal to the task as a whole would cancel it (22.05).
+        """
+        listed = self._run(["squeue", "-h", "-s", "-j", task, "-o", "%i"]).split()
+        steps = [step for step in listed if step.rpartition(".")[2].isdecimal()]
+        if steps:
+            self._run(["scancel", "--signal=KILL", *steps])
+
     def max_array_size(self) -> int:
         """Return the cluster's MaxArraySize: the highest index of an array is one less."""
         argv = ["scontrol", "show", "config"]

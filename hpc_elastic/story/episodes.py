@@ -117,6 +117,8 @@ _ASIDES: dict[str, Callable[[Chronicle, Event], Episode | None]] = {
     "not saved": _not_saved,
     "saved again": _as_it_is,
     "cancel": _as_it_is,
+    "preempt": _as_it_is,
+    "kill": _as_it_is,
     "resume": _as_it_is,
 }
 

@@ -179,6 +179,12 @@ _COMMAND = "the command, in `events/command.jsonl`"
 _OF_COMMANDS = (
     Kind("cancel", "A user has cancelled the run.", "before its tasks are ended", _COMMAND,
          (_USER, Field("host", "text", "where it was given"))),
+    Kind("preempt", "A user has a node of the run left, with notice.", "before the notice is given",
+         _COMMAND,
+         (_USER, _HOST, Field("node_task", "text", "the task of the node"),
+          Field("grace_s", "number", "seconds that it was given"))),
+    Kind("kill", "A user has killed the processes of a node.", "before that", _COMMAND,
+         (_USER, _HOST, Field("node_task", "text", "the task of the node"))),
     Kind("resume", "A user has let the run go on, in new tasks.", "once they are submitted",
          _COMMAND,
          (_USER, Field("host", "text", "where it was given"),

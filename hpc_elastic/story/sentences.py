@@ -228,6 +228,17 @@ def _cancel(episode: Episode) -> str:
     return f"{episode.facts.get('user')} cancelled the run, on {episode.facts.get('host')}"
 
 
+def _preempt(episode: Episode) -> str:
+    facts = episode.facts
+    grace_s = float(facts.get("grace_s") or 0.0)
+    return f"{facts.get('user')} preempted {facts.get('host')} ({grace_s:g} s grace)"
+
+
+def _kill(episode: Episode) -> str:
+    facts = episode.facts
+    return f"{facts.get('user')} killed the processes of {facts.get('host')}"
+
+
 def _resume(episode: Episode) -> str:
     facts = episode.facts
     return f"{facts.get('user')} let the run go on, with {facts.get('nodes')} nodes"
@@ -254,6 +265,8 @@ _SPECIAL: dict[str, Callable[[Episode], str]] = {
     "not saved": _not_saved,
     "saved again": _saved_again,
     "cancel": _cancel,
+    "preempt": _preempt,
+    "kill": _kill,
     "resume": _resume,
     "left": _left,
     "gave up": _left,

@@ -55,6 +55,26 @@ def tasks_of(spec: RunSpec) -> Tasks:
     return SlurmJobs(spec) if spec.launcher == "slurm" else LocalProcesses(spec)
 
 
+def kill_node(spec: RunSpec, task: str) -> None:
+    """Kill the processes of one node at once, without notice; its task may come back.
+
+    Args:
+        spec: The run.
+        task: The node's task, by its agent's name.
+
+    Raises:
+        SlurmError: Slurm refuses, or does not answer.
+        RunDirectoryError: the processes are another user's, or can not be killed one by one.
+    """
+    if "." in task:
+        remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
+        raise RunDirectoryError(f"{task} is a node of a gang, which Slurm kills as one: {remedy}")
+    if spec.launcher == "slurm":
+        SlurmClient().kill_steps(task)
+    else:
+        LocalProcesses(spec).kill([TaskState(task, "RUNNING")])
+
+
 class SlurmJobs:
     """The tasks of a run that are Slurm's.
 

@@ -95,7 +95,7 @@ def test_the_order_is_the_real_one_also_when_a_killed_worker_is_started_again(
     assert all(line["timed"] for line in found)
     by_rank = {(line["rank"], line["stream"], line["host"][-2:]) for line in found}
     assert {(rank, stream) for rank, stream, _ in by_rank} == {(0, "out"), (1, "err")}
-    assert {host for *_, host in by_rank} == {"_0", "_1"}, "nodes of one machine are told apart"
+    assert {host for *_, host in by_rank} == {"-0", "-1"}, "nodes of one machine are told apart"
 
 
 def test_a_full_disk_costs_the_times_only_as_long_as_it_is_full(tmp_path, caplog):

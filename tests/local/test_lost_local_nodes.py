@@ -1,6 +1,7 @@
 """Nodes of a local run that are preempted, killed and come back: whole runs, no Slurm."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helps import not_in_help
 from local_runs import LocalRun
 
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
@@ -62,14 +64,14 @@ def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
         )
 
 
-def call(*args: str | Path) -> str:
+def call(*args: str | Path, code: int = 0) -> str:
     """Call hpc-elastic; return what it prints."""
     done = subprocess.run(
         [COMMAND, *map(str, args)], capture_output=True, text=True, timeout=120,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def sizes(run: LocalRun) -> list[int]:
@@ -105,15 +107,18 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     run = start("nodes=1:2")
     trains(run, 2)
     assert sorted(agents(run)) == ["local-0", "local-1"]
-    (run.path / "notice" / "local-1").write_text("30")
+    told = json.loads(call("preempt", run.path, "local-1", "--json"))
+    assert not not_in_help("preempt", told)
+    assert (told["left"], told["comes_back"], told["attempt"]) == (True, True, 0), told
     trains(run, 2, 1, 2)
-    assert steps(run, 2)[0] == steps(run, 1)[-1] + 1 and steps(run, 3)[0] == steps(run, 2)[-1] + 1
+    assert told["step"] == steps(run, 1)[-1] == steps(run, 2)[0] - 1
+    assert steps(run, 3)[0] == steps(run, 2)[-1] + 1
 
-    os.kill(agents(run)[other := {"local-0", "local-1"}.difference({leader(run)}).pop()],
-            signal.SIGKILL)  # fmt: skip
+    led, (other,) = leader(run), {"local-0", "local-1"} - {leader(run)}
+    os.kill(agents(run)[other], signal.SIGKILL)
     trains(run, 2, 1, 2, 1, 2)
-    led = leader(run)
-    os.kill(agents(run)[led], signal.SIGKILL)
+    said = call("kill", run.path, led)
+    assert f"killing {led}" in said and "its task starts again" in said
     trains(run, 2, 1, 2, 1, 2, 1, 2)
     assert leader(run) == other
     attempts = [(e["host"], e["attempt"]) for e in run.events("task")]
@@ -124,7 +129,10 @@ def test_a_node_that_is_lost_comes_back(start, tmp_path):
     assert run.result()["restarts"] == 0
     made = [step for number in range(1, 8) for step in steps(run, number)]
     assert sorted(set(made)) == list(range(1, max(made) + 1)), "no step is missing"
-    told = [call(what, run.path) for what in ("events", "status")]
-    assert "local-1" in told[0] and told[0].count("came back") == 3, told[0]
-    for text in (*told, run.output()):
+    texts = [call(what, run.path) for what in ("events", "status")]
+    assert texts[0].count("came back") == 3, texts[0]
+    assert "preempted local-1 (30 s grace)" in texts[0]
+    assert f"killed the processes of {led}" in texts[0]
+    for text in (*texts, run.output()):
         assert "slurm" not in text.lower(), text
+    assert "has ended: it succeeded" in call("preempt", run.path, "local-1", code=1)

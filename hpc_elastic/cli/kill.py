@@ -1,0 +1,77 @@
+"""``hpc-elastic kill``: let a run lose a node without notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hpc_elastic.cli import nodes, options
+
+_WAIT_S = 60.0
+_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic kill last local-1
+  hpc-elastic kill runs/7 node3
+  hpc-elastic kill last 4711_2 --json
+
+\b
+--json prints one object:
+  run_id, run, task, node, attempt   what was killed; attempt: of the task
+  gone     whether nothing of it runs any more
+  after_s  after how many seconds
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@options.run
+@nodes.argument
+@nodes.wait_option
+@options.as_json
+def command(run: Path, node: str, wait_s: float | None, as_json: bool) -> int:
+    """Kill the agent and the workers of NODE, as if it had died: to see what a run makes of that.
+
+    NODE is a node's name (node3, local-1) or that of its task, as `hpc-elastic status` shows them.
+    SIGKILL ends its processes at once and nothing is saved: what was done since the last checkpoint
+    is done again. The node's task goes back to the queue, as that of a lost node does. The machine
+    itself is left alone, and so are other jobs on it.
+
+    The nodes of a gang's job can not be killed one by one, and are refused; so is a run that has
+    ended. The exit code is 1 if the node is still there after the time.
+    """
+    return kill(nodes.find_node(run, node), _WAIT_S if wait_s is None else wait_s, as_json)
+
+
+def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
+    """Kill a node's processes, wait until they are gone, and say what came of it.
+
+    Returns:
+        0 if they are, else 1.
+    """
+    from hpc_elastic.submit.living import kill_node
+
+    if not as_json:
+        print(f"killing {node}: nothing is saved", flush=True)
+    node.note("kill")
+    kill_node(node.spec, node.task)
+    after_s = nodes.wait_until(node, lambda: nodes.is_lost(node, nodes.state_now(node)), wait_s)
+    if after_s is not None and node.others == 0:
+        _bring_back(node)
+    if as_json:
+        gone = after_s is not None
+        print(json.dumps({**node.json, "gone": gone, "after_s": after_s}, indent=2))
+    elif after_s is None:
+        click.echo(f"{node.host} is still there after {wait_s:g} s", err=True)
+    else:
+        what = "its task starts again as soon as a node is free"
+        print(f"{node.host} is gone after {after_s:.1f} s; {what}")
+    return 1 if after_s is None else 0
+
+
+def _bring_back(node: nodes.Node) -> None:
+    """Let the task of a run's only node come back: no leader is left to see to it."""
+    from hpc_elastic.agent.tasks import tasks_of
+
+    tasks_of(node.spec).bring_back(node.run, [node.task])

@@ -1,0 +1,110 @@
+"""``hpc-elastic preempt`` and ``kill``: which node is meant, and what is refused."""
+
+import json
+
+import pytest
+from arrays import ME, run_of, write_table
+
+from hpc_elastic.cli import kill as killing
+from hpc_elastic.cli import preempt as preempting
+from hpc_elastic.cli.main import main
+from hpc_elastic.cli.nodes import NodeName
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.rundir import Submission
+from hpc_elastic.submit import living
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A local run with two nodes, of three, whose processes are this one."""
+    made = run_of(tmp_path, "7", [(0, 0), (0, 1), (0, 2)], launcher="local")
+    lives = {"state": "RUNNING", **ME}
+    tasks = {
+        "7_0": {**lives, "node": "local-0"}, "7_1": {**lives, "node": "local-1", "restarts": 2},
+        "7_2": {"state": "PENDING", "node": "local-2"},
+    }  # fmt: skip
+    write_table(Submission(tmp_path / ".hpc_elastic"), **tasks)
+    return made
+
+
+def refusal(run, node, capsys) -> str:
+    """Return why neither command takes a node."""
+    assert main(["kill", str(run.path), node]) == 1
+    killed = capsys.readouterr().err
+    assert main(["preempt", str(run.path), node]) == 1
+    assert capsys.readouterr().err == killed
+    assert not list(run.notices.iterdir()) and not read_events(run.event_logs)
+    return killed
+
+
+def test_an_unknown_node_lists_those_that_there_are(run, capsys):
+    """With what may have been meant; a task that waits has none."""
+    text = refusal(run, "local-11", capsys)
+    assert "did you mean 'local-1'" in text
+    assert "its nodes: local-0 (task 7_0), local-1 (task 7_1)" in text
+    assert "task 7_2 has no node: it is PENDING" in refusal(run, "7_2", capsys)
+
+
+def test_a_run_without_nodes_has_none_to_take(run, tmp_path, capsys):
+    """It waits, was cancelled, or has ended."""
+    write_table(Submission(tmp_path / ".hpc_elastic"), **{"7_0": {"state": "PENDING"}})
+    assert "has no node now; tasks that wait for one: 1" in refusal(run, "local-0", capsys)
+    run.cancelled.write_text(json.dumps({"user": "ada", "host": "login1", "time": 0}))
+    assert "was cancelled by ada" in refusal(run, "local-0", capsys)
+    run.result.write_text('{"status": "succeeded"}')
+    assert "has ended: it succeeded" in refusal(run, "local-0", capsys)
+
+
+@pytest.mark.parametrize("name", ["local-1", "7_1"])
+def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
+    """By its name or its task's; the notice names the task, and holds the seconds."""
+
+    def leave(node, is_gone, wait_s):
+        assert (node.run.notices / "7_1").read_text() == "12\n" and wait_s == 42
+        EventLog(run.events("7_0"), "7_0").write("stop", step=9)
+        EventLog(run.events("7_1"), "7_1").write("left", reason="asked", how="requeue")
+        assert is_gone()
+        return 3.0
+
+    monkeypatch.setattr(preempting.nodes, "wait_until", leave)
+    assert main(["preempt", str(run.path), name, "--grace-s", "12"]) == 0
+    out = capsys.readouterr().out
+    assert "preempting local-1 (task 7_1, attempt 2): it has 12 s" in out
+    assert "left after 3.0 s; all ranks saved step 9; its task starts again" in out
+    (event,) = [e for e in read_events(run.event_logs) if e["kind"] == "preempt"]
+    assert (event["host"], event["node_task"], event["grace_s"]) == ("local-1", "7_1", 12)
+
+
+def test_a_notice_that_nobody_takes_is_withdrawn(run, capsys):
+    """No leader is there; the exit code says that the node is."""
+    assert main(["preempt", str(run.path), "local-0", "--wait-s", "0", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["left"], told["after_s"], told["comes_back"]) == (False, None, None)
+    assert not list(run.notices.iterdir())
+
+
+def test_a_node_that_does_not_go_is_told_of(run, monkeypatch, capsys):
+    """And the processes that are killed are those of its task."""
+    killed = []
+    monkeypatch.setattr(living, "kill_node", lambda spec, task: killed.append(task))
+    assert main(["kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
+    assert killed == ["7_1"] and "local-1 is still there after 0 s" in capsys.readouterr().err
+    assert killing.nodes.find_node(run.path, "local-1").others == 1
+
+
+def test_a_node_of_a_gang_is_not_killed(run):
+    """Slurm would kill all of them."""
+    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
+        living.kill_node(run.load(), "7.1")
+
+
+def test_nodes_are_completed_from_the_group(run):
+    """As status.json has them."""
+    run.status.write_text(json.dumps({"members": [{"host": "local-0"}, {"host": "node3"}]}))
+
+    class Context:
+        params = {"run": str(run.path)}  # noqa: RUF012
+
+    found = NodeName().shell_complete(Context(), None, "lo")
+    assert [item.value for item in found] == ["local-0"]

@@ -63,7 +63,7 @@ def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
     with contextlib.ExitStack() as started:
         yield lambda *overrides: started.enter_context(
             LocalRun(
-                script, tmp_path, "+launcher=local", "+nproc_per_node=1",
+                script, tmp_path, "+launcher=local", "nproc_per_node=1",
                 "launcher.agent.spares=false", *overrides,
             )
         )  # fmt: skip

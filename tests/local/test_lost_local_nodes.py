@@ -60,7 +60,7 @@ def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
     script.write_text(SCRIPT.format(folder=str(tmp_path)))
     with contextlib.ExitStack() as started:
         yield lambda *overrides: started.enter_context(
-            LocalRun(script, tmp_path, "+launcher=local", "+nproc_per_node=1", *overrides)
+            LocalRun(script, tmp_path, "+launcher=local", "nproc_per_node=1", *overrides)
         )
 
 

@@ -152,7 +152,7 @@ def _pattern(
     "agents",
     default=False,
     show_default=True,
-    help="With the agents' logs, and what Slurm captured of the tasks.",
+    help="With the agents' logs, and what the launcher captured of the tasks.",
 )
 @options.as_json
 def command(
@@ -172,13 +172,13 @@ def command(
     """Print what a run's workers have written, of all nodes together, in order of time.
 
     Each line begins with its time, its node and its rank; then `|` for standard output, `!` for
-    standard error, `:` for what agents and Slurm have written. Times are those at which the lines
+    standard error, `:` for what agents and tasks have written. Times are those at which the lines
     came, to a tenth of a second; nothing is asked of the script. A line that was redrawn, as
     progress bars do, is shown as it was left.
 
     With --json each line is an object: time (Unix seconds), timed (false: nothing is known but the
     file's date), host, task, attempt, round, rank (null for agents), stream (out, err, agent,
-    slurm), text.
+    slurm or local), text.
 
     With --follow it ends with the run, also with one that was cancelled, or whose tasks are gone,
     and says how that ended.

@@ -71,7 +71,8 @@ class Discovery:
             path = submission.log(name)
             if path.name in there:
                 hosts = set(self._hosts_of(name).values())
-                yield Source(path, "slurm", name, host=hosts.pop() if len(hosts) == 1 else "")
+                host = hosts.pop() if len(hosts) == 1 else ""
+                yield Source(path, self._spec.launcher, name, host=host)
 
     def _names(self, folder: Path) -> list[str]:
         """Return the names in a folder; of a changed one anew."""

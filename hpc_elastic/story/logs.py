@@ -21,7 +21,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rundir import AGENT_LOG
 from hpc_elastic.slurm.nodelist import compress_indices
 
-Stream = Literal["out", "err", "agent", "slurm"]
+Stream = Literal["out", "err", "agent", "slurm", "local"]
 
 SETTLE_S = 0.5
 """A line that is followed waits so long for earlier ones of other files."""
@@ -37,10 +37,12 @@ class Source:
 
     Attributes:
         path: The file.
-        stream: ``agent``: the agent's log; ``slurm``: what Slurm has captured of the task.
+        stream: ``agent``: the agent's log; ``slurm``, ``local``: what the launcher of
+            that name has captured of the task.
         task: Whose it is.
-        attempt: Of the task; None for ``slurm``, where all attempts write into one file.
-        round: Of the run; None for ``agent`` and ``slurm``.
+        attempt: Of the task; None for ``slurm`` and ``local``, where all attempts write into one
+            file.
+        round: Of the run; None for ``agent``, ``slurm`` and ``local``.
         rank: The worker's global rank, or None.
         host: The node; empty where it is not known, or not the same throughout.
     """

@@ -13,6 +13,7 @@ long as their workers may take to stop.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -25,9 +26,13 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.files import read_json, write_atomic
 from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import RunDir, RunSpec
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import Phase, TaskState
+from hpc_elastic.slurm.sweep import SweepQueue
 from hpc_elastic.submit.living import Tasks, tasks_of
 from hpc_elastic.submit.outcome import cancellation
+
+_log = logging.getLogger(__name__)
 
 COMMANDS = "command"
 """In place of a task, in events that a command writes."""
@@ -133,9 +138,20 @@ def cancel(
     run, spec = standing.run, standing.spec
     mark(run, warn)
     left = _end_all(tasks or tasks_of(spec), spec, wait_s, warn)
+    _let_others_start(run, spec)
     if read_result(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it came to its end meanwhile
     return left
+
+
+def _let_others_start(run: RunDir, spec: RunSpec) -> None:
+    """Let runs of the sweep start that stay away because this one had their nodes."""
+    if spec.launcher != "slurm":
+        return
+    try:
+        SweepQueue(run, spec, spec.partition, SlurmClient()).let_others_start(ends=True)
+    except (SlurmError, OSError, RunDirectoryError) as e:
+        _log.warning("other runs of the sweep may start minutes later: %s", e)
 
 
 def mark(run: RunDir, warn: Callable[[str], None]) -> None:

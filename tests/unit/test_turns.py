@@ -9,6 +9,7 @@ from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.slurm.sweep import SweepQueue
 from hpc_elastic.slurm.turns import Nodes, QueuedRun, let_start, waits_in_vain
+from hpc_elastic.submit import cancel
 
 AWAY = 60.0
 
@@ -190,14 +191,15 @@ def two_runs(tmp_path) -> list[RunDir]:
     for n, run in enumerate(runs):
         slots = [(0, 2 * n), (0, 2 * n + 1)]
         entry = Entry("function", "main", script="/x.py")
-        run.create(RunSpec("r", 2, 2, 1, 0, entry, str(submission.path), slots, whole_nodes=True))
+        where = {"partition": "low", "whole_nodes": True}
+        run.create(RunSpec("r", 2, 2, 1, 0, entry, str(submission.path), slots, **where))
         (run.rdzv / "record.1.json").touch()
     return runs
 
 
 def queue_of(run: RunDir, client: FakeClient) -> SweepQueue:
     """Return the queue as this run's leader sees it."""
-    return SweepQueue(run, run.load(), "low", client)
+    return SweepQueue(run, run.load(), None, client)
 
 
 def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
@@ -233,3 +235,17 @@ def test_a_slurm_that_does_not_answer_is_said(two_runs):
         queue_of(two_runs[0], Silent()).let_others_start()
     with pytest.raises(SlurmCommandError):
         queue_of(two_runs[0], Silent()).let_others_start(ends=True)
+
+
+def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
+    """Nobody of it is left to do so."""
+    client = FakeClient()
+    monkeypatch.setattr(cancel, "SlurmClient", lambda: client)
+
+    class NoTasks:
+        def left(self):
+            return {}
+
+    standing = cancel.Standing(two_runs[0], two_runs[0].load(), None, {})
+    assert cancel.cancel(standing, wait_s=1.0, warn=print, tasks=NoTasks()) == []
+    assert client.started == ["7_2"]

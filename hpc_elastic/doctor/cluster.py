@@ -117,8 +117,7 @@ def _accounting(client: SiteClient) -> str | None:
 
 def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tuple[str, str]:
     """Let sbatch look at the script of a run; return its words, and why it would refuse it."""
-    from hpc_elastic.submit.refusals import explain
-    from hpc_elastic.submit.slurm_backend import known_partitions
+    from hpc_elastic.submit.slurm_backend import refusal
 
     try:
         with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
@@ -128,7 +127,7 @@ def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tupl
     except SlurmCommandError as e:
         if e.exit_code is None:
             return "", str(e)
-        return "", str(explain(e.stderr, settings, known_partitions(client)))
+        return "", str(refusal(e.stderr, settings, client))
     except HpcElasticError as e:
         return "", str(e)
 

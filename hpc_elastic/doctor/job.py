@@ -121,8 +121,7 @@ def submit(
         HpcElasticError: sbatch refuses it, or the directory can not be written to.
     """
     from hpc_elastic.submit.executor import SbatchRefusedError, submit_script
-    from hpc_elastic.submit.refusals import explain
-    from hpc_elastic.submit.slurm_backend import known_partitions
+    from hpc_elastic.submit.slurm_backend import refusal
 
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
     launcher = replace(launcher_of(settings), time=time_limit(settings, longest_s))
@@ -131,7 +130,7 @@ def submit(
         jobs = submit_script(script, num_nodes)
     except SbatchRefusedError as e:
         shutil.rmtree(own, ignore_errors=True)
-        raise explain(e.stderr, launcher, known_partitions(client)) from e
+        raise refusal(e.stderr, launcher, client) from e
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise

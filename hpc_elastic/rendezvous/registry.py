@@ -6,19 +6,36 @@ so nothing heavy is imported before the backend is really asked for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+_TORCHRUN = "torch.distributed.run"
+"""As ``python -m`` starts it."""
 
 
 def slurm_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return what makes a handler from torchrun's parameters."""
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        from hpc_elastic.errors import HpcElasticError
         from hpc_elastic.rendezvous.torchrun import create_handler
 
-        return create_handler(parameters)
+        try:
+            return create_handler(parameters)
+        except HpcElasticError as e:
+            if not _is_torchrun():
+                raise
+            raise SystemExit(f"torchrun --rdzv-backend=slurm: {e}") from e  # without a traceback
 
     return create
+
+
+def _is_torchrun() -> bool:
+    """Tell whether this program is torchrun, and no other that uses torch elastic."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).name == "torchrun" or getattr(spec, "name", "") == _TORCHRUN

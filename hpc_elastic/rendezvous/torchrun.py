@@ -22,6 +22,7 @@ from pathlib import Path
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 from hpc_elastic.config import RendezvousSettings
+from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.events import EventLog
 from hpc_elastic.net.keys import user_folder, user_key
 from hpc_elastic.net.wire import sign
@@ -51,7 +52,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         ConfigError: ``interface`` names none of this node's.
         PermissionError: others than the owner may read the key file.
     """
-    slurm = SlurmEnvironment.from_env(os.environ)
+    slurm = _step_of_this_process()
     settings = _settings(parameters)
     run_id = f"{slurm.step_identity}.{parameters.run_id}"
     interface = address.find(
@@ -82,6 +83,21 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     )  # fmt: skip
     session = Session(me, Candidacy(interface.address, office, lambda _: None))
     return SlurmRendezvousHandler(session, parameters.run_id, settings.join_timeout_s)
+
+
+def _step_of_this_process() -> SlurmEnvironment:
+    """Return what Slurm says of this job step."""
+    try:
+        slurm = SlurmEnvironment.from_env(os.environ)
+        _ = slurm.step_identity, slurm.node_id, slurm.hosts
+    except SlurmEnvironmentError as e:
+        why = f"this is no job step of Slurm ({str(e).partition(',')[0]})"
+        remedy = (
+            "start it by `srun torchrun ...` in an sbatch script, or after salloc; on this machine "
+            "alone use `torchrun --standalone`"
+        )
+        raise SlurmEnvironmentError(f"{why}: {remedy}") from e
+    return slurm
 
 
 class _Step:

@@ -18,7 +18,9 @@ from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_
 from hpc_elastic.slurm.nodelist import compress, compress_indices
 from hpc_elastic.slurm.outputs import (
     EACH_NODE_FORMAT,
+    NODE_KINDS_FORMAT,
     SQUEUE_FORMAT,
+    NodeKind,
     Preemption,
     Record,
     is_ended,
@@ -33,6 +35,7 @@ from hpc_elastic.slurm.outputs import (
     parse_is_up,
     parse_job_id,
     parse_node_address,
+    parse_node_kinds,
     parse_out_of_service,
     parse_partition_names,
     parse_preemption,
@@ -179,6 +182,16 @@ class SlurmClient:
         """
         where = [] if partition is None else ["-p", partition]
         return parse_each_node(self._run(["sinfo", "-h", "-N", *where, "-o", EACH_NODE_FORMAT]))
+
+    def node_kinds(self, partition: str | None) -> list[NodeKind]:
+        """Return what the nodes of some partitions have (login node).
+
+        Args:
+            partition: As given to sbatch: a name or several with commas; None: all that the user
+                may see.
+        """
+        where = [] if partition is None else ["-p", partition]
+        return parse_node_kinds(self._run(["sinfo", "-h", "-e", *where, "-o", NODE_KINDS_FORMAT]))
 
     def node_address(self, node: str) -> str | None:
         """Return where the controller reaches a node: a host name or an address, as configured.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hpc_elastic.errors import SlurmCommandError
@@ -34,6 +34,9 @@ SQUEUE_FORMAT = ",".join(f"{name}:0|" for name in FIELDS)
 
 NODES_FORMAT = "%D|%T"
 """For sinfo -o: how many nodes are in which state."""
+
+NODE_KINDS_FORMAT = "%G|%c|%m"
+"""For sinfo -e -o: what the nodes of each kind have."""
 
 EACH_NODE_FORMAT = "%N|%T"
 """For sinfo -N -o: each node and its state."""
@@ -234,6 +237,42 @@ def parse_each_node(output: str) -> dict[str, str]:
     """
     lines = (line.strip().partition("|") for line in output.splitlines() if line.strip())
     return {name: state.strip() for name, _, state in lines}
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """What nodes of one kind have.
+
+    Attributes:
+        gpus: GPUs by type; the type is empty where none is configured.
+        cpus: CPUs.
+        memory_mb: MiB of memory.
+    """
+
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    cpus: int = 0
+    memory_mb: int = 0
+
+
+def parse_node_kinds(output: str) -> list[NodeKind]:
+    """Return the kinds of nodes in what ``sinfo -h -o NODE_KINDS_FORMAT`` printed."""
+    rows = [line.strip().split("|") for line in output.splitlines()]
+    return [
+        NodeKind(_gpus(gres), parse_number(cpus) or 0, parse_number(memory) or 0)
+        for gres, cpus, memory in (row for row in rows if len(row) == 3)
+    ]
+
+
+def _gpus(gres: str) -> dict[str, int]:
+    """Return the GPUs in generic resources such as ``gpu:a100:4(S:0-1),lustre:1``, by type."""
+    found: dict[str, int] = {}
+    for resource in re.sub(r"\([^)]*\)", "", gres).split(","):
+        name, *words = resource.split(":")
+        number = words.pop() if words and words[-1].isdecimal() else "1"
+        if name == "gpu":
+            kind = ":".join(words)
+            found[kind] = found.get(kind, 0) + int(number)
+    return found
 
 
 def parse_version(output: str) -> str:

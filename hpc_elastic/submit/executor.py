@@ -14,6 +14,8 @@ Used as they are: submit_array (public), _submit_command, _get_job_id_from_submi
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,8 +118,10 @@ def submit_script(script: Path, num_tasks: int, *, after: str | None = None) -> 
     files = ArrayFiles.of(script)
     executor = ArrayExecutor(script, [f"--dependency=after:{after}"] if after else [])
     tasks = [ArrayTask(str(files.tasks), index) for index in range(num_tasks)]
+    printed = io.StringIO()
     try:
-        jobs = executor.submit_array(tasks)
+        with contextlib.redirect_stderr(printed):  # submitit prints what it also raises
+            jobs = executor.submit_array(tasks)
     except FailedJobError as e:
         raise SbatchRefusedError(_own_words(str(e))) from e
     except FailedSubmissionError as e:

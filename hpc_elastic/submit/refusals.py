@@ -6,11 +6,15 @@ Slurm 20.02, `slurm_strerror`) to the setting behind them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
+from hpc_elastic.slurm.outputs import NodeKind
+from hpc_elastic.words import counted
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,22 @@ _GENERAL = (
     ("job array", "array tasks are numbered up to MaxArraySize - 1 (`scontrol show config`)"),
     ("qos policy", "your account's or QOS' limits allow no further jobs; fewer nodes, or later"),
     ("qosmax", "a limit of the QOS; fewer nodes or another launcher.qos"),
-    ("node configuration is not available", "no node has all that is asked for together"),
     ("unable to contact slurm controller", "slurmctld does not answer; is SLURM_CONF right?"),
     ("socket timed out", "slurmctld is overloaded; try again"),
 )
 
 
+_NO_SUCH_NODE = "node configuration is not available"
+_SHARES = ("gpus_per_node", "cpus_per_node", "mem", "constraint")
+"""What asks for nodes that have something."""
+_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
 def explain(
-    stderr: str, settings: SlurmSettings, partitions: Iterable[str] = ()
+    stderr: str,
+    settings: SlurmSettings,
+    partitions: Iterable[str] = (),
+    nodes: Sequence[NodeKind] = (),
 ) -> HpcElasticError:
     """Return the error to raise for a submission that sbatch refused.
 
@@ -59,15 +71,58 @@ def explain(
         stderr: What sbatch wrote.
         settings: The settings of the refused array.
         partitions: Names of the partitions that exist, as far as known.
+        nodes: The kinds of nodes of those that were asked for, as far as known.
     """
     text = " ".join(line.removeprefix("sbatch: error: ") for line in stderr.strip().splitlines())
+    if _NO_SUCH_NODE in text.lower() or "gres" in text.lower() or "generic res" in text.lower():
+        error = _too_much(settings, nodes, text)
+        if error is not None:
+            return error
     for rule in _RULES:
         if rule.words in text.lower():
             return _config_error(rule, text, settings, list(partitions))
     for words, remedy in _GENERAL:
         if words in text.lower():
             return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
+    if _NO_SUCH_NODE in text.lower():
+        asked = [
+            f"launcher.{key}={value!r}" for key in _SHARES if (value := getattr(settings, key))
+        ]
+        which = f" ({', '.join(asked)}; `sinfo -o '%P %G %c %m %f'`)" if asked else ""
+        return SubmissionError(f"no node has all that is asked for together{which} [{text}]")
     return SubmissionError(f"sbatch refused the job: {text}")
+
+
+def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> ConfigError | None:
+    """Return an error for the first setting that no node has as much of; None: there is none."""
+    where = f"of partition {settings.partition}" if settings.partition else "of this cluster"
+    for key, wanted, most, unit in _compared(settings, nodes):
+        if wanted > most:
+            many = unit if unit == "MiB" else unit + "s"
+            have = f"have at most {counted(most, unit, many)}" if most else f"have no {many}"
+            remedy = "ask for less, or name another partition (launcher.partition)"
+            why = f"the nodes {where} {have}: {remedy} [{text}]"
+            return ConfigError(f"launcher.{key}", getattr(settings, key), why)
+    return None
+
+
+def _compared(
+    settings: SlurmSettings, nodes: Sequence[NodeKind]
+) -> Iterator[tuple[str, int, int, str]]:
+    """Yield each setting with what it asks for, the most that a node has, and the unit."""
+    if not nodes:
+        return
+    if settings.gpus_per_node is not None:
+        kind, _, number = str(settings.gpus_per_node).rpartition(":")
+        have = [node.gpus.get(kind, 0) if kind else sum(node.gpus.values()) for node in nodes]
+        if number.isdecimal():
+            yield "gpus_per_node", int(number), max(have), f"{kind} GPU".strip()
+    if settings.cpus_per_node is not None:
+        yield "cpus_per_node", settings.cpus_per_node, max(node.cpus for node in nodes), "CPU"
+    m = re.fullmatch(r"(\d+)([KMGT]?)B?", str(settings.mem or "").upper())
+    if m is not None:
+        wanted = math.ceil(int(m[1]) * _MIB[m[2] or "M"])
+        yield "mem", wanted, max(node.memory_mb for node in nodes), "MiB"
 
 
 def _config_error(

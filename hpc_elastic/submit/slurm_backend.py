@@ -13,6 +13,7 @@ from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionErr
 from hpc_elastic.rundir import SUBMISSION, RunDir, Submission
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.outputs import NodeKind
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.prepare import Prepared
 from hpc_elastic.submit.refusals import explain
@@ -92,7 +93,7 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
                 what = f"no run was started, and {sweep} can be removed"
                 raise KeyboardInterrupt(f"interrupted during the submission: {what}") from e
             if isinstance(e, SbatchRefusedError):
-                raise explain(e.stderr, array.launcher, known_partitions(client)) from e
+                raise refusal(e.stderr, array.launcher, client) from e
             raise
         ids[array.number] = array_job_id(jobs)
     return SlurmHandle(list(ids.values()), sweep, client)
@@ -128,6 +129,21 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
             return DEFAULT_MAX_ARRAY_SIZE
         remedy = "launcher=slurm needs Slurm; launcher=local runs on this machine"
         raise SubmissionError(f"{e} ({remedy})") from e
+
+
+def refusal(stderr: str, settings: SlurmSettings, client: SlurmClient) -> HpcElasticError:
+    """Return the error to raise for what sbatch refused, with what the cluster has."""
+    return explain(
+        stderr, settings, known_partitions(client), known_nodes(client, settings.partition)
+    )
+
+
+def known_nodes(client: SlurmClient, partition: str | None) -> list[NodeKind]:
+    """Return what the nodes of a partition have; nothing where Slurm does not answer."""
+    try:
+        return client.node_kinds(partition)
+    except HpcElasticError:
+        return []
 
 
 def known_partitions(client: SlurmClient) -> list[str]:

@@ -9,6 +9,7 @@ import submitit
 
 from hpc_elastic.config import SlurmSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
+from hpc_elastic.slurm.outputs import parse_node_kinds
 from hpc_elastic.submit import executor
 from hpc_elastic.submit.refusals import explain
 
@@ -117,6 +118,46 @@ def test_a_refused_setting_is_named(stderr, settings, key):
     assert isinstance(error, ConfigError)
     assert (error.key, error.value) == (f"launcher.{key}", settings[key])
     assert stderr in str(error)
+
+
+AVAILABLE = "Batch job submission failed: Requested node configuration is not available"
+NODES = parse_node_kinds("gpu:a100:4(S:0,1),gpu:2,lustre:1|64|515000+\n(null)|128+|65536\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"gpus_per_node": 9}, "the nodes of partition gpu have at most 6 GPUs"),
+        ({"gpus_per_node": "a100:5"}, "the nodes of partition gpu have at most 4 a100 GPUs"),
+        ({"gpus_per_node": "h100:1"}, "the nodes of partition gpu have no h100 GPUs"),
+        ({"cpus_per_node": 200}, "the nodes of partition gpu have at most 128 CPUs"),
+        ({"mem": "900G"}, "the nodes of partition gpu have at most 515,000 MiB"),
+    ],
+)
+def test_what_no_node_has_is_named_with_what_there_is(settings, told):
+    """Slurm says one and the same of GPUs, CPUs and memory."""
+    error = explain(AVAILABLE, SlurmSettings(partition="gpu", **settings), ["gpu"], NODES)
+    ((key, value),) = settings.items()
+    assert isinstance(error, ConfigError)
+    assert (error.key, error.value) == (f"launcher.{key}", value)
+    assert f"{told}: ask for less, or name another partition" in str(error)
+    assert AVAILABLE in str(error)
+
+
+def test_what_no_node_has_together_is_named_together():
+    """Each alone would do."""
+    settings = SlurmSettings(gpus_per_node=6, cpus_per_node=128)
+    error = explain(AVAILABLE, settings, ["gpu"], NODES)
+    assert isinstance(error, SubmissionError)
+    assert "launcher.gpus_per_node=6, launcher.cpus_per_node=128" in str(error)
+
+
+def test_sbatchs_own_words_are_in_the_error_only(script, fake_slurm, capfd):
+    """submitit prints them as well, before the error that says what to do."""
+    fake_slurm("echo 'sbatch: error: no such thing' >&2; exit 1")
+    with pytest.raises(executor.SbatchRefusedError, match="no such thing"):
+        executor.submit_script(script, 1)
+    assert capfd.readouterr().err == ""
 
 
 def test_an_unknown_partition_is_told_with_those_that_exist():

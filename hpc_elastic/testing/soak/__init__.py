@@ -1,6 +1,7 @@
 """The chaos soak: faults at random moments of a run on the Slurm sandbox, and what must hold after.
 
-A run of four nodes trains a tiny network, slowly. Fault after fault is thrown at it, each once the
+A run of four nodes trains a tiny network, slowly; beside it the companion, a run of one node whose
+script ends by itself on SIGTERM. Fault after fault is thrown at it, each once the
 run has got over the one before: it trains on all nodes that it may have, and has saved since. At
 the end it is told to finish, and then everything is checked. No check depends on how fast the
 machine is: on a slow one, fewer of the planned faults find the time.

@@ -24,7 +24,7 @@ from hpc_elastic.testing.soak.plan import NUM_NODES, plan
 from hpc_elastic.testing.soak.play import Record, play
 
 _DISK_SIZE = "256m"
-_DOC = """Throw random faults at a run of four nodes on a Slurm sandbox, and check what must hold.
+_DOC = """Throw random faults at two runs on a Slurm sandbox, and check what must hold.
 
 Needs root, and a sandbox of its own, which it brings up and takes down. The exit code is 1 if
 something did not hold; then the seed and the folder with all of the run's files are told.
@@ -47,7 +47,7 @@ def main() -> int:
         progress.print(f"{clock} {line}", highlight=False, markup=False, soft_wrap=True)
 
     try:
-        config = SandboxConfig(name=options.sandbox, nodes=NUM_NODES, slurm=options.slurm)
+        config = SandboxConfig(name=options.sandbox, nodes=NUM_NODES + 1, slurm=options.slurm)
         with _folder() as folder, _sandbox(config) as sandbox:
             record = play(sandbox, folder / "disk", faults, options.minutes, say)
             found = checks(record, sandbox, folder / "alone")

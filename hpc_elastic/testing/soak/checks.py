@@ -6,8 +6,9 @@ import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak import training
 from hpc_elastic.testing.soak.play import Record
 from hpc_elastic.testing.soak.processes import left_over
-from hpc_elastic.testing.soak.told import Finding, tell
+from hpc_elastic.testing.soak.told import Finding
 
 _TOLERANCE = 1e-6
 """Sums in another order differ by 1e-16, and these differences do not grow beyond it."""
+_LATE_LINES = 2
+"""Lines of one append, at most."""
 _LEAVE_S = 120.0
 """For the last processes to end; it bounds hanging."""
 
@@ -46,19 +49,33 @@ def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
         sandbox: Where.
         work: A folder for the training that the run is compared with.
     """
-    ended = tuple(_ended(record))
-    found = [Check("the run went to its end by itself", ended)]
-    found.append(Check("faults were thrown", () if record.thrown else ("none",)))
+    found = [Check("faults were thrown", () if record.thrown else ("none",))]
     found.append(_explained(record))
-    found.append(Check("the events are as their schema says", tuple(_malformed(record.run))))
-    if ended:
-        return found
-    ranks = _results(RunDir(record.run))
-    found.append(Check("every sample once an epoch, by the ledger", tuple(_audited(record.run))))
-    found += rank_checks(ranks)
-    found.append(Check("the result is that of an undisturbed run", tuple(_right(ranks, work))))
-    found.append(Check("no task and no process is left", tuple(_left(record.run, sandbox))))
+    runs = {"the run": record.run, "the companion": record.companion}
+    for name, run in runs.items():
+        ended = (*([record.problem] if record.problem else []), *_ended(run))
+        found.append(Check(f"{name} went to its end by itself", tuple(ended)))
+        found += [replace(check, name=f"{name}: {check.name}") for check in _always(run)]
+        if not ended:
+            after = _afterwards(run, work / run.parent.name)
+            found += [replace(check, name=f"{name}: {check.name}") for check in after]
+    found.append(Check("no read of status.json goes back", tuple(record.old_leaders)))
+    if not record.problem:
+        left = tuple(_left(record.run.parent, sandbox))
+        found.append(Check("no task and no process is left", left))
     return found
+
+
+def _always(run: Path) -> Iterator[Check]:
+    yield Check("the events are as their schema says", tuple(_malformed(run)))
+    yield Check("progress.jsonl is of one leader at a time", tuple(_interleaved(run)))
+
+
+def _afterwards(run: Path, work: Path) -> Iterator[Check]:
+    ranks = _results(RunDir(run))
+    yield Check("every sample once an epoch, by the ledger", tuple(_audited(run)))
+    yield from rank_checks(ranks)
+    yield Check("the result is that of an undisturbed run", tuple(_right(ranks, work)))
 
 
 def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
@@ -69,10 +86,8 @@ def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
     ]
 
 
-def _ended(record: Record) -> Iterator[str]:
-    if record.problem:
-        yield record.problem
-    result = read_json(RunDir(record.run).result)
+def _ended(run: Path) -> Iterator[str]:
+    result = read_json(RunDir(run).result)
     if result is None:
         yield "it has not ended"
     elif result["status"] != "succeeded":
@@ -80,7 +95,7 @@ def _ended(record: Record) -> Iterator[str]:
 
 
 def _explained(record: Record) -> Check:
-    told = [(thrown.fault, tell(thrown, record.thrown, record.story)) for thrown in record.thrown]
+    told = [(thrown.fault, record.tell(thrown)) for thrown in record.thrown]
     num_shared = sum(found.finding is Finding.SHARED for _, found in told)
     name = "every fault is explained by the story"
     name += f", {num_shared} with what was thrown at the same time" if num_shared else ""
@@ -90,6 +105,24 @@ def _explained(record: Record) -> Check:
 
 def _malformed(run: Path) -> Iterator[str]:
     yield from sorted({p for event in read_events(RunDir(run).event_logs) for p in problems(event)})
+
+
+def _interleaved(run: Path) -> Iterator[str]:
+    """Yield each leader that went on to write its progress when a later one did.
+
+    One append may come late, from a process that was stopped right before it.
+    """
+    last, late = 0, Counter[int]()
+    for line in RunDir(run).progress.read_text().splitlines():
+        try:
+            term = int(json.loads(line).get("epoch") or 0)
+        except ValueError:
+            continue  # cut short by the end of its writer
+        late[term] += term < last
+        last = max(term, last)
+    for term, num_lines in late.items():
+        if num_lines > _LATE_LINES:
+            yield f"{num_lines} lines of epoch {term} were written after a later one's"
 
 
 def _results(run: RunDir) -> list[Mapping[str, Any]]:

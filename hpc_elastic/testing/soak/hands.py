@@ -16,7 +16,7 @@ from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.testing import disk
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until
-from hpc_elastic.testing.soak import processes
+from hpc_elastic.testing.soak import processes, training
 from hpc_elastic.testing.soak.plan import Fault
 from hpc_elastic.testing.soak.watch import Watch
 
@@ -32,13 +32,15 @@ class Stage:
     Attributes:
         sandbox: The Slurm.
         watch: The run.
-        disk: Where the run writes: a file system of its own.
+        companion: Another one, on a node of its own.
+        disk: Where both write: a file system of its own.
         silenced: Hosts that were made silent, each once.
         undo: What takes back what was done, beside `SlurmSandbox.bring_back`.
     """
 
     sandbox: SlurmSandbox
     watch: Watch
+    companion: Watch
     disk: Path
     silenced: set[str] = field(default_factory=set)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -155,6 +157,15 @@ def _freeze_node(t: _Throw) -> Hit:
     return Hit((host,))
 
 
+def _freeze_leader(t: _Throw) -> Hit:
+    host = t.stage.watch.leader
+    if host in t.stage.silenced or host in t.spared:
+        raise NobodyLeftError(f"the leader's node, {host}, was silent before")
+    t.stage.silenced.add(host)
+    t.stage.sandbox.pause_node(host)
+    return Hit((host,))
+
+
 def _flap(t: _Throw) -> Hit:
     host = t.silent_one()  # TCP's patience grows with each packet that is lost: 3 s are soon over
     for _ in range(max(1, round(t.fault.lasts_s / (2 * _LOOSE_S)))):
@@ -216,6 +227,15 @@ def _kill_spare(t: _Throw) -> Hit:
     return Hit((host,))
 
 
+def _early_exit(t: _Throw) -> Hit:
+    host = t.one()
+    t.worker(host)  # one that is there
+    told = t.stage.disk / training.EXIT.format(host=host)
+    told.write_text(t.chance.choice(sorted(training.EARLY_EXITS)))
+    wait_until(f"the worker on {host} ends itself", lambda: not told.exists(), _PATIENCE_S)
+    return Hit((host,))
+
+
 # ---- Slurm --------------------------------------------------------------------------------
 
 
@@ -237,6 +257,24 @@ def _drain(t: _Throw) -> Hit:
     t.stage.sandbox.run(drained)
     asked = ["scancel", "--signal=USR2", t.stage.watch.task_on(host)]
     t.stage.sandbox.run(["timeout", "5", *asked], check=False)  # it tries again while a task leaves
+    return Hit((host,))
+
+
+def _notice(t: _Throw) -> Hit:
+    host = t.one()
+    (t.stage.watch.run.notices / host).touch()
+    return Hit((host,))
+
+
+def _companion_preempt(t: _Throw) -> Hit:
+    hosts = tuple(t.stage.companion.hosts)
+    t.stage.sandbox.preempt(hosts, for_s=t.fault.lasts_s)
+    return Hit(hosts)
+
+
+def _companion_requeue(t: _Throw) -> Hit:
+    (host,) = t.stage.companion.hosts
+    t.stage.sandbox.run(["scontrol", "requeue", t.stage.companion.task_on(host)])
     return Hit((host,))
 
 
@@ -301,14 +339,19 @@ _HANDS: dict[str, Callable[[_Throw], Hit]] = {
     "cut": _cut,
     "flap": _flap,
     "freeze-node": _freeze_node,
+    "freeze-leader": _freeze_leader,
     "freeze-worker": _freeze_worker,
     "kill-worker": _kill_worker,
+    "early-exit": _early_exit,
     "kill-agent": _kill_agent,
     "kill-leader": _kill_leader,
     "kill-spare": _kill_spare,
     "cancel": _cancel,
     "requeue": _requeue,
     "drain": _drain,
+    "notice": _notice,
+    "companion-preempt": _companion_preempt,
+    "companion-requeue": _companion_requeue,
     "slurmctld": _slurmctld,
     "full-disk": _full_disk,
     "damage": _damage,

@@ -29,6 +29,7 @@ class Kind:
         takes_s: How long a run needs to get over it on an idle machine, about.
         costs_task: Whether the task that was hit does not come back.
         strikes: Whether it is held against a host: two strikes, and the run avoids it.
+        companion: Whether it hits the companion, the other run of the same sweep of faults.
         pairs: Whether it may come on the heels of another, or have another on its own.
         asks_slurm: Whether Slurm is needed to throw it.
         stops_slurm: Whether Slurm does not answer while it lasts.
@@ -43,6 +44,7 @@ class Kind:
     takes_s: float = 15.0
     costs_task: bool = False
     strikes: bool = False
+    companion: bool = False
     pairs: bool = False
     asks_slurm: bool = False
     stops_slurm: bool = False
@@ -75,10 +77,15 @@ _ALL = (
         _WENT_SILENT, lasts_s=(1.0, 20.0), takes_s=35.0, strikes=True, pairs=True,
     ),
     Kind(
+        "freeze-leader", "every process of {hosts}, the leader's node, stopped, continued later",
+        _WENT_SILENT, lasts_s=(6.0, 12.0), takes_s=35.0, strikes=True, pairs=True,
+    ),
+    Kind(
         "freeze-worker", "the worker of {hosts} stopped (SIGSTOP)", _FAILED, "hang",
         takes_s=45.0,
     ),
     Kind("kill-worker", "the worker of {hosts} killed", _FAILED, pairs=True),
+    Kind("early-exit", "the worker of {hosts} ends early with exit code 0", _FAILED),
     Kind(
         "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"lost"}),
         takes_s=30.0,
@@ -99,6 +106,19 @@ _ALL = (
     Kind(
         "drain", "{hosts} drained, its task asked to leave (USR2)", frozenset({"asked"}),
         lasts_s=(1.0, 10.0), takes_s=30.0,
+    ),
+    Kind(
+        "notice", "{hosts} asked to leave by a notice file", frozenset({"asked"}), takes_s=30.0,
+        pairs=True,
+    ),
+    Kind(
+        "companion-preempt", "{hosts}, the companion's node, taken by a job of higher priority",
+        frozenset({"preempted", "signalled"}), lasts_s=(2.0, 8.0), takes_s=35.0, companion=True,
+        asks_slurm=True,
+    ),
+    Kind(
+        "companion-requeue", "the companion's task, on {hosts}, requeued by hand",
+        frozenset({"requeued", "signalled"}), takes_s=30.0, companion=True,
     ),
     Kind(
         "slurmctld", "slurmctld ended, and started again later", lasts_s=(1.0, 15.0), pairs=True,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hpc_elastic.testing.soak.kinds import KINDS, Kind
 
 NUM_NODES = 4
+"""Of the run; the companion has one more."""
 _ON_HEELS = 0.4
 """How often another one comes on the heels of a fault of which that may be."""
 _ENOUGH = 1.5

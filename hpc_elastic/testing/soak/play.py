@@ -19,8 +19,8 @@ from hpc_elastic.testing.slurm_sandbox import SandboxError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak import hands, training
 from hpc_elastic.testing.soak.hands import NobodyLeftError, Stage
-from hpc_elastic.testing.soak.plan import Fault, num_tasks, volleys
-from hpc_elastic.testing.soak.told import Finding, Thrown, tell
+from hpc_elastic.testing.soak.plan import NUM_NODES, Fault, num_tasks, volleys
+from hpc_elastic.testing.soak.told import Finding, Thrown, Told, tell
 from hpc_elastic.testing.soak.watch import Watch
 
 Say = Callable[[str], None]
@@ -39,21 +39,32 @@ class Record:
 
     Attributes:
         run: The run directory.
+        companion: That of the companion.
         started: When the first fault could be thrown, in Unix seconds.
         thrown: The faults that were.
         passed_over: Those that could not be thrown when their turn came, and why.
         not_come_to: Those for which there was no time.
         story: What the run tells.
+        companion_story: What the companion tells.
+        old_leaders: What leaders have shown of themselves after their terms.
         problem: What ended the soak early; empty: nothing did.
     """
 
     run: Path
+    companion: Path
     started: float = 0.0
     thrown: list[Thrown] = field(default_factory=list)
     passed_over: list[tuple[Fault, str]] = field(default_factory=list)
     not_come_to: list[Fault] = field(default_factory=list)
     story: list[Episode] = field(default_factory=list)
+    companion_story: list[Episode] = field(default_factory=list)
+    old_leaders: list[str] = field(default_factory=list)
     problem: str = ""
+
+    def tell(self, thrown: Thrown) -> Told:
+        """Return what the story of the run that was hit says of a fault."""
+        story = self.companion_story if thrown.fault.of.companion else self.story
+        return tell(thrown, self.thrown, story)
 
 
 class RunEndedError(Exception):
@@ -72,61 +83,77 @@ def play(
         minutes: How long faults are thrown.
         say: Is given a line now and then.
     """
-    watch = submit(sandbox, disk, num_tasks(faults))
-    record = Record(watch.run.path)
-    stage = Stage(sandbox, watch, disk)
+    os.environ.update(sandbox.env)
+    watch = submit(training.train, disk, num_tasks(faults), NUM_NODES)
+    companion = submit(training.train_with_handler, disk / "companion", 1, 1)
+    record = Record(watch.run.path, companion.run.path)
+    stage = Stage(sandbox, watch, companion, disk)
     try:
         _Player(stage, record, say).play(faults, minutes)
     except (SandboxError, RunEndedError) as e:
         record.problem = str(e)
     finally:
         stage.undo.close()
-    watch.look()
-    record.story = watch.story
+    for each in (watch, companion):
+        each.look()
+        record.old_leaders += each.problems
+    record.story, record.companion_story = watch.story, companion.story
     return record
 
 
-def submit(sandbox: SlurmSandbox, disk: Path, num_nodes: int) -> Watch:
-    """Submit the run; its files are on the disk."""
-    os.environ.update(sandbox.env)
-    run = disk / "run"
+def submit(
+    train: Callable[[str], dict[str, Any]], folder: Path, num_tasks: int, num_nodes: int
+) -> Watch:
+    """Submit a run.
+
+    Args:
+        train: What it trains.
+        folder: Of its files.
+        num_tasks: How many tasks it has, since some of them do not come back.
+        num_nodes: How many of them run at a time, at most.
+    """
+    run = folder / "run"
     with contextlib.redirect_stdout(io.StringIO()):  # how to attach to it
         launch(
-            training.train, str(disk), nodes=f"1:{num_nodes}", nproc_per_node=1, launcher="slurm",
-            run_dir=run, wait=False, **CHANGED,
+            train, str(folder), nodes=f"1:{num_tasks}", nproc_per_node=1, launcher="slurm",
+            run_dir=run, wait=False, array_parallelism=num_nodes, **CHANGED,
         )  # fmt: skip
-    return Watch(RunDir(run), disk / training.CHECKPOINTS)
+    return Watch(RunDir(run), folder / training.CHECKPOINTS, num_nodes)
 
 
 class _Player:
     def __init__(self, stage: Stage, record: Record, say: Say) -> None:
         self._stage, self._record, self._say = stage, record, say
-        self._told: set[tuple[float, str]] = set()
+        self._runs = (stage.watch, stage.companion)
+        self._told: set[tuple[str, float, str]] = set()
 
     def play(self, faults: Sequence[Fault], minutes: float) -> None:
         """Throw the faults, and see the run to its end."""
-        self._wait_until_well(0, "the run trains")
+        self._wait_until_well((0, 0), "the runs train")
         record = self._record
         record.started = time.time()
         left = volleys(faults)
         while left and time.time() - record.started < 60.0 * minutes:
             self._throw_all(left.pop(0))
         record.not_come_to = [fault for volley in left for fault in volley]
-        self._say("the run is told to finish")
-        (self._stage.disk / training.FINISH).touch()
+        self._say("the runs are told to finish")
+        for watch in self._runs:
+            (watch.run.path.parent / training.FINISH).touch()
         wait_until(
-            self._how_it_is("the run has ended"), lambda: self._stage.watch.is_over, PATIENCE_S
+            self._how_it_is("the runs have ended"),
+            lambda: all(watch.is_over for watch in self._runs),
+            PATIENCE_S,
         )
         self._tell_news()
 
     def _throw_all(self, volley: Sequence[Fault]) -> None:
         """Throw faults on each other's heels, and wait until the run has got over all of them."""
-        saved = self._stage.watch.saved_step
+        saved = tuple(watch.saved_step for watch in self._runs)
         thrown: list[Thrown] = []
         for fault in volley:
             time.sleep(fault.after_s)
             if not fault.on_heels:  # what the one before has done may show late
-                self._wait_until_well(0, f"the run is well before fault {fault.number}")
+                self._wait_until_well((0, 0), f"the runs are well before fault {fault.number}")
             self._throw(fault, thrown)
         if not thrown:
             return
@@ -137,12 +164,13 @@ class _Player:
             f"fault {names} is told of", lambda: time.time() > last and self._is_told(thrown)
         )
         self._stage.bring_back()
-        self._wait_until_well(saved, f"the run has got over fault {names}")
+        self._wait_until_well(saved, f"the runs have got over fault {names}")
         now = time.time()
         self._record.thrown[-len(thrown) :] = [replace(t, until=now) for t in thrown]
 
     def _throw(self, fault: Fault, together: list[Thrown]) -> None:
-        self._stage.watch.look()
+        for watch in self._runs:
+            watch.look()
         now = time.time()
         try:
             hit = hands.throw(self._stage, fault, {host for t in together for host in t.hosts})
@@ -156,18 +184,25 @@ class _Player:
 
     def _is_told(self, thrown: Sequence[Thrown]) -> bool:
         """Tell whether the run has noticed, so that faults may be taken back."""
-        story = self._stage.watch.story
-        found = [tell(t, thrown, story).finding for t in thrown if not t.fault.of.told_late]
+        stories = {False: self._stage.watch.story, True: self._stage.companion.story}
+        found = [
+            tell(t, thrown, stories[t.fault.of.companion]).finding
+            for t in thrown
+            if not t.fault.of.told_late
+        ]
         return Finding.MISSING not in found
 
-    def _wait_until_well(self, since: int, what: str) -> None:
-        self._wait(what, lambda: self._stage.watch.is_well(since))
+    def _wait_until_well(self, since: Sequence[int], what: str) -> None:
+        self._wait(
+            what,
+            lambda: all(watch.is_well(step) for watch, step in zip(self._runs, since, strict=True)),
+        )
 
     def _wait(self, what: str, condition: Callable[[], bool]) -> None:
         def holds() -> bool:
             self._tell_news()
-            if self._stage.watch.is_over:
-                raise RunEndedError(f"the run has ended before it was to; waited until {what}")
+            if any(watch.is_over for watch in self._runs):
+                raise RunEndedError(f"a run has ended before it was to; waited until {what}")
             time.sleep(0.2)
             return condition()
 
@@ -175,12 +210,13 @@ class _Player:
 
     def _tell_news(self) -> None:
         """Say what the story has to tell that it had not before."""
-        self._stage.watch.look()
-        for episode in self._stage.watch.story:
-            told = episode.time, sentence(episode)
-            if not episode.is_open and told not in self._told:
-                self._told.add(told)
-                self._say(f"    {told[1]}")
+        for name, watch in zip(("", "companion: "), self._runs, strict=True):
+            watch.look()
+            for episode in watch.story:
+                told = name, episode.time, sentence(episode)
+                if not episode.is_open and told not in self._told:
+                    self._told.add(told)
+                    self._say(f"    {name}{told[2]}")
 
     def _how_it_is(self, what: str) -> Callable[[], str]:
         def describe() -> str:

@@ -12,7 +12,7 @@ from hpc_elastic.story.sentences import sentence
 from hpc_elastic.testing.soak.checks import Check
 from hpc_elastic.testing.soak.plan import Fault
 from hpc_elastic.testing.soak.play import Record
-from hpc_elastic.testing.soak.told import Finding, Thrown, Told, tell
+from hpc_elastic.testing.soak.told import Finding, Thrown, Told
 from hpc_elastic.words import duration
 
 _UNSAID = {
@@ -36,7 +36,7 @@ def planned(faults: Sequence[Fault]) -> Table:
 
 def faults(record: Record) -> Table:
     """Return the faults that were thrown, what the story said, what they cost, and the sums."""
-    told = [tell(thrown, record.thrown, record.story) for thrown in record.thrown]
+    told = [record.tell(thrown) for thrown in record.thrown]
     table = Table(title=f"{len(told)} faults", show_footer=True)
     episodes = {id(e): e for found in told for e in found.episodes}.values()
     lost = sum(e.cost.lost_steps or 0 for e in episodes)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,10 @@ from hpc_elastic.data.batch import GlobalBatch
 
 FINISH = "finish"
 """The file that tells it to finish."""
+EXIT = "exit-{host}"
+"""The file that tells a worker on a node to end itself, in a way that is its content."""
+EARLY_EXITS: dict[str, Callable[[int], NoReturn]] = {"sys.exit": sys.exit, "os._exit": os._exit}
+"""Ways to end with exit code 0 before the function has returned."""
 CHECKPOINTS = "checkpoints"
 NUM_SAMPLES, BATCH = 480, 24
 EVERY_STEPS = 20
@@ -49,6 +55,12 @@ def train(folder: str) -> dict[str, Any]:
     """
     finish = Path(folder, FINISH)
     return _train(Path(folder, CHECKPOINTS), lambda epoch: finish.exists())
+
+
+def train_with_handler(folder: str) -> dict[str, Any]:
+    """Train as `train` does, in a script that ends by itself on SIGTERM, as many do."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    return train(folder)
 
 
 def train_undisturbed(folder: Path, num_epochs: int) -> dict[str, Any]:
@@ -125,6 +137,7 @@ def _train(
                 if in_one_go:
                     continue
                 time.sleep(PAUSE_S)
+                _exit_if_told(folder.parent)
                 if should_checkpoint(batch.step, every_steps=EVERY_STEPS):
                     checkpoints.save(batch.step)
             if _first_says(is_last(epoch)):
@@ -132,6 +145,14 @@ def _train(
     outcome = training.outcome()
     dist.destroy_process_group()
     return outcome
+
+
+def _exit_if_told(folder: Path) -> None:
+    told = folder / EXIT.format(host=socket.gethostname())
+    if told.exists():
+        how = told.read_text()
+        told.unlink()
+        EARLY_EXITS[how](0)
 
 
 def _first_says(answer: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How the run is: read from its directory, again and again."""
+"""How a run is: read from its directory, again and again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hpc_elastic.rundir import RunDir
 from hpc_elastic.story.episode import Episode
 from hpc_elastic.story.episodes import episodes
 from hpc_elastic.story.lives import Chronicle
-from hpc_elastic.testing.soak.plan import NUM_NODES
 
 
 class Watch:
@@ -20,10 +19,15 @@ class Watch:
     Args:
         run: Its directory.
         checkpoints: Where its training saves.
+        num_nodes: How many nodes it has where it avoids none.
     """
 
-    def __init__(self, run: RunDir, checkpoints: Path) -> None:
+    def __init__(self, run: RunDir, checkpoints: Path, num_nodes: int) -> None:
         self.run = run
+        self._num_nodes = num_nodes
+        self._term = 0
+        self.problems: list[str] = []
+        """What status.json has shown of a leader whose term was over."""
         self.store = Store(checkpoints)
         self._reader = EventReader(run.event_logs)
         self._events: list[Event] = []
@@ -32,11 +36,20 @@ class Watch:
 
     def look(self) -> Chronicle:
         """Read what has come since the last look, and return all that has happened."""
+        self._look_at_status()
         new = self._reader.new()
         if new:
             self._events += new
             self._past, self._story = Chronicle(self._events), None
         return self._past
+
+    def _look_at_status(self) -> None:
+        status = read_json(self.run.status) or {}
+        term = int(status.get("epoch") or 0)
+        if term < self._term:
+            what = f"status.json is of epoch {term}, after one of epoch {self._term}"
+            self.problems.append(f"{what}: {status.get('phase')}, nodes {status.get('nodes')}")
+        self._term = max(term, self._term)
 
     @property
     def story(self) -> list[Episode]:
@@ -58,7 +71,7 @@ class Watch:
     @property
     def num_usable(self) -> int:
         """How many nodes there are for the run: those that it does not avoid."""
-        return NUM_NODES - len(read_json(self.run.excluded) or {})
+        return self._num_nodes - len(read_json(self.run.excluded) or {})
 
     @property
     def hosts(self) -> list[str]:
@@ -89,7 +102,7 @@ class Watch:
         last = run.rounds[-1]
         number, members = int(last["number"]), run.members(last)
         stops = [e for e in run.of("stop", after=float(last["time"])) if e["round"] == number]
-        if stops or len(members) != self.num_usable:
+        if stops or len(members) < self.num_usable:
             return False
         if not all(number in life.trains for life in members):
             return False

@@ -15,12 +15,14 @@ complete, on every rank, and verified when it is read.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import operator
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _NICENESS = 19
 """Of the thread that writes: it gets what the training leaves of the cores."""
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+"""Those of this process whose saves are boundaries, until they are closed."""
 _numbers: dict[Path, itertools.count[int]] = {}
 """Counts the saves of each directory, so that no two share a staging folder."""
 
@@ -105,6 +109,8 @@ class Checkpointer:
         rule = Retention(keep_last, keep_every)
         flat = flatten(self._state)
         store = Store(Path(directory).absolute())
+        if self._options.boundary:
+            _require_one(store.directory)
         store.prepare()
         self._group = Group.current()
         self._warn_of_positions(flat)
@@ -115,7 +121,7 @@ class Checkpointer:
             self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
         near = None if self._tier is None else self._tier.store
         self._context = Context(
-            store, self._group, rule, self._options.timeout_s, near=near, is_held=_is_held
+            store, self._group, rule, self._options.timeout_s, near=near, is_held=self._is_held
         )
         self._snapshots = Snapshots()
         self._save: Save | None = None
@@ -125,6 +131,8 @@ class Checkpointer:
         self._is_remembered = False
         """Whether the run knows of the directory."""
         self._numbers = _numbers.setdefault(store.directory, itertools.count())
+        if self._options.boundary:
+            _open.add(self)
         if self._options.asynchronous:
             self._snapshots.warm_up(flat, self._expected_bytes(flat))
 
@@ -141,7 +149,7 @@ class Checkpointer:
             urgent: The group is about to end: do only what is needed, and return when it is
                 committed; an earlier save that is not almost written is given up. Then this worker
                 stays here if its agent asks for that (`reports.checkpoint_boundary`). By default,
-                whether the agent asks for that.
+                whether the agent asks for that, unless the option ``boundary`` is False.
 
         Returns:
             Whether the step is saved, or being saved; False if it was skipped or failed.
@@ -165,7 +173,7 @@ class Checkpointer:
         self.blocked_s = time.monotonic() - begin
         reports.note_blocked(self.blocked_s)
         _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
-        if waits and self._committed == step:
+        if waits and self._committed == step and self._options.boundary:
             reports.checkpoint_boundary(step=step)
         return not waits or self._committed == step
 
@@ -195,8 +203,14 @@ class Checkpointer:
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
-        reports.note_restored(step, time.monotonic() - begin)
+        if self._options.boundary:
+            reports.note_restored(step, time.monotonic() - begin)
         return step
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._context.store.directory
 
     @property
     def is_idle(self) -> bool:
@@ -222,6 +236,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            _open.discard(self)
             self._stop_looking_out()
             if self._tier is not None:
                 self._tier.close()
@@ -243,12 +258,17 @@ class Checkpointer:
             if error is None:
                 raise
 
+    def _is_held(self) -> bool:
+        """Tell whether the agent has asked this worker to stay at one of these checkpoints."""
+        page = reports.own_page()
+        return self._options.boundary and page is not None and page.is_held
+
     # ---- one save -------------------------------------------------------------------------
 
     def _new_save(self, step: int, urgent: bool | None) -> Save:
-        number, for_hold = next(self._numbers), urgent is None and _is_held()
+        number, for_hold = next(self._numbers), urgent is None and self._is_held()
         if urgent is None:
-            urgent = for_hold or reports.save_is_urgent()
+            urgent = for_hold or (self._options.boundary and reports.save_is_urgent())
         is_due = self._tier is None or self._tier.shared_due(number, urgent=False)
         to_store = is_due or urgent
         may_hear = self._group.world_size > 1 and reports.own_page() is not None
@@ -344,9 +364,11 @@ class Checkpointer:
         self._committed = step
         if self._save is None or self._save.is_stored:
             self._stored = step
-            reports.note_stored(step)
+            if self._options.boundary:
+                reports.note_stored(step)
             self._remember_directory()
-        reports.announce_boundary(step=step)
+        if self._options.boundary:
+            reports.announce_boundary(step=step)
 
     def _remember_directory(self) -> None:
         """Let commands find the checkpoints wherever the script keeps them (rank 0)."""
@@ -396,10 +418,31 @@ def _coming_bytes(item: object) -> int:
     return copies * num_bytes
 
 
-def _is_held() -> bool:
-    """Tell whether the agent has asked this worker to stay at a checkpoint."""
-    page = reports.own_page()
-    return page is not None and page.is_held
+def _require_one(directory: Path) -> None:
+    """Refuse a second Checkpointer whose saves are boundaries, in a run.
+
+    At a change of the group a worker stays in the first one's save until it is stopped, so the
+    second never saves that step: the script would go on from a mixed state.
+
+    Raises:
+        ConfigError: there is an open one, of another directory.
+    """
+    if reports.own_page() is None:
+        return
+    for is_sure in (False, True):
+        others = {other.directory for other in _open} - {directory}
+        if others and not is_sure:
+            gc.collect()  # one that nobody has any more may wait for that
+    if others:
+        raise ConfigError(
+            "directory",
+            str(directory),
+            f"this script has an open Checkpointer of {min(others)}, and a change of the group "
+            "stops the workers right after the save of one of them: put both states into one "
+            "Checkpointer, close() the one that only restores, or give "
+            "options=Options(boundary=False) to one that may restore an older step, as of the "
+            "best model",
+        )
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,9 @@ class Options:
             rank 0 had them, though each rank had a state of its own: samples are trained twice or
             never, if it is a position in data.
         timeout_s: How long one rank waits for another to finish writing, more than 0.
+        boundary: Whether a save is a moment at which the group may change, and the run goes on from
+            there. One Checkpointer of a script has that. False for one beside it, as of the best
+            model: after a change of the group its newest step may be older than the other's.
     """
 
     asynchronous: bool = True
@@ -33,6 +36,7 @@ class Options:
     replicated: Literal["spread", "first"] = "spread"
     accept_inexact: tuple[str, ...] = ()
     timeout_s: float = 600.0
+    boundary: bool = True
 
     def __post_init__(self) -> None:
         for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):

@@ -253,7 +253,8 @@ class _Piece:
     def read(self) -> None:
         """Fill the memory."""
         target = self.target
-        if self.rows.exact and target.device.type == "cpu" and target.is_contiguous():
+        in_order = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+        if self.rows.exact and target.device.type == "cpu" and in_order:
             self.file.read_into(_bytes_of(target), self.offset)
             return
         count = target.shape[0]
@@ -325,6 +326,12 @@ def _compare(fqn: str, entry: TensorEntry | None, tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} now: "
             "build the model with the settings that it was saved with"
+        )
+    mine = local(tensor)
+    if any(stride == 0 < size - 1 for size, stride in zip(mine.shape, mine.stride(), strict=True)):
+        raise CheckpointError(
+            f"{fqn} is an expanded view, several of its elements are one in memory: put "
+            "tensor.clone() into the state"
         )
     if now != entry.dtype:
         raise CheckpointError(

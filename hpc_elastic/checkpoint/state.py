@@ -70,6 +70,9 @@ class Filling:
         tensor = self.tensors[ref.fqn]
         if ref.kind == "tensor":
             return tensor
+        if ref.kind == "parameter":
+            trainable = tensor.is_floating_point() or tensor.is_complex()
+            return torch.nn.Parameter(tensor, requires_grad=trainable)
         return tensor.numpy() if ref.kind == "array" else tensor.numpy()[()]
 
 
@@ -259,10 +262,11 @@ def _bare(item: object) -> object:
 def _as_tensor(leaf: object) -> tuple[Any, torch.Tensor, bool] | None:
     """Return what a leaf is, it as a tensor, and whether they share memory; None if no numbers."""
     if isinstance(leaf, torch.Tensor):
-        return "tensor", leaf.detach(), True
+        kind = "parameter" if isinstance(leaf, torch.nn.Parameter) else "tensor"
+        return kind, leaf.detach(), True
     np = sys.modules.get("numpy")
-    if np is None or not isinstance(leaf, np.ndarray | np.generic):
-        return None
+    if np is None or not (type(leaf) is np.ndarray or isinstance(leaf, np.generic)):
+        return None  # a subclass, as a masked array, has more than its numbers
     array = np.require(leaf, requirements=["W", "C"]).reshape(np.shape(leaf))
     try:
         tensor = torch.from_numpy(array)

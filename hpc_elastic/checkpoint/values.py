@@ -8,6 +8,7 @@ with the key ``!``, such as ``{"!": "tuple", "of": [1, 2]}``; a tensor's place i
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ _REMEDY = (
     "a checkpoint takes tensors, NumPy arrays and numbers, and int, float, str, bool, None, list, "
     "tuple and dict of them. Convert it, or give the object state_dict() and load_state_dict()"
 )
+_DEEPEST = 100
+"""Nesting: Python's readers and writers of JSON fail at some hundred levels."""
+_MOST_BITS = 2000
+"""Longer numbers stand as hexadecimal digits: Python may refuse to convert more than 640 decimal
+ones (`sys.set_int_max_str_digits`)."""
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
     "dict": dict,
     "ordered": OrderedDict,
@@ -34,8 +40,8 @@ class Ref:
 
     fqn: str
     """Name of the tensor in the checkpoint."""
-    kind: Literal["tensor", "array", "scalar"] = "tensor"
-    """A torch tensor, a NumPy array, or a NumPy number."""
+    kind: Literal["tensor", "parameter", "array", "scalar"] = "tensor"
+    """A torch tensor, a parameter, a NumPy array, or a NumPy number."""
 
 
 RefOf = Callable[[str, object], Ref | None]
@@ -52,28 +58,36 @@ def escape(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-def encode(tree: object, path: str, ref_of: RefOf) -> Any:
+def encode(tree: object, path: str, ref_of: RefOf, depth: int = 0) -> Any:
     """Return JSON for a tree.
 
     Args:
         tree: Lists, tuples and dicts of numbers, texts, None, and what ``ref_of`` knows.
         path: Of the tree, for messages and for the names of its tensors.
         ref_of: Called for each leaf that JSON has no type for.
+        depth: How deep in the whole it is.
 
     Raises:
-        ConfigError: something in the tree is of another type; the message names its path.
+        ConfigError: something in the tree is of another type, or is nested too deep; the message
+            names its path.
     """
     kind = type(tree)
-    if tree is None or kind in (bool, int, str):
+    if tree is None or kind in (bool, str):
         return tree
+    if kind is int:
+        is_long = tree.bit_length() > _MOST_BITS  # type: ignore[attr-defined]
+        return _mark("int", hex(tree)) if is_long else tree  # type: ignore[arg-type]
+    if depth > _DEEPEST:
+        remedy = f"it is nested more than {_DEEPEST} deep, or contains itself: make it flatter"
+        raise ConfigError(f"state: {path:.80}...", kind, remedy)
     if kind is float:
         return tree if math.isfinite(tree) else _mark("float", repr(tree))  # type: ignore[arg-type]
     if kind is list:
-        return _encode_all(tree, path, ref_of)
-    if isinstance(tree, tuple) and not hasattr(tree, "_fields"):
-        return _mark("tuple", _encode_all(tree, path, ref_of))
+        return _encode_all(tree, path, ref_of, depth)
+    if kind is tuple or _is_size(tree):
+        return _mark("tuple" if kind is tuple else "size", _encode_all(tree, path, ref_of, depth))
     if kind in _NAMES:
-        return _encode_mapping(tree, path, ref_of)  # type: ignore[arg-type]
+        return _encode_mapping(tree, path, ref_of, depth)  # type: ignore[arg-type]
     ref = ref_of(path, tree)
     if ref is None:
         raise ConfigError(f"state: {path}", kind, _REMEDY)
@@ -104,7 +118,7 @@ def replace_refs(tree: Any, value_of: Callable[[Ref], Any]) -> Any:
         return value_of(tree)
     if isinstance(tree, list):
         return [replace_refs(v, value_of) for v in tree]
-    if isinstance(tree, tuple):
+    if type(tree) is tuple:
         return tuple(replace_refs(v, value_of) for v in tree)
     if isinstance(tree, dict):
         return type(tree)({k: replace_refs(v, value_of) for k, v in tree.items()})
@@ -122,19 +136,32 @@ def _mark(kind: str, of: object) -> dict[str, object]:
     return {_MARK: kind, "of": of}
 
 
-def _encode_all(tree: Any, path: str, ref_of: RefOf) -> list[Any]:
-    return [encode(v, join(path, i), ref_of) for i, v in enumerate(tree)]
+def _is_size(tree: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and type(tree) is torch.Size
 
 
-def _encode_mapping(tree: Mapping[Any, Any], path: str, ref_of: RefOf) -> Any:
+def _encode_all(tree: Any, path: str, ref_of: RefOf, depth: int) -> list[Any]:
+    return [encode(v, join(path, i), ref_of, depth + 1) for i, v in enumerate(tree)]
+
+
+def _encode_mapping(tree: Mapping[Any, Any], path: str, ref_of: RefOf, depth: int) -> Any:
     kind = type(tree)
     if kind is dict and all(type(k) is str and k != _MARK for k in tree):
-        return {k: encode(v, join(path, k), ref_of) for k, v in tree.items()}
+        return {k: encode(v, join(path, k), ref_of, depth + 1) for k, v in tree.items()}
     pairs = [
-        [encode(k, f"{path} (key {k!r:.40})", _no_refs), encode(v, join(path, k), ref_of)]
+        [_encode_key(k, path, depth + 1), encode(v, join(path, k), ref_of, depth + 1)]
         for k, v in tree.items()
     ]
     return _mark(_NAMES[kind], pairs)  # type: ignore[index]
+
+
+def _encode_key(key: object, path: str, depth: int) -> Any:
+    try:
+        named = f"{path} (key {key!r:.40})"
+    except ValueError as e:  # a number of thousands of digits
+        raise ConfigError(f"state: {path}", type(key), f"a key has no text ({e})") from None
+    return encode(key, named, _no_refs, depth)
 
 
 def _no_refs(_path: str, _leaf: object) -> None:
@@ -142,10 +169,16 @@ def _no_refs(_path: str, _leaf: object) -> None:
 
 
 def _decode_marked(kind: str, of: Any) -> Any:
-    if kind in ("tensor", "array", "scalar"):
+    if kind in ("tensor", "parameter", "array", "scalar"):
         return Ref(str(of), kind)  # type: ignore[arg-type]
     if kind == "tuple":
         return tuple(decode(v) for v in of)
+    if kind == "size":
+        import torch  # whoever restores has it
+
+        return torch.Size(of)
+    if kind == "int":
+        return int(of, 16)
     if kind == "float":
         return float(of)
     return _MAPPINGS[kind]({decode(k): decode(v) for k, v in of})

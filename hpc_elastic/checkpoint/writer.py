@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import xxhash
 from hpc_elastic.checkpoint.block_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Part, TensorEntry
 from hpc_elastic.checkpoint.sharding import Piece, dtype_of
+from hpc_elastic.errors import CheckpointError
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -29,6 +31,9 @@ _NAMES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
+
+_AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
+"""Names of tensors that could be those of pieces, or of the format's own entry."""
 
 Watch = Callable[[int], None]
 """Is told after each block how many bytes it had; what it raises ends the writing."""
@@ -122,16 +127,22 @@ def header_of(layout: Layout) -> bytes:
         }
         for piece, begin in zip(layout.pieces, layout.begins, strict=True)
     }
+    if len(header) < len(layout.pieces):
+        raise CheckpointError("two pieces of a checkpoint have one name: a tensor is planned twice")
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def chunk_name(piece: Piece) -> str:
-    """Return a piece's name in its file: its tensor's, and its place if it is not all of it."""
-    if piece.sizes == piece.shape:
-        return piece.fqn
-    return f"{piece.fqn}[{','.join(map(str, piece.offsets))}]"
+    """Return a piece's name in its file: its tensor's, and its place if it is not all of it.
+
+    No two pieces have the same. A whole tensor whose own name looks like that of a piece, or is the
+    one that the format keeps for itself, gets an empty place.
+    """
+    if piece.sizes != piece.shape:
+        return f"{piece.fqn}[{','.join(map(str, piece.offsets))}]"
+    return f"{piece.fqn}[]" if _AMBIGUOUS.fullmatch(piece.fqn) else piece.fqn
 
 
 def _form(piece: Piece) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from hpc_elastic.data.batch import ElasticBatch
 from hpc_elastic.data.plan import Place, Plan
@@ -47,6 +48,18 @@ class Manager(Protocol):
         state_dict: Callable[[], State],
     ) -> None:
         """Make something a part of the state that heals a replica."""
+
+
+_num_unnamed: WeakKeyDictionary[Manager, int] = WeakKeyDictionary()
+
+
+def number_of_unnamed(manager: Manager) -> str:
+    """Return what names a manager's next sampler without a name, equal in every process.
+
+    It is the order in which they are made, which follows from the script.
+    """
+    number = _num_unnamed[manager] = _num_unnamed.get(manager, 0) + 1
+    return f"unnamed.{number}"
 
 
 class Onlooker(ElasticBatch):

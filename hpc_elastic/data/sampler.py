@@ -29,7 +29,8 @@ from hpc_elastic.data.book import Book
 from hpc_elastic.data.draws import Draws, Items, Keeper, require_loader_of
 from hpc_elastic.data.order import hashed
 from hpc_elastic.data.plan import End, Place, Plan
-from hpc_elastic.data.replicas import Cohort, Manager
+from hpc_elastic.data.replicas import Cohort, Manager, number_of_unnamed
+from hpc_elastic.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class ElasticSampler:
             the batch with the epoch's first samples.
         name: Of its ledger, a word; each sampler of a script needs its own. None writes no ledger:
             for a sampler that is not trained with, and where ranks share data (tensor parallelism)
-            for all of them but one.
+            for all of them but one. With a manager, samplers without a name have to be made in
+            the same order in every replica: that tells them apart when one is healed.
         manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share each
             batch. ``batch`` then has the rank inside of the replica's group only. The sampler adds
             itself to the state that heals a replica. Not for LocalSGD and DiLoCo, where the
@@ -95,7 +97,8 @@ class ElasticSampler:
         self._book = Book(name, batch.group, is_replica=manager is not None)
         self._cohort = Cohort(manager) if manager is not None else None
         if manager is not None:
-            key = f"hpc_elastic.data.{name or id(self)}"
+            self._unnamed = None if name else number_of_unnamed(manager)
+            key = f"hpc_elastic.data.{name or self._unnamed}"
             manager.register_state_dict_fn(key, self._heal, self._healing_state)
 
     @property
@@ -236,8 +239,21 @@ class ElasticSampler:
         return self._place
 
     def _heal(self, state: dict[str, Any]) -> None:
-        """Go on from another replica's state; the manager's doing."""
-        self._load(state)
+        """Go on from another replica's state; the manager's doing.
+
+        Raises:
+            ConfigError: it is that of another sampler.
+        """
+        try:
+            self._load(state)
+        except ConfigError as e:
+            if self._unnamed is None:
+                raise
+            remedy = (
+                f"the replica's state for the sampler {self._unnamed} is another one's ({e}): make "
+                "samplers without a name in the same order in every replica, or give them names"
+            )
+            raise ConfigError("name", None, remedy) from e
         if self._cohort:
             self._cohort.healed()
 

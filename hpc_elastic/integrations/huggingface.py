@@ -235,6 +235,12 @@ def _require_what_works(args: TrainingArguments) -> None:
             "that in a resumed epoch's last, smaller batch: give True, or a larger "
             "per_device_train_batch_size",
         )  # fmt: skip
+    if not args.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices", False,
+            "give True: a rank would divide its loss by the labels of its own share, and the "
+            "gradient would depend on how the batch is divided among the ranks",
+        )  # fmt: skip
     if args.save_total_limit == 1:
         raise ConfigError(
             "save_total_limit", 1, "give 2: the only complete checkpoint would be removed first"

@@ -21,7 +21,7 @@ from hpc_elastic import control, reports
 from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
 from hpc_elastic.checkpoint.block_file import BlockFile
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.errors import CheckpointError, CheckpointFencedError
+from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
 
 PATIENCE_S = 30.0
 
@@ -294,6 +294,38 @@ def test_a_worker_that_is_asked_to_stay_commits_and_stays(tmp_path, page):
         assert page.read().boundary == 3 and Store(tmp_path / "c").steps() == [3]
         page.hold(0)
         assert saved.result(PATIENCE_S) is True
+
+
+def test_a_second_checkpointer_of_a_run_is_refused(tmp_path, page):
+    """The first one's save keeps the worker, so the second would never save that step."""
+    counter = Counter()
+    first = checkpointer(tmp_path / "a", counter)
+    with pytest.raises(ConfigError, match=r"^directory=.*/b'.*/a, .*put both states into one"):
+        checkpointer(tmp_path / "b", counter)
+    checkpointer(tmp_path / "a", counter).close()
+    first.close()
+    checkpointer(tmp_path / "b", counter).close()
+    leaked = [checkpointer(tmp_path / "c", counter)]
+    save_at(leaked[0], counter, 1)  # a save and its Checkpointer know each other
+    leaked[0].wait()
+    leaked.clear()
+    checkpointer(tmp_path / "d", counter).close()
+
+
+def test_one_beside_it_keeps_nobody_and_announces_nothing(tmp_path, page):
+    """It is saved when the script says so, and the group changes at the other's."""
+    counter = Counter()
+    with checkpointer(tmp_path / "a", counter) as main:
+        beside = checkpointer(tmp_path / "b", counter, boundary=False)
+        page.hold(5)
+        assert save_at(beside, counter, 3)
+        beside.close()
+        assert (page.read().boundary, page.read().stored, page.read().held) == (None, None, 0)
+        assert Store(tmp_path / "b").steps() == [3]
+        assert beside.restore() == 3
+        page.hold(0)
+        assert save_at(main, counter, 4)
+    assert page.read().boundary == 4
 
 
 def test_a_commit_in_the_background_is_announced(tmp_path, page, disk):

@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import Checkpointer, Options, reading
+from hpc_elastic.checkpoint.manifest import merge
+from hpc_elastic.checkpoint.sharding import Piece
+from hpc_elastic.checkpoint.snapshot import Snapshots
+from hpc_elastic.checkpoint.state import Flat
+from hpc_elastic.checkpoint.writer import write_part
 from hpc_elastic.errors import CheckpointError, ConfigError, HpcElasticError
 
 
@@ -293,3 +298,102 @@ def test_several_ranks_need_a_process_group(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(CheckpointError, match=r"WORLD_SIZE=4.*init_process_group"):
         Checkpointer(tmp_path, {"x": torch.zeros(1)})
+
+
+def test_names_that_look_like_those_of_pieces_are_kept_apart(tmp_path):
+    """A tensor in pieces beside one whose name is that of a piece, and the format's own name."""
+    whole = torch.arange(6.0).reshape(2, 3)
+    names = ["w", "w[0,0]", "w[0]", "w[1,0]", "w[]", "w[][]", "__metadata__", "__metadata__[]"]
+    pieces = [
+        Piece("w", (2, 3), "float32", (0, 0), (1, 3), (0, 0)),
+        Piece("w", (2, 3), "float32", (1, 0), (1, 3), (1, 0)),
+        *(Piece(name, (2, 3), "float32", (0, 0), (2, 3), (0, 0)) for name in names[1:]),
+    ]
+    tensors = {name: whole + 10 * i for i, name in enumerate(names)}
+    image = Snapshots().borrow(Flat(tensors=tensors), pieces, {})
+    manifest = merge([write_part(tmp_path, 0, image)], step=1, world_size=1, created=0.0)
+    found = {name: torch.zeros(2, 3) for name in names}
+    reading.read(manifest, tmp_path, found)
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+    assert len(load_file(tmp_path / "shard-0.safetensors")) == len(pieces)
+
+
+def test_a_key_of_the_formats_own_is_restored(tmp_path):
+    """At the top of the state, where it is the whole name of a tensor."""
+    save(tmp_path, {"__metadata__": torch.tensor([1.0, 2.0]), "a[0]": torch.tensor([3.0])})
+    state = {"__metadata__": torch.zeros(2), "a[0]": torch.zeros(1)}
+    assert Checkpointer(tmp_path, state).restore() == 1
+    assert state["__metadata__"].tolist() == [1.0, 2.0]
+    assert state["a[0]"].tolist() == [3.0]
+
+
+def test_sizes_and_parameters_come_back_as_such(tmp_path):
+    """Into a dict that has them, and into one that has not."""
+    made = {
+        "size": torch.Size([2, 3]), "tuple": (2, 3), "long": 3**20_000,
+        "weight": nn.Parameter(torch.ones(2)), "ids": nn.Parameter(torch.arange(3), False),
+    }  # fmt: skip
+    fresh = there_and_back(tmp_path, made, {})
+    assert {key: type(value) for key, value in fresh.items()} == {
+        key: type(value) for key, value in made.items()
+    }
+    assert fresh["weight"].requires_grad
+    assert not fresh["ids"].requires_grad
+    assert (fresh["size"], fresh["tuple"], fresh["long"]) == ((2, 3), (2, 3), 3**20_000)
+    mine = nn.Parameter(torch.zeros(2))
+    assert there_and_back(tmp_path, made, {"weight": mine})["weight"] is mine
+    assert mine.tolist() == [1.0, 1.0]
+
+
+def nested(depth: int) -> Any:
+    """Return lists in lists."""
+    tree: Any = 1
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (nested(400), "nested more than 100 deep"),
+        (ENDLESS, "contains itself"),
+        ({3**20_000: 1}, "a key has no text"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "takes tensors"),
+        (torch.return_types.max((torch.ones(1), torch.ones(1))), "takes tensors"),
+    ],
+    ids=["nested", "endless", "key", "masked", "named"],
+)
+def test_what_would_not_come_back_is_refused_by_its_path(tmp_path, value, what):
+    """On the caller's thread, by the constructor and by a save."""
+    with pytest.raises(ConfigError, match=rf"^state: it/here.*{what}"):
+        Checkpointer(tmp_path, {"it": {"here": value}})
+    state = {"it": {"here": 1}}
+    with Checkpointer(tmp_path, state) as c:
+        state["it"]["here"] = value
+        with pytest.raises(ConfigError, match=rf"^state: it/here.*{what}"):
+            c.save(1)
+
+
+def test_an_expanded_view_is_refused_before_anything_is_restored(tmp_path):
+    """Its elements are one in memory, so it can not be filled."""
+    save(tmp_path, {"a": torch.ones(3), "b": torch.ones(4, 2)})
+    state = {"a": torch.zeros(3), "b": torch.zeros(4, 1).expand(4, 2)}
+    with pytest.raises(CheckpointError, match=r"^b is an expanded view.*clone"):
+        Checkpointer(tmp_path, state).restore()
+    assert state["a"].tolist() == [0.0] * 3
+
+
+def test_conjugate_and_negative_views_are_filled(tmp_path):
+    """As their user sees them."""
+    wanted = torch.tensor([1 + 2j, 3 - 4j])
+    save(tmp_path, {"conj": wanted, "neg": wanted.imag.clone()})
+    state = {"conj": torch.zeros(2, dtype=torch.cfloat).conj(), "neg": wanted.clone().conj().imag}
+    assert state["neg"].is_neg()
+    assert Checkpointer(tmp_path, state).restore() == 1
+    assert torch.equal(state["conj"], wanted)
+    assert state["neg"].tolist() == wanted.imag.tolist()

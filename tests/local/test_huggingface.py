@@ -111,6 +111,7 @@ def test_a_checkpoint_counts_once_it_is_marked(tmp_path):
     [
         ("dataloader_drop_last", {"per_device_train_batch_size": 2}),
         ("save_total_limit", {"save_total_limit": 1}),
+        ("average_tokens_across_devices", {"average_tokens_across_devices": False}),
         ("enable_jit_checkpoint", {"enable_jit_checkpoint": True}),
     ],
 )

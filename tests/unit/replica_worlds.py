@@ -12,7 +12,7 @@ from hpc_elastic import reports
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 
 
-@dataclass
+@dataclass(eq=False)
 class PlayedManager:
     """What a replica's manager knows; the world sets it."""
 

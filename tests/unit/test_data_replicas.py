@@ -202,3 +202,37 @@ def test_a_place_so_many_steps_further_is_that_of_single_steps(end, length):
     for num_steps in range(1, 12):
         place = plan.after(plan.next_batch(place), 1)
         assert plan.after(Place(), num_steps) == place
+
+
+def unnamed(manager, *lengths):
+    """Return samplers without a name."""
+    return [
+        ElasticSampler(n, 3, batch=ElasticBatch(4, None, 0, 1), name=None, manager=manager)
+        for n in lengths
+    ]
+
+
+def heal(manager, peer):
+    """Have a replica take over the state of another one."""
+    manager.pending = peer.state()[0], json.loads(peer.state()[1])
+    manager.heal()
+
+
+def test_samplers_without_a_name_are_the_same_in_every_replica(outside):
+    """By the order in which they are made, so that a newcomer heals from any peer."""
+    peer, newcomer = PlayedManager(step=2), PlayedManager()
+    for sampler in unnamed(peer, 40, 24):
+        sampler.load_state_dict({**sampler.state_dict(), "step": 2, "position": 8})
+    samplers = unnamed(newcomer, 40, 24)
+    assert newcomer.parts.keys() == peer.parts.keys()
+    heal(newcomer, peer)
+    assert [s.position for s in samplers] == [8, 8]
+
+
+def test_samplers_that_are_made_in_another_order_are_told(outside):
+    """A state of one would be loaded into the other."""
+    peer, newcomer = PlayedManager(step=2), PlayedManager()
+    made = unnamed(peer, 40, 24), unnamed(newcomer, 24, 40)
+    with pytest.raises(ConfigError, match=r"unnamed\.1 is another one's \(dataset_len.*same order"):
+        heal(newcomer, peer)
+    assert made

@@ -275,3 +275,17 @@ def test_what_no_encoder_wrote_is_refused(value):
     layout = Layout(1, json.loads(json.dumps({"a": value})), (), 0, 0)
     with pytest.raises(HealError):
         Target(layout, in_place=False).state()
+
+
+def test_long_numbers_come_back_and_what_would_not_is_refused():
+    """By its path, before anything is sent."""
+    assert through({"n": -(3**20_000)}) == {"n": -(3**20_000)}
+    deep: list = []
+    deep.append(deep)
+    for bad, what in [
+        (deep, "contains itself"),
+        ({3**20_000: 1}, "a key has no text"),
+        (np.ma.masked_array([1.0], [True]), "takes tensors"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^state: /here.*{what}"):
+            State({"here": bad}, step=3)

@@ -117,7 +117,7 @@ class State:
     def _leaf(self, path: str, leaf: Any) -> tuple[str, Any] | None:
         if isinstance(leaf, torch.Tensor):
             return self._tensor(path, leaf)
-        if isinstance(leaf, np.ndarray):
+        if type(leaf) is np.ndarray:  # a subclass, as a masked array, has more than its numbers
             return "array", self._add(path, leaf, _of_array(path, leaf))
         if isinstance(leaf, np.generic) and not leaf.dtype.hasobject:
             return "number", [leaf.dtype.str, base64.b64encode(leaf.tobytes()).decode()]

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hpc_elastic.cli import options
 from hpc_elastic.data.audit import EpochProof, Proof, audit
+from hpc_elastic.words import counted
 
 _COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
 _ALWAYS_SHOWN = ("once", "twice", "never")
@@ -80,11 +81,12 @@ def _print(proof: Proof) -> None:
     console = Console(highlight=False, markup=False)
     console.print(_table(proof))
     console.print(
-        f"{proof.last_step} steps, trained in {proof.stretches} stretches; written down "
-        f"and thrown away: {proof.replayed_steps} steps ({proof.replayed_samples} samples)"
+        f"{counted(proof.last_step, 'step')}, trained in "
+        f"{counted(proof.stretches, 'stretch', 'stretches')}; written down and thrown away: "
+        f"{counted(proof.replayed_steps, 'step')} ({counted(proof.replayed_samples, 'sample')})"
     )
     if proof.open_samples:
-        console.print(f"not yet written down by all ranks: {proof.open_samples} samples")
+        console.print(f"not yet written down by all ranks: {counted(proof.open_samples, 'sample')}")
     for problem in proof.problems:
         console.print(f"NOT PROVEN: {problem}")
     if proof.holds:
@@ -94,7 +96,7 @@ def _print(proof: Proof) -> None:
 def _table(proof: Proof) -> Table:
     """Return a table of the epochs; columns that are zero throughout are left out."""
     counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
-    table = Table(title=Text(f"{proof.name}: {proof.dataset_len} samples"))
+    table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
     for column in ("epoch", *counts):
         table.add_column(column, justify="right")
     for epoch in proof.epochs:

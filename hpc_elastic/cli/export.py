@@ -14,6 +14,7 @@ from hpc_elastic.checkpoint.store import verify as verify_folder
 from hpc_elastic.cli import options
 from hpc_elastic.cli.verify import find_checkpoints
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointNotFoundError
+from hpc_elastic.words import counted
 
 _EXAMPLES = """
 \b
@@ -86,7 +87,7 @@ def export(
         print(json.dumps(told, indent=2))
         return 0
     what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
-    print(f"wrote {what} to {output}: {num_tensors} tensors", file=sys.stderr)
+    print(f"wrote {what} to {output}: {counted(num_tensors, 'tensor')}", file=sys.stderr)
     return 0
 
 

@@ -65,7 +65,7 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         print(json.dumps(told, indent=2))
         return 0
     where = f"output in {told['log']}" if local else f"job {' '.join(told['job_ids'])}"
-    print(f"resumed on {told['nodes']} nodes ({where})")
+    print(f"resumed with nodes={told['nodes']} ({where})")
     print_run(told["run_id"], run)
     return 0
 

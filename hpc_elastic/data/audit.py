@@ -207,7 +207,8 @@ def _broken_part(part: Part) -> Iterator[str]:
         yield f"the ranks of {_name(part)} disagree on where it has begun, or on what it trains"
     for rank, excess in part.miscounted().items():
         what = "too many" if excess > 0 else "missing"
-        yield f"rank {rank} of {_name(part)}: {abs(excess)} steps are {what}"
+        are = "is" if abs(excess) == 1 else "are"
+        yield f"rank {rank} of {_name(part)}: {counted(abs(excess), 'step')} {are} {what}"
     if wrong := part.wrong_steps():
         yield (
             f"{counted(sum(map(len, wrong)), 'step')} of {_name(part)}, from step "
@@ -222,9 +223,13 @@ def _name(part: Part) -> str:
 def _uneven_epochs(epochs: Sequence[EpochProof]) -> Iterator[str]:
     for epoch in epochs:
         if epoch.never:
-            yield f"epoch {epoch.epoch}: {epoch.never} samples were never trained"
+            yield f"epoch {epoch.epoch}: {_were(epoch.never)} never trained"
         if epoch.twice:
-            yield f"epoch {epoch.epoch}: {epoch.twice} samples were trained more than once"
+            yield f"epoch {epoch.epoch}: {_were(epoch.twice)} trained more than once"
+
+
+def _were(num_samples: int) -> str:
+    return f"{counted(num_samples, 'sample')} {'was' if num_samples == 1 else 'were'}"
 
 
 def _epochs(parts: Sequence[Part]) -> list[EpochProof]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.words import counted
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,12 @@ def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str 
     if workers <= global_batch:
         return None
     most = global_batch // (nproc_per_node or 1)
-    remedy = f"give at most {most} nodes, or" if most else "give fewer workers a node, or"
+    fewer = f"at most {counted(most, 'node')}" if most else "fewer workers a node"
+    have = "has" if max_nodes == 1 else "have"
     return (
-        f"{max_nodes} nodes have {workers} workers or more, and a global batch of {global_batch} "
-        f"samples can not give each of them one: {remedy} a global batch of at least {workers}"
+        f"{counted(max_nodes, 'node')} {have} {workers} workers or more, and a global batch of "
+        f"{counted(global_batch, 'sample')} can not give each of them one: give {fewer}, or a "
+        f"global batch of at least {workers}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hpc_elastic.rendezvous.machine import Machine
 from hpc_elastic.slurm.states import Phase as SlurmPhase
 from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.words import counted
 
 _MAX_NAMED = 20
 
@@ -18,7 +19,9 @@ def waiting_for(machine: Machine, log_of: Callable[[str, int], str | None]) -> s
         machine: The leader's, while a round forms.
         log_of: (task, attempt) -> where that attempt's log is; None if nobody knows.
     """
-    here = f"{len(machine.joined)} of at least {machine.rules.min_nodes} nodes have joined"
+    least = machine.rules.min_nodes
+    have = "has" if least == 1 else "have"
+    here = f"{len(machine.joined)} of at least {counted(least, 'node')} {have} joined"
     missing = machine.missing()
     if not missing:
         return f"{here}; no other task of the run is known to run or to be queued"

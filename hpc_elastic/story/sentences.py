@@ -70,7 +70,9 @@ def _size(episode: Episode) -> str:
         return f"no node is left of {before}"
     if after is None:
         return f"{group}of {counted(before, what)} changes"
-    workers = f" ({episode.workers} workers)" if episode.workers not in (None, after) else ""
+    workers = ""
+    if episode.workers not in (None, after):
+        workers = f" ({counted(episode.workers or 0, 'worker')})"
     if before == 0:
         return f"again {f'a {group}of ' if group else ''}{counted(after, what)}{workers}"
     if before == after:
@@ -241,7 +243,7 @@ def _kill(episode: Episode) -> str:
 
 def _resume(episode: Episode) -> str:
     facts = episode.facts
-    return f"{facts.get('user')} let the run go on, with {facts.get('nodes')} nodes"
+    return f"{facts.get('user')} let the run go on, with nodes={facts.get('nodes')}"
 
 
 def _left(episode: Episode) -> str:

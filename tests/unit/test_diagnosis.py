@@ -22,7 +22,7 @@ def test_a_task_that_runs_and_does_not_come_is_named_with_its_node_and_log():
     view = running(A) | {B.task: TaskState(B.task, "RUNNING", node="node2", restarts=3)}
     m.slurm_says(view, 0.0, 0.1)
     assert waiting_for(m, log_of) == (
-        "1 of at least 1 nodes have joined; missing: 7_1 (RUNNING on node2), log logs/7_1.3"
+        "1 of at least 1 node has joined; missing: 7_1 (RUNNING on node2), log logs/7_1.3"
     )
 
 
@@ -42,7 +42,7 @@ def test_a_member_that_does_not_come_back_is_named_with_its_host():
     m.join(C, 1.0)
     m.join(A, 1.1)
     assert waiting_for(m, log_of) == (
-        "2 of at least 1 nodes have joined; missing: 7_1 on node2, "
+        "2 of at least 1 node has joined; missing: 7_1 on node2, "
         "which was told to stop its workers and to join again, log logs/7_1.0"
     )
 

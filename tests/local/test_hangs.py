@@ -87,7 +87,7 @@ class Run(LocalRun):
         script = folder / "script.py"
         script.write_text(text)
         super().__init__(
-            script, folder, "+launcher=local", "+nproc_per_node=1",
+            script, folder, "+launcher=local", "nproc_per_node=1",
             "launcher.agent.hang_after_s=2", *overrides,
         )  # fmt: skip
 

@@ -223,9 +223,20 @@ class Regroup:
         return [Hold(self.members, self._num_holds)]
 
     def _agree(self, needed: bool, finishing: bool, now: float) -> list[Action]:
+        ahead = self.agreement.ahead
         if finishing:
-            return list(self.agreement.take_back(now))
-        return list(self.agreement.advance(needed, now))
+            actions = list(self.agreement.take_back(now))
+        else:
+            actions = list(self.agreement.advance(needed, now))
+        return actions + (self._hold_anew() if self.agreement.ahead < ahead else [])
+
+    def _hold_anew(self) -> list[Action]:
+        """Ask who holds still: for a step that was proposed, members went on from a boundary."""
+        if not self._holding:
+            return []
+        self.boundaries.let_go()
+        self._num_holds += 1
+        return [Hold(self.members, self._num_holds)]
 
 
 def _names(agents: Mapping[Agent, object]) -> str:

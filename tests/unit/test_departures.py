@@ -62,6 +62,23 @@ def test_a_checkpoint_before_the_proposed_step_does_not_count():
         assert decisions(m.boundary(agent, 15, 1, 11.0)) == []
 
 
+def test_who_may_have_gone_on_for_a_step_that_is_taken_back_is_asked_anew():
+    """They had held at step 20, and a later one was proposed: step 20 may not be the last."""
+    m = noticed(A)
+    for agent in (A, B):
+        (*_, proposed) = m.answered(agent, Answer(1, False, 19, 10.0), 10.1) or [None]
+    assert proposed.step > 20
+    for agent in (A, B):
+        assert decisions(m.boundary(agent, 20, 1, 10.5)) == []
+    actions = [*m.finished(B, 10.6), *m.tick(10.6)]
+    assert Propose((A, B), 0, 0) in actions and decisions(actions) == [Hold((A, B), 2)]
+    assert decisions(m.boundary(A, 20, 1, 10.7)) == [], "an answer to the request before"
+    assert decisions(m.boundary(A, 20, 2, 10.8)) == [
+        Release((A,)),
+        StopRound((A, B), "node1 leaves (signal), at the checkpoint of step 20"),
+    ]
+
+
 def test_an_announcement_of_the_agreed_step_needs_no_word_of_the_hold():
     """Whoever was confirmed was asked to hold before."""
     m = noticed(A)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -58,7 +58,7 @@ class World:
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
 
-    def waits_in_vain(self) -> None:
+    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
         """There is no sweep."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

@@ -44,10 +44,10 @@ class RunWorld:
             _log.warning("pending tasks of the run were not cancelled: %s", e)
         self._let_others_start(ends=True)
 
-    def waits_in_vain(self) -> str | None:
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
         """Ask whether other runs of the sweep hold the nodes that this one lacks."""
         try:
-            return None if self._sweep is None else self._sweep.waits_in_vain()
+            return None if self._sweep is None else self._sweep.waits_in_vain(lost)
         except (SlurmError, OSError, RunDirectoryError) as e:
             _log.warning("the other runs of the sweep can not be looked up: %s", e)
             return None

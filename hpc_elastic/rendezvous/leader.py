@@ -19,7 +19,7 @@ import random
 import resource
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -297,8 +297,8 @@ class Leader:
                 self._announce(effect)
             case AskSlurm():
                 self._start(self._ask_slurm(), self._duties)
-            case AskSweep():
-                self._start(self._ask_sweep(), self._duties)
+            case AskSweep(lost):
+                self._start(self._ask_sweep(lost), self._duties)
             case LetOthersStart(lost):
                 self._let_slurm(world.let_others_start, lost)
             case RenewLease():
@@ -381,8 +381,8 @@ class Leader:
         view = await self._in_thread(self._office.world.view)
         self._term.handle(self._leadership.slurm_says, view, time.monotonic())
 
-    async def _ask_sweep(self) -> None:
-        why = await self._in_thread(self._office.world.waits_in_vain)
+    async def _ask_sweep(self, lost: Mapping[str, int]) -> None:
+        why = await self._in_thread(self._office.world.waits_in_vain, lost)
         self._term.handle(self._leadership.sweep_says, why, time.monotonic())
 
     def _renew_lease(self) -> None:

@@ -66,7 +66,12 @@ class AskSlurm:
 
 @dataclass(frozen=True)
 class AskSweep:
-    """Ask whether the run waits in vain for nodes; then say `Leadership.sweep_says`."""
+    """Ask whether the run waits in vain for nodes; then say `Leadership.sweep_says`.
+
+    ``lost``: its tasks that were lost, each with its attempt; Slurm learns of that late.
+    """
+
+    lost: Mapping[str, int]
 
 
 @dataclass(frozen=True)

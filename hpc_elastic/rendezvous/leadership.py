@@ -440,7 +440,7 @@ class Leadership:
             return []
         if machine.is_short:
             self._sweep_due = math.inf  # until it is answered
-            return [AskSweep()]
+            return [AskSweep(dict(machine.muster.lost))]
         if machine.phase is Phase.RUNNING:
             self._sweep_due = now + _SWEEP_EVERY_S
             return [LetOthersStart(tuple(machine.muster.lost))]

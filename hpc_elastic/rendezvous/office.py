@@ -38,7 +38,7 @@ class World(Protocol):
     def postpone_pending(self, delay_s: float) -> None:
         """Let none of the run's queued tasks start for a while."""
 
-    def waits_in_vain(self) -> str | None:
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
         """Return why the run waits in vain for its min nodes; None if it may yet get them."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

@@ -121,7 +121,7 @@ class _Step:
     def postpone_pending(self, delay_s: float) -> None:
         """Do nothing: nothing of a step is in the queue."""
 
-    def waits_in_vain(self) -> None:
+    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
         """Do nothing: a step has no sweep."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

@@ -6,8 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
@@ -57,12 +57,18 @@ class SweepQueue:
         """How many runs were submitted together."""
         return len(self._members())
 
-    def waits_in_vain(self) -> str | None:
-        """Return why this run waits in vain for its minimum; None if it may yet get it."""
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+        """Return why this run waits in vain for its minimum; None if it may yet get it.
+
+        Args:
+            lost: This run's tasks that were lost, each with its attempt.
+        """
         found = self._runs()
         if found is None:
             return None
-        return turns.waits_in_vain(*found, self._nodes())
+        runs, own = found
+        runs[own] = replace(runs[own], lost=lost)
+        return turns.waits_in_vain(runs, own, self._nodes())
 
     def let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
         """Let runs start that stay away, as far as there are idle nodes for their minimum.

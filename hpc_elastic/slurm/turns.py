@@ -16,7 +16,7 @@ not take each other's nodes in turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.slurm.states import Phase, TaskState
@@ -44,6 +44,8 @@ class QueuedRun:
         has_started: Whether a task of it has ever run. Before that, a start that lies ahead was
             asked for by the user.
         avoids: Nodes on which no task of it starts.
+        lost: Tasks whose attempt was lost, and which one: Slurm may call it running for minutes.
+            Its node may come to the run again, unless it does not answer.
     """
 
     name: str
@@ -52,12 +54,20 @@ class QueuedRun:
     num_gang: int = 0
     has_started: bool = True
     avoids: frozenset[str] = frozenset()
+    lost: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[str]:
         """The nodes that it has."""
-        running = (s for s in self.tasks.values() if s.phase is Phase.RUNNING)
-        return [node for state in running for node in nodelist.expand(state.node)]
+        return [
+            node
+            for name, state in self.tasks.items()
+            if state.phase is Phase.RUNNING and not self._is_lost(name, state)
+            for node in nodelist.expand(state.node)
+        ]
+
+    def _is_lost(self, task: str, state: TaskState) -> bool:
+        return task in self.lost and (state.restarts or 0) <= self.lost[task]
 
     @property
     def lacks(self) -> int:

@@ -76,7 +76,7 @@ class Group:
     def postpone_pending(self, delay_s: float) -> None:
         """Nothing is queued."""
 
-    def waits_in_vain(self) -> None:
+    def waits_in_vain(self, lost: Mapping[str, int]) -> None:
         """There is no sweep."""
 
     def let_others_start(self, lost: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 """Whose turn it is among the runs of a sweep: pure rules, and the queue they are asked about."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +58,16 @@ def test_nodes_that_are_lost_come_to_nobody(state):
     """A node died, and the run that has one left of two gives that back."""
     runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "waits")]
     assert waits_in_vain(runs, 1, four(n4=state))
+
+
+def test_a_node_that_was_lost_is_none_of_the_run_though_slurm_learns_of_it_late():
+    """The next attempt of the task counts again."""
+    runs = [queued("a", 2, "n1", "n2"), queued("b", 2, "n3", "n4", lost={"b_1": 0})]
+    assert waits_in_vain(runs, 1, four(n4="allocated*"))
+    assert waits_in_vain(runs, 1, four()) is None, "its task may only be leaving"
+    again = {**runs[1].tasks, "b_1": TaskState("b_1", "RUNNING", node="n4", restarts=1)}
+    back = replace(runs[1], tasks=again)
+    assert waits_in_vain([runs[0], back], 1, four(n4="allocated*")) is None
 
 
 def test_nodes_that_the_run_avoids_come_not_to_it():
@@ -206,7 +217,7 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
     """Runs and their tasks by the array's file; what is away starts again, and is asked seldom."""
     client = FakeClient()
     queue = queue_of(two_runs[0], client)
-    assert queue.num_runs == 2 and queue.waits_in_vain() is None
+    assert queue.num_runs == 2 and queue.waits_in_vain({}) is None
     queue.let_others_start()
     assert client.started == ["7_2"]
     asked = client.num_asked
@@ -221,7 +232,7 @@ def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):
     client = FakeClient()
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
-    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).waits_in_vain())
+    assert "other runs of the sweep" in str(queue_of(two_runs[1], client).waits_in_vain({}))
 
 
 def test_a_slurm_that_does_not_answer_is_said(two_runs):

@@ -277,7 +277,7 @@ class SweepSimulation:
                 case AskSlurm():
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_says(view, self.now))
-                case AskSweep():
+                case AskSweep():  # its Slurm learns of a loss at once
                     why = turns.waits_in_vain(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_says(why, self.now))
                 case LetOthersStart(lost):

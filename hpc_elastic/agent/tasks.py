@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -24,6 +25,7 @@ from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 _log = logging.getLogger(__name__)
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+_NOWHERE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class RunTasks(Protocol):
@@ -50,12 +52,17 @@ class RunTasks(Protocol):
         """
 
     def bring_back(
-        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+        self,
+        run: RunDir,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str] = _NONE,
+        failed_on: Mapping[str, Sequence[str]] = _NOWHERE,
     ) -> None:
         """Let tasks that were lost or have left come back as soon as a node is free.
 
-        Slurm's two minutes are ended; one that Slurm has ended is requeued, or replaced by another
-        task where that is refused. One that still runs, is being ended or was cancelled is left
+        Slurm's two minutes are ended, and so is its hold of a task that a node could not start. One
+        that Slurm has ended is requeued, or replaced by another task where that is refused. One
+        that still runs, is being ended or was cancelled is left
         alone: ask again later.
 
         Args:
@@ -63,6 +70,8 @@ class RunTasks(Protocol):
             tasks: Names as in `view`; others are passed over.
             unseen: Those of them whose end nobody has seen, each with the node where it may run
                 still: it does not start there, unless Slurm has seen it (`slurm.last_nodes`).
+            failed_on: Those of them that failed before they joined, each with the nodes where they
+                did: they do not start there.
 
         Raises:
             SlurmError: some are as they were.
@@ -114,6 +123,8 @@ class SlurmTasks:
         self._spec = spec
         self._client = client or SlurmClient()
         self._silent = False
+        self._held: dict[tuple[str, int | None], str] = {}
+        """The node that could not start an attempt that Slurm holds; "" where that is not clear."""
 
     def view(self) -> Mapping[str, TaskState] | None:
         """Ask squeue once; a Slurm that does not answer is logged once."""
@@ -140,7 +151,11 @@ class SlurmTasks:
             self._client.postpone(pending, delay_s)
 
     def bring_back(
-        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+        self,
+        run: RunDir,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str] = _NONE,
+        failed_on: Mapping[str, Sequence[str]] = _NOWHERE,
     ) -> None:
         """Ask squeue once, then do for each task what is to be done, whatever fails for another."""
         listed = self._listed()
@@ -156,6 +171,9 @@ class SlurmTasks:
                 if self._is_back(run, name, state):
                     for node in last[name] if _may_still_run(state) else ():
                         last_nodes.avoid(run, name, node, self._client)
+                    self._client.exclude([name], failed_on.get(name, ()))
+                    if state.is_launch_held:
+                        self._client.end_hold(name)
                     back.append(name)
             except (SlurmError, OSError) as e:
                 failures.append(e)
@@ -172,7 +190,7 @@ class SlurmTasks:
         left = self._spec.requeues_left(state.restarts)
         facts = Facts(Reason.LOST, state, run_ended=run.is_over, requeues_left=left)
         if state.phase is not Phase.ENDED or decide(facts) is not Departure.REQUEUE:
-            return state.is_held
+            return state.is_held or state.is_launch_held
         try:
             self._client.requeue(name)
         except SlurmCommandError as e:
@@ -202,7 +220,8 @@ class SlurmTasks:
         Raises:
             SlurmError: squeue does not answer.
         """
-        return run_states(self._spec, self._listed())
+        states = run_states(self._spec, self._listed())
+        return {name: self._with_node(state) for name, state in states.items()}
 
     def _listed(self) -> dict[str, TaskState]:
         """Return what squeue lists of the run's jobs, other runs' tasks among it."""
@@ -210,6 +229,13 @@ class SlurmTasks:
         listed = self._client.tasks(jobs)
         self._silent = False
         return listed
+
+    def _with_node(self, state: TaskState) -> TaskState:
+        """Return a task's state; if Slurm holds it, with the node that could not start it."""
+        key = state.task, state.restarts
+        if state.is_launch_held and key not in self._held:
+            self._held[key] = self._client.refused_by(state.task) or ""
+        return replace(state, node=self._held[key]) if state.is_launch_held else state
 
     def _known(self, tasks: Iterable[str], listed: Mapping[str, TaskState]) -> list[str]:
         """Return those tasks that are the run's, and that squeue lists."""
@@ -245,7 +271,11 @@ class LocalTasks:
             self._queue.postpone(waiting, delay_s)
 
     def bring_back(
-        self, run: RunDir, tasks: Iterable[str], unseen: Mapping[str, str] = _NONE
+        self,
+        run: RunDir,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str] = _NONE,
+        failed_on: Mapping[str, Sequence[str]] = _NOWHERE,
     ) -> None:
         """Requeue what has ended; the launcher starts it once nothing of its last attempt runs."""
         listed = self._listed()

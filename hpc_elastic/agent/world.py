@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.agent.tasks import RunTasks
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError, SlurmError
@@ -70,10 +70,15 @@ class RunWorld:
         except _FAILURES as e:
             _log.warning("pending tasks of the run were not postponed: %s", e)
 
-    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
         """Let tasks that were lost or have left come back soon, by requeue or replacement."""
         try:
-            self._tasks.bring_back(self._run, tasks, unseen)
+            self._tasks.bring_back(self._run, tasks, unseen, failed_on)
         except _FAILURES as e:
             _log.warning("tasks of the run may come back late, or not at all: %s", e)
 

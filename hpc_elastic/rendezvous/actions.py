@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -119,10 +119,12 @@ class ClearHolds:
     """Let these tasks, which Slurm holds after a requeue or has ended, start soon.
 
     ``unseen``: those of them whose end nobody has seen, each with the node where it may run still.
+    ``failed_on``: those that failed before they joined, each with the hosts where they did.
     """
 
     tasks: tuple[str, ...]
     unseen: Mapping[str, str] = field(default_factory=dict)
+    failed_on: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

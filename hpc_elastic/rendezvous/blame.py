@@ -21,6 +21,10 @@ Bad nodes    Failures that follow a node are *strikes* against its host: a worke
              doubt, exclude the host: the run's queued tasks do not start there, and the node, if it
              lives, goes back to the queue. So many hosts as min nodes are never excluded, of those
              that the run has at the time. A failure whose host was excluded for it spends nothing.
+
+Bad starts   A task that fails before its agent joins is one strike against its node, and two where
+             Slurm says itself that the node could not start it. For that the run avoids at most
+             as many nodes as it may have: more at once are no bad nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpc_elastic.rendezvous import slurms_word
 from hpc_elastic.rendezvous.actions import Action, EndRun, Exclude, Note
+from hpc_elastic.rendezvous.comeback import FailedStart
 from hpc_elastic.rendezvous.failures import Failure, first_failure, looks_like_victim
 from hpc_elastic.rendezvous.record import Record, Tally
 from hpc_elastic.rendezvous.rules import Rules
@@ -154,6 +160,29 @@ class Blame:
             self.excused = True
         return [*actions, *struck, *(self._spend(number, failures) if failures else [])]
 
+    def start_failed(self, start: FailedStart, num_hosts: int) -> list[Action]:
+        """Judge an attempt of a task that ended before its agent joined.
+
+        Args:
+            start: The attempt.
+            num_hosts: How many hosts the run has.
+        """
+        state = start.state
+        note = {
+            "task": state.task, "host": state.node, "state": state.state, "reason": state.reason,
+            "hosts": list(start.hosts), "again": not start.is_last,
+        }  # fmt: skip
+        actions: list[Action] = [Note("start failed", note)]
+        host, strikes = state.node, STRIKES if slurms_word.was_not_launched(state) else 1
+        if not host:
+            return actions
+        self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
+        is_new = host not in self.excluded and len(self.excluded) < self.rules.max_nodes
+        if is_new and self.strikes[host] >= STRIKES:
+            why = f"a task failed there before it joined (Slurm: {slurms_word.describe(state)})"
+            actions += self._exclude(host, why, num_hosts)
+        return actions
+
     def _spend(self, number: int, failures: Sequence[Failure]) -> list[Action]:
         if self.excused:
             return [Note("victims", {"workers": len(failures)})]
@@ -183,10 +212,13 @@ class Blame:
             actions.append(Note("strike", note))
             left = set(hosts) - set(self.excluded) - {host}
             if self._is_excludable(host, len(left)):
-                self.excluded = (*self.excluded, host)
-                note = {"host": host, "why": why, "hosts_left": len(left)}
-                actions += [Note("excluded", note), Exclude((host,), why)]
+                actions += self._exclude(host, why, len(left))
         return actions
+
+    def _exclude(self, host: str, why: str, num_left: int) -> list[Action]:
+        self.excluded = (*self.excluded, host)
+        note = {"host": host, "why": why, "hosts_left": num_left}
+        return [Note("excluded", note), Exclude((host,), why)]
 
     def _is_excludable(self, host: str, num_left: int) -> bool:
         """Tell whether a host is to be excluded, if so many others are left."""

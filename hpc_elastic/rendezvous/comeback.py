@@ -9,6 +9,11 @@ stay away, and are left alone.
 
 A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
 
+A task may fail before its agent joins: its node can not write its log, lacks the Python
+environment, or has no memory left. Slurm then calls it FAILED, or holds it for good. It is brought
+back too, to start on another node (`blame`), until it has failed ``START_TRIES`` times in a row:
+what fails everywhere is no node's fault. A new leader counts anew.
+
 An attempt that fell silent, or that Slurm has counted as gone while it was still heard, has an end
 that nobody has seen: it may run still where it ran, and the task is not to start there yet
 (`hpc_elastic.slurm.last_nodes`).
@@ -28,8 +33,25 @@ SURE_S = 2.0
 AGAIN_S = 15.0
 GIVE_UP_S = 60.0
 
+START_TRIES = 3
+
 _Attempt = tuple[str, str, int | None]
 """A task, Slurm's word for its state, and how often it was requeued."""
+
+
+@dataclass(frozen=True)
+class FailedStart:
+    """An attempt of a task that ended before its agent joined.
+
+    Attributes:
+        state: What Slurm says of it.
+        hosts: Where the task has failed so in a row, this time last; empty where Slurm names none.
+        is_last: Whether it is not tried again.
+    """
+
+    state: TaskState
+    hosts: tuple[str, ...]
+    is_last: bool
 
 
 @dataclass
@@ -42,6 +64,10 @@ class Comebacks:
     """Whether Slurm should be asked about some of them."""
     _over: frozenset[str] = frozenset()
     """Tasks that have ended for good."""
+    _failed: dict[str, _Attempt] = field(default_factory=dict)
+    """Task -> the attempt that failed last before its agent joined."""
+    _tries: dict[str, list[str]] = field(default_factory=dict)
+    """Place of a task -> the hosts of its attempts that failed so in a row; "" where unknown."""
     _seen: dict[_Attempt, float] = field(default_factory=dict)
     """Since when an attempt is seen that is to be brought back."""
     _brought: dict[_Attempt, float] = field(default_factory=dict)
@@ -57,6 +83,53 @@ class Comebacks:
     def vanished(self, agent: Agent) -> None:
         """An agent is gone, and nobody has seen it end."""
         self.unseen[agent.task] = agent.host
+
+    @property
+    def num_over(self) -> int:
+        """How many tasks have ended for good."""
+        return len(self._over)
+
+    def joined(self, task: str) -> None:
+        """An agent of this task has joined: its start has not failed."""
+        self._failed.pop(task, None)
+        self._tries.pop(_place(task), None)
+
+    def failed_starts(
+        self, view: Mapping[str, TaskState], lost: Mapping[str, int], here: Mapping[str, int]
+    ) -> list[FailedStart]:
+        """Return the attempts that failed before they joined, each of them once.
+
+        Args:
+            view: Slurm's answer.
+            lost: Task -> attempt that was lost.
+            here: Task -> attempt that is here.
+        """
+        found: list[FailedStart] = []
+        for task, state in view.items():
+            key = _attempt(state)
+            failed = slurms_word.start_failed(state, lost.get(task), here.get(task))
+            if not failed or self._failed.get(task) == key:
+                continue
+            self._failed[task] = key
+            self._tries.setdefault(_place(task), []).append(state.node)
+            found.append(FailedStart(state, self.tried(task), not self._may_be_tried(task)))
+        return found
+
+    def tried(self, task: str) -> tuple[str, ...]:
+        """Return the hosts on which a task has failed in a row before it joined."""
+        return tuple(dict.fromkeys(filter(None, self._tries.get(_place(task), ()))))
+
+    def failed_on(self, tasks: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Return those of the tasks that failed before they joined, each with the hosts."""
+        return {task: self.tried(task) for task in tasks if task in self._failed}
+
+    def _may_be_tried(self, task: str) -> bool:
+        return len(self._tries.get(_place(task), ())) < START_TRIES
+
+    def _is_retried(self, state: TaskState) -> bool:
+        """Whether this attempt failed before it joined, and the task is to be tried elsewhere."""
+        failed = self._failed.get(state.task) == _attempt(state)
+        return failed and self._may_be_tried(state.task)
 
     def seen(self, task: str) -> None:
         """An agent of this task is here, or was seen to end."""
@@ -87,7 +160,7 @@ class Comebacks:
         """
         if not view:
             return ()
-        gone = set(_gone(view, lost, away))
+        gone = set(self._gone(view, lost, away))
         wanted = {key for key in gone if self._is_to_be_tried(key, now)}
         self._seen = {key: self._seen.get(key, now) for key in wanted}
         sure = {key for key, since in self._seen.items() if now - since >= SURE_S}
@@ -110,8 +183,11 @@ class Comebacks:
         return {
             task
             for task, state in view.items()
-            if slurms_word.may_return(state, lost.get(task)) and task not in self._over
+            if self._may_return(state, lost.get(task)) and task not in self._over
         }
+
+    def _may_return(self, state: TaskState, lost_attempt: int | None) -> bool:
+        return slurms_word.may_return(state, lost_attempt) or self._is_retried(state)
 
     def _ended(
         self,
@@ -121,23 +197,33 @@ class Comebacks:
         now: float,
     ) -> Iterator[str]:
         for task, state in view.items():
-            if state.phase is Phase.ENDED and not slurms_word.may_return(state, lost.get(task)):
+            if state.phase is Phase.ENDED and not self._may_return(state, lost.get(task)):
                 yield task
         for key in gone:
             if now - self._brought.get(key, now) >= GIVE_UP_S:
                 yield key[0]
 
+    def _gone(
+        self, view: Mapping[str, TaskState], lost: Mapping[str, int], away: Mapping[str, int]
+    ) -> Iterator[_Attempt]:
+        """Yield the attempts that are to be brought back."""
+        for task, state in view.items():
+            attempt = lost.get(task)
+            if state.phase is Phase.ENDED:
+                wanted = self._may_return(state, attempt) and queue_name(task) == task
+            elif state.is_launch_held:
+                wanted = self._is_retried(state)
+            else:
+                wanted = attempt is not None and state.is_held and away.get(task, -1) < attempt
+                wanted = wanted and not slurms_word.is_lost(state, attempt)
+            if wanted:
+                yield _attempt(state)
 
-def _gone(
-    view: Mapping[str, TaskState], lost: Mapping[str, int], away: Mapping[str, int]
-) -> Iterator[_Attempt]:
-    """Yield the attempts that are to be brought back."""
-    for task, state in view.items():
-        attempt = lost.get(task)
-        if state.phase is Phase.ENDED:
-            wanted = slurms_word.may_return(state, attempt) and queue_name(task) == task
-        else:
-            wanted = attempt is not None and state.is_held and away.get(task, -1) < attempt
-            wanted = wanted and not slurms_word.is_lost(state, attempt)
-        if wanted:
-            yield task, state.state, state.restarts
+
+def _attempt(state: TaskState) -> _Attempt:
+    return state.task, state.state, state.restarts
+
+
+def _place(task: str) -> str:
+    """Return what a task and another that was submitted in its place have in common."""
+    return task.rpartition("_")[2]

@@ -318,10 +318,10 @@ class Leader:
             case Readmit(tasks):
                 if self._readmitting is None or self._readmitting.done():
                     self._readmitting = self._let_slurm(world.readmit, tasks)
-            case ClearHolds(tasks, unseen):
+            case ClearHolds(tasks, unseen, failed_on):
                 avoids = sorted({*unseen.values()})
                 self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
-                self._let_slurm(world.clear_holds, tasks, unseen)
+                self._let_slurm(world.clear_holds, tasks, unseen, failed_on)
 
     def publish(self, record: Record, afterwards: list[Effect]) -> None:
         """See `Hands`."""

@@ -328,10 +328,11 @@ class Leadership:
         match action:
             case Note() | Exclude():
                 return [action]
-            case ClearHolds(tasks, unseen):  # it may have waited for a record
-                held = self.machine.not_given_back(tasks)
+            case ClearHolds(tasks, unseen, failed_on):  # it may have waited for a record
+                here = self.machine.not_given_back(tasks)
+                held = tuple(task for task in tasks if task in here or task in failed_on)
                 still = {task: node for task, node in unseen.items() if task in held}
-                return [ClearHolds(held, still)] if held else []
+                return [ClearHolds(held, still, failed_on)] if held else []
             case StopRound(agents, reason):
                 self.estimate.broke(now)
                 stop = notes.stop(action, self.machine.round)
@@ -429,7 +430,7 @@ class Leadership:
     def _ask_slurm(self, now: float) -> list[Effect]:
         machine = self.machine
         waiting = bool(machine.joined or machine.muster.unsettled)
-        if not (machine.wants_slurm and (waiting or machine.comebacks.are_awaited)):
+        if not (machine.wants_slurm and (waiting or machine.awaits_tasks)):
             return []
         about = (machine.round, machine.forming_since, waiting)
         return [AskSlurm()] if self._slurm.ask(about, now, gently=not waiting) else []

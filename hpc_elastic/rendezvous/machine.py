@@ -152,6 +152,7 @@ class Machine:
         if self.phase is Phase.RUNNING and agent in self.roster:
             actions += self._break(now, f"{agent.host} joins anew", "anew")
         self.muster.enter(agent, self.roster, now)
+        self.comebacks.joined(agent.task)
         self.patience.away.pop(agent.task, None)
         actions.append(Note("joined", {"task": agent.task, "host": agent.host}))
         return actions + self._advance(now)
@@ -226,9 +227,10 @@ class Machine:
     ) -> list[Action]:
         """Slurm answered how the tasks of the run are; None: it did not answer."""
         self.muster.slurm_says(view)
+        actions = self._judge_starts(view or {})
         due = self.comebacks.due(view or {}, self.muster.lost, self.patience.away, now)
         unseen = {task: node for task, node in self.comebacks.unseen.items() if task in due}
-        actions: list[Action] = [ClearHolds(due, unseen)] if due else []
+        actions += [ClearHolds(due, unseen, self.comebacks.failed_on(due))] if due else []
         members = self.members if self.phase is Phase.RUNNING else self.muster.unsettled
         for agent in list(self.muster.ended(members, asked_at)):
             actions += self.gone(agent, "the scheduler says that its task has ended", now)
@@ -262,7 +264,7 @@ class Machine:
     def wants_slurm(self) -> bool:
         """Whether an answer of Slurm could change anything now."""
         if self.phase is Phase.RUNNING:
-            return bool(self.joined) or self.comebacks.are_awaited
+            return bool(self.joined) or self.awaits_tasks
         return self.phase is Phase.FORMING
 
     @property
@@ -271,6 +273,13 @@ class Machine:
         waits = self.phase is Phase.FORMING and not self.muster.unsettled
         too_few = 0 < len(self.joined) < self.rules.min_nodes
         return waits and too_few and self.rules.min_wait_s is not None
+
+    @property
+    def awaits_tasks(self) -> bool:
+        """Whether some of the run's tasks are not here and may start, or fail to."""
+        num_here = len(self.members) + len(self.joined)
+        absent = num_here + self.comebacks.num_over < self.rules.max_nodes
+        return absent or self.comebacks.are_awaited
 
     @property
     def members(self) -> tuple[Agent, ...]:
@@ -361,6 +370,14 @@ class Machine:
             self.muster.lose(agent)
         return [*actions, *([self.patience.send_bad(bad)] if bad else [])]
 
+    def _judge_starts(self, view: Mapping[str, TaskState]) -> list[Action]:
+        """Judge the attempts that ended before they joined, as Slurm says."""
+        agents = (*self.members, *self.joined)
+        here = {a.task: a.attempt for a in agents if not self.muster.is_lost(a)}
+        starts = self.comebacks.failed_starts(view, self.muster.lost, here)
+        num_hosts = len({a.host for a in agents} - set(self.blame.excluded))
+        return [action for s in starts for action in self.blame.start_failed(s, num_hosts)]
+
     def _may_close(self, now: float) -> bool:
         if len(self.joined) < self.rules.min_nodes or now < self.not_before:
             return False
@@ -389,7 +406,8 @@ class Machine:
 
     def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
         present = {a.task for a in self.joined} | self.comebacks.returning(view, self.muster.lost)
-        return slurms_word.hopeless(view, present, self.rules.min_nodes, self.rules.max_nodes)
+        rules, tried = self.rules, self.comebacks.tried
+        return slurms_word.hopeless(view, present, rules.min_nodes, rules.max_nodes, tried)
 
     # ---- rules: nodes that wait, leave, or are to come back --------------------------------
 

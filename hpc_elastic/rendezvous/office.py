@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,10 +44,16 @@ class World(Protocol):
     def let_others_start(self, lost: Iterable[str]) -> None:
         """Let runs of the sweep start that stay away, if there are idle nodes for them."""
 
-    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
-        """Let tasks that Slurm holds for two minutes, or has ended, start again soon.
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Let tasks that Slurm holds, or has ended, start again soon.
 
-        Those whose end nobody has seen may run still on these nodes, and do not start there.
+        Those whose end nobody has seen may run still on these nodes, and do not start there; nor
+        do others where they failed before they joined.
         """
 
     def readmit(self, tasks: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -127,7 +127,12 @@ class _Step:
     def let_others_start(self, lost: Iterable[str]) -> None:
         """Do nothing: a step has no sweep."""
 
-    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
         """Do nothing: nothing of a job step is queued."""
 
     def readmit(self, tasks: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ from hpc_elastic.slurm.outputs import (
     is_refused,
     is_requeued,
     is_unknown_node,
+    last_busy_at,
     lists_all,
     parse_config,
     parse_each_node,
@@ -36,6 +37,7 @@ from hpc_elastic.slurm.outputs import (
     parse_job_id,
     parse_node_address,
     parse_node_kinds,
+    parse_nodes,
     parse_out_of_service,
     parse_partition_names,
     parse_preemption,
@@ -254,6 +256,25 @@ class SlurmClient:
         """
         begin = f"starttime=now+{RELEASE_DELAY_S}"
         self._run(["scontrol", "update", f"jobid={queue_name(task)}", begin])
+
+    def end_hold(self, task: str) -> None:
+        """Let a task start again that Slurm holds because a node could not start it.
+
+        Its owner may do that, though Slurm itself holds it (22.05).
+        """
+        self._run(["scontrol", "release", queue_name(task)])
+
+    def refused_by(self, task: str) -> str | None:
+        """Return the node that could not start a task that Slurm has requeued and holds for that.
+
+        Slurm tells nowhere; but that node was busy last in the second of the requeue, and no other
+        of the partition, or several, and then nobody knows.
+        """
+        for record in self._records(queue_name(task)):
+            if queue_name(task) in record.tasks and record.submitted:
+                nodes = parse_nodes(self._run(["scontrol", "-o", "show", "node"]))
+                return last_busy_at(nodes, record)
+        return None
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
         """Let pending tasks not start before some time has passed; others are left alone.

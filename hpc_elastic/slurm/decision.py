@@ -9,12 +9,14 @@ SIGTERM says neither why nor what comes next, so Slurm is asked. What it says te
   counted than the attempt knows of. If not, a preempted one has a PreemptTime, one whose time was
   up has the reason TimeLimit, and one that was cancelled has neither: it must not be requeued, for
   it would come back against its user's will.
-- Tasks that have ended as PREEMPTED, TIMEOUT, NODE_FAIL or FAILED can be requeued by a peer for as
-  long as Slurm knows them, unless they were submitted with ``--no-requeue``. While a task runs, its
-  owner can permit the requeue after all; once it has ended, only another task can take its place.
+- Tasks that have ended as PREEMPTED, TIMEOUT, NODE_FAIL, FAILED or OUT_OF_MEMORY can be requeued
+  by a peer for as long as Slurm knows them, unless they were submitted with ``--no-requeue``. While
+  a task runs, its owner can permit the requeue after all; once it has ended, only another task can
+  take its place.
 - FAILED is any exit code but 0. For its own agent that is the end. A peer that had the agent in its
   group, and lost it while the run went on, takes it for killed: ``kill -9``, or the kernel, which
-  was out of memory.
+  was out of memory. A task that failed before its agent joined is a peer's as well: it is tried on
+  another node, a few times (`rendezvous.comeback`).
 - On a cluster with PreemptMode=SUSPEND,GANG there is no grace in any partition, and no PreemptTime:
   that such a task was preempted is known when it has ended as PREEMPTED, to its peers.
 - A suspended task (PreemptMode=SUSPEND) gets no signal that a process could see: it stands still
@@ -133,9 +135,12 @@ def _lost_its_node(facts: Facts) -> bool:
     return facts.state is not None and facts.state.state == "NODE_FAIL"
 
 
+_FAILED = ("FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED", "RECONFIG_FAIL")
+
+
 def _was_killed(facts: Facts) -> bool:
     lost = facts.reason is Reason.LOST
-    return lost and facts.state is not None and facts.state.state == "FAILED"
+    return lost and facts.state is not None and facts.state.state in _FAILED
 
 
 def _may_not_come_back(facts: Facts) -> bool:
@@ -177,7 +182,7 @@ TABLE: tuple[Row, ...] = (
     Row("preempted for good", _was_preempted, Departure.REQUEUE),
     Row("time limit reached", _had_no_time_left, Departure.REQUEUE),
     Row("node failure", _lost_its_node, Departure.REQUEUE),
-    Row("agent killed", _was_killed, Departure.REQUEUE),
+    Row("agent killed, or never started", _was_killed, Departure.REQUEUE),
     Row("cancelled or ended", lambda _: True, Departure.EXIT),
 )
 """The first row that applies decides. REQUEUE becomes REPLACE where Slurm refuses to requeue."""

@@ -10,10 +10,12 @@ refuses has a table of its own (`hpc_elastic.submit.refusals`), from its words t
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 
 from hpc_elastic.errors import SlurmCommandError
@@ -109,11 +111,15 @@ class Record:
         tasks: Their names, as squeue prints them.
         state: Slurm's word.
         excluded: The nodes that they are kept away from.
+        partition: Where they run, or wait: a name, or several with commas.
+        submitted: When they were submitted, or requeued last, as Slurm prints it.
     """
 
     tasks: tuple[str, ...]
     state: str
     excluded: tuple[str, ...] = ()
+    partition: str = ""
+    submitted: str = ""
 
     @property
     def may_wait(self) -> bool:
@@ -199,6 +205,8 @@ def _record(fields: dict[str, str]) -> Record:
         tuple(_names(fields)),
         fields.get("JobState", ""),
         () if is_nothing(excluded) else tuple(nodelist.expand(excluded)),
+        fields.get("Partition", ""),
+        fields.get("SubmitTime", ""),
     )
 
 
@@ -208,6 +216,54 @@ def _names(fields: dict[str, str]) -> Iterator[str]:
         yield fields["JobId"]
     elif not is_nothing(indices):
         yield from (f"{array}_{index}" for index in nodelist.expand_indices(indices)[0])
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node, as ``scontrol show node`` prints it.
+
+    Attributes:
+        name: Its name.
+        partitions: Those that it is in.
+        last_busy: When a job began or ended on it last, as Slurm prints it.
+    """
+
+    name: str
+    partitions: tuple[str, ...] = ()
+    last_busy: str = ""
+
+
+def parse_nodes(output: str) -> list[Node]:
+    """Return the nodes in what ``scontrol -o show node`` printed."""
+    return [
+        Node(
+            row["NodeName"],
+            tuple(row.get("Partitions", "").split(",")),
+            row.get("LastBusyTime", ""),
+        )
+        for row in parse_rows(output)
+        if "NodeName" in row
+    ]
+
+
+def last_busy_at(nodes: Iterable[Node], record: Record) -> str | None:
+    """Return the only node of a task's partitions that was busy last when it was requeued."""
+    partitions = set(record.partition.split(","))
+    found = [
+        node.name
+        for node in nodes
+        if partitions.intersection(node.partitions)
+        and abs(_seconds(node.last_busy) - _seconds(record.submitted)) <= 1.0
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _seconds(stamp: str) -> float:
+    """Return a time of Slurm's in seconds of this machine's zone; NaN if it is none."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return math.nan
 
 
 def parse_partition_names(output: str) -> list[str]:

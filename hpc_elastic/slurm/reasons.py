@@ -1,4 +1,4 @@
-"""Reasons for which a task waits that no patience cures, and what to do about each. Pure.
+"""Reasons for which a task waits that no patience cures, or has ended, and what to do. Pure.
 
 Slurm takes such a task and keeps it pending for ever, unless the site has set EnforcePartLimits.
 Reasons that pass by themselves (Resources, Priority, a limit that other jobs of the user use up)
@@ -30,6 +30,24 @@ _REMEDIES = {
     "JobHeldUser": "it is held: `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it: ask the site",
 }
+
+
+_LOG = "the task's log says why"
+_OF_ENDS = {
+    "JobLaunchFailure": "its node could not start it: the folder of its log, or Slurm's own, can "
+    "not be written there, say. `sinfo -R` and slurmd's log on the node tell more",
+    "NonZeroExitCode": f"{_LOG}; a line of launcher.setup, or Python's environment, may not work "
+    "there",
+    "OutOfMemory": "it took more memory than it has: ask for more, by launcher.mem",
+    "OUT_OF_MEMORY": "it took more memory than it has: ask for more, by launcher.mem",
+    "BOOT_FAIL": "its node could not be booted: `sinfo -R` says why",
+    "FAILED": _LOG,
+}
+
+
+def remedy_of_end(reason: str, state: str) -> str | None:
+    """Return what to do about a task that ended by itself before it joined; None if unknown."""
+    return _OF_ENDS.get(reason) or _OF_ENDS.get(state)
 
 
 def remedy(reason: str) -> str | None:

@@ -47,6 +47,10 @@ LAUNCHER_ENDED = "its launcher has ended"
 """The reason of a task of ``launcher=local`` that nothing would start again."""
 
 
+LAUNCH_HELD = "launch failed requeued held"
+"""Slurm's reason for a task that a node could not start, and that is in the queue again."""
+
+
 @dataclass(frozen=True)
 class TaskState:
     """One task as squeue sees it.
@@ -55,7 +59,8 @@ class TaskState:
         task: ``<array job id>_<index>``, or the job id of a job that is no array.
         state: Slurm's word, such as PENDING.
         reason: Why it is in it, such as Resources; empty where Slurm says None.
-        node: Its node, a host list if it has several; empty if it has none.
+        node: Its node, a host list if it has several; empty if it has none. While `is_launch_held`
+            the node that could not start it, if that is known.
         restarts: How often it was requeued; None if squeue does not say.
         time_left_s: How long it may still run, the whole time limit while it waits; None if there
             is no limit, or none known. A length of time and no point in it: no clock but that of
@@ -84,6 +89,11 @@ class TaskState:
         """
         waits_for_time = self.state == "PENDING" and self.reason in ("", "BeginTime")
         return waits_for_time and (self.starts_in_s or 0.0) > SOON_S
+
+    @property
+    def is_launch_held(self) -> bool:
+        """Whether Slurm holds it for good because a node could not start it."""
+        return self.state == "PENDING" and self.reason.replace("_", " ") == LAUNCH_HELD
 
     @property
     def phase(self) -> Phase:

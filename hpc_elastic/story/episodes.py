@@ -94,6 +94,11 @@ def _brought_back(run: Chronicle, event: Event) -> Episode:
     return _aside("brought back", event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
 
 
+def _start_failed(run: Chronicle, event: Event) -> Episode:
+    keys = ("task", "host", "state", "reason", "hosts", "again")
+    return _aside("start failed", event, {key: event.get(key) for key in keys})
+
+
 def _not_saved(run: Chronicle, event: Event) -> Episode:
     return _aside("not saved", event, {"step": event.get("step")})
 
@@ -113,6 +118,7 @@ _ASIDES: dict[str, Callable[[Chronicle, Event], Episode | None]] = {
     "hang": _as_it_is,
     "straggler": _as_it_is,
     "preflight": _as_it_is,
+    "start failed": _start_failed,
     "spare lost": _as_it_is,
     "not saved": _not_saved,
     "saved again": _as_it_is,

@@ -211,6 +211,17 @@ def _preflight(episode: Episode) -> str:
     return f"{facts.get('host')} is not fit to join: {facts.get('reason')}{avoided}"
 
 
+def _start_failed(episode: Episode) -> str:
+    facts = episode.facts
+    slurm = ", ".join(str(word) for word in (facts["state"], facts.get("reason")) if word)
+    where = f" on {facts['host']}" if facts.get("host") else ""
+    what = f"task {facts.get('task')} failed{where} before it joined (Slurm: {slurm})"
+    if facts.get("again"):
+        return f"{what}: it is tried on another node"
+    hosts = names(facts.get("hosts") or ())
+    return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
+
+
 def _spare_lost(episode: Episode) -> str:
     facts = episode.facts
     what = f"the spare process of {facts.get('host')} ended by itself ({facts.get('why')})"
@@ -263,6 +274,7 @@ _SPECIAL: dict[str, Callable[[Episode], str]] = {
     "hang": _hang,
     "straggler": _straggler,
     "preflight": _preflight,
+    "start failed": _start_failed,
     "spare lost": _spare_lost,
     "not saved": _not_saved,
     "saved again": _saved_again,

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,12 @@ class Group:
     def let_others_start(self, lost: Iterable[str]) -> None:
         """There are no other runs."""
 
-    def clear_holds(self, tasks: Iterable[str], unseen: Mapping[str, str]) -> None:
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
         """Note it."""
         self.brought_back += tasks
 

@@ -1,11 +1,13 @@
 """Tasks that are gone are brought back, and not before Slurm has said so twice."""
 
-import pytest
-from groups import A, B, C, running, training
+from dataclasses import replace
 
-from hpc_elastic.rendezvous.actions import ClearHolds
-from hpc_elastic.rendezvous.comeback import GIVE_UP_S
-from hpc_elastic.rendezvous.machine import Machine
+import pytest
+from groups import A, B, C, D, machine, notes, running, training
+
+from hpc_elastic.rendezvous.actions import ClearHolds, EndRun, Exclude
+from hpc_elastic.rendezvous.comeback import GIVE_UP_S, START_TRIES
+from hpc_elastic.rendezvous.machine import Machine, Phase
 from hpc_elastic.slurm.states import TaskState
 
 
@@ -16,7 +18,7 @@ def held(task: str, restarts: int = 1) -> TaskState:
 
 def lost() -> Machine:
     """A round of A and C, whose third member B was lost."""
-    m = training(A, B, C)
+    m = training(A, B, C, max_nodes=3)
     m.gone(B, "its connection closed", 5.0)
     m.join(A, 5.1)
     m.join(C, 5.1)
@@ -77,7 +79,7 @@ def test_a_task_that_the_run_gave_back_stays_away():
         assert says(m, held(B.task), now) == []
 
 
-@pytest.mark.parametrize("word", ["PREEMPTED", "TIMEOUT", "NODE_FAIL", "FAILED"])
+@pytest.mark.parametrize("word", ["PREEMPTED", "TIMEOUT", "NODE_FAIL", "FAILED", "OUT_OF_MEMORY"])
 def test_a_task_that_slurm_has_ended_is_brought_back_too(word):
     """It may be requeued, or replaced. FAILED is one whose agent was killed."""
     m = lost()
@@ -85,22 +87,110 @@ def test_a_task_that_slurm_has_ended_is_brought_back_too(word):
     assert says(m, ended, 10.0) == [] and says(m, ended, 12.0) == [(B.task,)]
 
 
-def test_a_task_that_failed_before_it_ever_joined_is_left_alone():
-    """It would fail again; nothing was lost with it."""
-    m = lost()
-    never = TaskState("7_9", "FAILED", restarts=0)
-    assert says(m, never, 10.0) == [] and says(m, never, 12.0) == []
+def not_launched(attempt: int, host: str, task: str = D.task) -> TaskState:
+    """A task that its node could not start, as after an error of the node's disk."""
+    return TaskState(task, "FAILED", "JobLaunchFailure", host, restarts=attempt)
 
 
-def test_a_later_attempt_that_failed_before_it_joined_is_left_alone():
-    """The one that was lost has come back, and another thing is wrong."""
+HELD = "launch failed requeued held"
+
+
+@pytest.mark.parametrize("word", ["FAILED", "OUT_OF_MEMORY", "BOOT_FAIL", "LAUNCH_FAILED"])
+@pytest.mark.parametrize("task", [B.task, D.task])
+def test_a_task_that_failed_before_it_joined_starts_elsewhere(word, task):
+    """Its first attempt, or a later one than that which was lost."""
     m = lost()
-    later = TaskState(B.task, "FAILED", restarts=1)
-    assert says(m, later, 10.0) == [] and says(m, later, 12.0) == []
+    failed = TaskState(task, word, node="node9", restarts=1)
+    assert says(m, failed, 10.0) == []
+    (back,) = [a for a in m.slurm_says(view(failed), 12.0, 12.0) if isinstance(a, ClearHolds)]
+    assert back.tasks == (task,) and back.failed_on == {task: ("node9",)}
+    assert says(m, failed, 13.0) == []
+
+
+def view(*states: TaskState) -> dict[str, TaskState]:
+    """Slurm's answer while A and C train."""
+    return running(A, C) | {state.task: state for state in states}
+
+
+def test_a_task_that_slurm_holds_because_its_node_could_not_start_it_is_let_go():
+    """Slurm would hold it until somebody releases it."""
+    m = lost()
+    state = TaskState(D.task, "PENDING", HELD, "node9", restarts=1)
+    says(m, state, 10.0)
+    assert says(m, state, 12.0) == [(D.task,)] and m.blame.excluded == ("node9",)
+
+
+def test_a_node_that_slurm_can_not_start_a_task_on_is_avoided_at_once():
+    """No script has run there that could be to blame; the events say it with Slurm's reason."""
+    m = lost()
+    actions = m.slurm_says(view(not_launched(0, "node9")), 10.0, 10.0)
+    (note,) = notes(actions, "start failed")
+    assert note.fields == {
+        "task": D.task, "host": "node9", "state": "FAILED", "reason": "JobLaunchFailure",
+        "hosts": ["node9"], "again": True,
+    }  # fmt: skip
+    (excluded,) = [a for a in actions if isinstance(a, Exclude)]
+    assert excluded.hosts == ("node9",) and "JobLaunchFailure" in excluded.why
+    assert notes(m.slurm_says(view(not_launched(0, "node9")), 11.0, 11.0), "start failed") == []
+
+
+def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
+    """A line of its setup may be wrong; the second task that fails there leaves less doubt."""
+    m = lost()
+    for attempt, task in enumerate((B.task, D.task), start=1):
+        assert m.blame.excluded == ()
+        failed = TaskState(task, "FAILED", "NonZeroExitCode", "node9", restarts=attempt)
+        m.slurm_says(view(failed), 10.0, 10.0)
+    assert m.blame.excluded == ("node9",)
+
+
+def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
+    """What fails on every node is no node's fault; the run avoids no more than its size."""
+    m, back, told = lost(), [], []
+    for attempt in range(9):
+        now, failed = 100.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
+        told += notes(m.slurm_says(view(failed), now, now), "start failed")
+        back += says(m, failed, now + 2.0)
+    assert back == [(D.task,)] * (START_TRIES - 1)
+    assert [note.fields["again"] for note in told][:START_TRIES] == [True, True, False]
+    assert len(m.blame.excluded) <= m.rules.max_nodes
+
+
+def test_a_task_that_joins_begins_anew():
+    """Its start did not fail then."""
+    m = lost()
+    for attempt in range(START_TRIES - 1):
+        m.slurm_says(view(not_launched(attempt, "node9", B.task)), 10.0 + attempt, 10.0 + attempt)
+    m.join(replace(B, attempt=7), 20.0)
+    m.gone(replace(B, attempt=7), "its connection closed", 21.0)
+    m.slurm_says(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
+    assert m.comebacks.tried(B.task) == ("node9",)
+    assert says(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
+
+
+def test_slurm_is_asked_about_tasks_that_have_not_come_yet():
+    """Nothing else tells that one of them has failed; no more once all of them are here or over."""
+    m = training(A, B)
+    assert m.wants_slurm and m.awaits_tasks
+    m.slurm_says(running(A, B, s2="CANCELLED", s3="COMPLETED"), 1.0, 1.0)
     assert not m.wants_slurm
 
 
-@pytest.mark.parametrize("word", ["CANCELLED", "COMPLETED", "OUT_OF_MEMORY"])
+def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
+    """With all its nodes needed, too; and ends with Slurm's reason once that is in vain."""
+    m = machine(min_nodes=2, max_nodes=2)
+    m.join(A, 0.0)
+    for attempt in range(START_TRIES):
+        assert m.phase is Phase.FORMING
+        failed = running(A) | {B.task: not_launched(attempt, f"node{5 + attempt}", B.task)}
+        actions = m.slurm_says(failed, 10.0 * attempt + 1, 10.0 * attempt + 1)
+    (end,) = [a for a in actions if isinstance(a, EndRun)]
+    message = end.failure.summary()
+    assert "FAILED, JobLaunchFailure" in message and "node5, node6, node7" in message
+    assert "sinfo -R" in message
+
+
+@pytest.mark.parametrize("word", ["CANCELLED", "COMPLETED", "DEADLINE"])
 def test_a_task_that_ended_for_another_reason_is_left_alone(word):
     """The user's scancel is respected; and Slurm need not be asked any more."""
     m = lost()

@@ -1,11 +1,16 @@
 """What scontrol and sinfo print, as Slurm 22.05 printed it."""
 
+from dataclasses import replace
+
 import pytest
 
 from hpc_elastic.slurm.outputs import (
     Partition,
     Preemption,
+    Record,
+    last_busy_at,
     parse_node_states,
+    parse_nodes,
     parse_partitions,
     parse_preemption,
     parse_records,
@@ -79,3 +84,14 @@ def test_node_states_are_counted():
     """How power is saved is not of interest; a star, no answer, is kept apart with its state."""
     output = "2|idle\n1|idle~\n3|mixed\n1|down*\n1|drained\n\n"
     assert parse_node_states(output) == {"idle": 3, "mixed": 3, "down*": 1, "drained": 1}
+
+
+def test_the_node_that_could_not_start_a_task_was_busy_when_that_was_requeued():
+    """Slurm names it nowhere; where two could be meant, nobody knows."""
+    node = "NodeName=n{} Partitions=low,high LastBusyTime=2026-11-24T04:10:{} State=IDLE"
+    nodes = parse_nodes("\n".join([node.format(1, "12"), node.format(2, "01")]))
+    held = Record(("7_1",), "PENDING", partition="low", submitted="2026-11-24T04:10:13")
+    assert last_busy_at(nodes, held) == "n1"
+    assert last_busy_at(nodes, replace(held, partition="other")) is None
+    assert last_busy_at([*nodes, replace(nodes[0], name="n3")], held) is None
+    assert last_busy_at(nodes, replace(held, submitted="Unknown")) is None

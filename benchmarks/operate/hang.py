@@ -88,7 +88,7 @@ def once() -> Moments:
         folder, trail = Path(name), Path(name, "trail")
         (folder / "script.py").write_text(SCRIPT)
         argv = [
-            sys.executable, "script.py", "+launcher=local", "nodes=2", "+nproc_per_node=1",
+            sys.executable, "script.py", "+launcher=local", "nodes=2", "nproc_per_node=1",
             f"launcher.env={{HANG_TRAIL: {trail}}}", f"launcher.agent.hang_after_s={AFTER_S:g}",
             "+launcher.max_restarts=1", f"hydra.sweep.dir={folder / 'sweep'}",
         ]  # fmt: skip

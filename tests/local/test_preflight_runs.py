@@ -47,7 +47,7 @@ def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(
         [
-            sys.executable, "script.py", "+launcher=local", "+nproc_per_node=1",
+            sys.executable, "script.py", "+launcher=local", "nproc_per_node=1",
             f"hydra.sweep.dir={folder / 'sweep'}", *overrides,
         ],
         cwd=folder, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_node_that_has_lost_its_gpu_does_not_join(tmp_path):
     """It says why, and the other node's run succeeds; its metrics can be read afterwards."""
-    done = start(tmp_path, "+nodes='1:2'")
+    done = start(tmp_path, "nodes='1:2'")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "sweep" / "0"
     events = read_events(run / "events")
@@ -78,7 +78,7 @@ def test_a_node_that_has_lost_its_gpu_does_not_join(tmp_path):
 
 def test_nodes_are_not_checked_where_that_is_not_wanted(tmp_path):
     """`launcher.agent.preflight=false`."""
-    done = start(tmp_path, "+nodes='1:2'", "launcher.agent.preflight=false")
+    done = start(tmp_path, "nodes='1:2'", "launcher.agent.preflight=false")
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = [e["kind"] for e in read_events(tmp_path / "sweep" / "0" / "events")]
     assert "preflight" not in kinds

@@ -13,7 +13,7 @@ from sweeps import eventually, hosts, leader_host
 def run(slurm, sweep, tmp_path):
     """A run on three nodes; there are no others."""
     slurm.run(["scontrol", "update", "nodename=node4", "state=drain", "reason=not there"])
-    run = counting(sweep, tmp_path / "run", "+nodes=1:3")
+    run = counting(sweep, tmp_path / "run", "nodes=1:3")
     eventually(lambda: run.sweep.group_sizes()[-1:] == [3], "all train")
     return run
 

@@ -73,7 +73,7 @@ def steps(s: Sweep) -> list[int]:
 def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_path):
     """grow=boundary: every step is made exactly once, though the group grew in the middle."""
     job = busy(slurm, 2)
-    s = sweep("+launcher=slurm", "+nodes=1:4", script=stepping(tmp_path))
+    s = sweep("+launcher=slurm", "nodes=1:4", script=stepping(tmp_path))
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
     slurm.run(["scancel", job])
     eventually(lambda: s.group_sizes()[-1] == 4, "four nodes train")
@@ -90,7 +90,7 @@ def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, 
     """grow_after_s: a node does not wait for an announcement that never comes."""
     job = busy(slurm, 3)
     script = stepping(tmp_path, announce=False)
-    s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow_after_s=2", script=script)
+    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.grow_after_s=2", script=script)
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train")
@@ -104,7 +104,7 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     """With the script's word that the end is near, the group is left alone, and the log says so."""
     job = busy(slurm, 3)
     script = stepping(tmp_path, told=1)
-    s = sweep("+launcher=slurm", "+nodes=1:2", script=script)
+    s = sweep("+launcher=slurm", "nodes=1:2", script=script)
     eventually(lambda: len(steps(s)) > 40, "one node trains, at a known pace")
     slurm.run(["scancel", job])
     eventually(lambda: any("a restart costs" in e["why"] for e in s.events("growth")), "it is said")
@@ -117,7 +117,7 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
 def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
     """grow=never: a late node waits until the group is formed anew for another reason."""
     job = busy(slurm, 3)
-    s = sweep("+launcher=slurm", "+nodes=1:2", "launcher.grow=never", script=stepping(tmp_path))
+    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.grow=never", script=stepping(tmp_path))
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
     eventually(lambda: len(s.events("joined")) == 2, "the late node asks for a place")
@@ -151,6 +151,6 @@ def _short_run(sweep, folder: Path) -> Sweep:
     script = stepping(folder)
     enough(folder)
     where = f"hydra.sweep.dir={folder / 'sweep'}"
-    s = sweep("+launcher=slurm", "+nodes=3:4", "launcher.min_wait_s=8", where, script=script)
+    s = sweep("+launcher=slurm", "nodes=3:4", "launcher.min_wait_s=8", where, script=script)
     s.folder = folder / "sweep"
     return s

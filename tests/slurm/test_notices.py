@@ -66,7 +66,7 @@ def training(sweep, folder: Path, *overrides: str, loaders: int = 2) -> Sweep:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(folder=str(folder), loaders=loaders))
     where = f"hydra.sweep.dir={folder / 'sweep'}"
-    s = sweep("+launcher=slurm", "+nproc_per_node=1", where, *overrides, script=script)
+    s = sweep("+launcher=slurm", "nproc_per_node=1", where, *overrides, script=script)
     s.folder = folder / "sweep"
     return s
 
@@ -125,10 +125,10 @@ def test_no_notice_costs_a_step(slurm, sweep, tmp_path):
     Beside it, a task goes on past its time limit.
     """
     limited = training(
-        sweep, tmp_path / "limited", "+nodes=1", "launcher.time=1", "launcher.agent.spares=false",
+        sweep, tmp_path / "limited", "nodes=1", "launcher.time=1", "launcher.agent.spares=false",
         loaders=0,
     )  # fmt: skip
-    s = training(sweep, tmp_path / "run", "+nodes=1:3")
+    s = training(sweep, tmp_path / "run", "nodes=1:3")
     trains_on(s, 3)
     a, b, c = sorted(hosts_of(s))
     slurm.run(["scancel", "--signal=USR2", a])  # the user signal, to the step

@@ -68,7 +68,7 @@ def ends_right(run: Counting) -> None:
 @pytest.mark.long
 def test_announced_departures_cost_no_step(slurm, start, dice):
     """Two of four nodes are preempted again and again, then a task is cancelled, for good."""
-    run = start("run", "+nodes=1:4")
+    run = start("run", "nodes=1:4")
     for _ in range(PREEMPTIONS):
         trains_with(run, 4, dice.randint(3, 25))
         slurm.preempt(dice.sample(hosts(run.sweep), 2), for_s=TAKEN_S)
@@ -88,7 +88,7 @@ def test_announced_departures_cost_no_step(slurm, start, dice):
 
 def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm, start, dice):
     """All nodes are preempted at once, and slurmctld is restarted meanwhile; later a node dies."""
-    run = start("run", "+nodes=1:4", every=EVERY)
+    run = start("run", "nodes=1:4", every=EVERY)
     trains_with(run, 4, dice.randint(3, 25))
     before = run.sweep.events("round")[-1]["number"]
     slurm.preempt(slurm.nodes, for_s=TAKEN_S)
@@ -112,7 +112,7 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
 
 def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
     """For Slurm it has failed. It leads the run; killed again, it may not come back any more."""
-    run = start("run", "+nodes=1:3", "launcher.max_requeues=1", every=EVERY)
+    run = start("run", "nodes=1:3", "launcher.max_requeues=1", every=EVERY)
     trains_with(run, 3, 5)
     leader = run.sweep.events("leader")[-1]["task"]
     kill_agent(slurm, run, leader)
@@ -128,10 +128,10 @@ def test_a_task_whose_agent_is_killed_comes_back(slurm, start):
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1; its parts: test_notices, test_requeued")
 def test_time_limits_other_preemption_modes_and_a_cancelled_run(slurm, start):
     """Four runs of a node at once: each comes back by itself, but for the one that is cancelled."""
-    limited = start("limited", "+nodes=1", "launcher.time=1")
-    cancel = start("cancel", "+nodes=1", "launcher.partition=cancel")
-    fixed = start("fixed", "+nodes=1")
-    unwanted = start("unwanted", "+nodes=1")
+    limited = start("limited", "nodes=1", "launcher.time=1")
+    cancel = start("cancel", "nodes=1", "launcher.partition=cancel")
+    fixed = start("fixed", "nodes=1")
+    unwanted = start("unwanted", "nodes=1")
     for run in (limited, cancel, fixed, unwanted):
         trains_with(run, 1, 5)
     slurm.run(["scontrol", "update", f"jobid={_job(fixed)}", "requeue=0"])  # as a site may

@@ -149,7 +149,7 @@ def test_the_first_failure_is_what_the_user_sees(sweep, tmp_path):
     """Rank 3 raises: its host and traceback are shown, not those of the workers that followed."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING.replace("launcher=slurm", ""))
-    s = _plus(sweep, script, "+nodes=4", "launcher.max_restarts=1")
+    s = _plus(sweep, script, "nodes=4", "launcher.max_restarts=1")
     output = s.output()
     assert s.process.returncode != 0
     failure = s.result()["failure"]
@@ -165,7 +165,7 @@ def test_a_missing_module_ends_the_run_at_once(sweep, tmp_path):
     script.write_text(
         "import os\nif 'SLURM_JOB_ID' in os.environ:\n    import nosuchmodule\n" + FAILING
     )
-    s = _plus(sweep, script, "+nodes=1")
+    s = _plus(sweep, script, "nodes=1")
     output = s.output()
     assert "nosuchmodule" in output and s.process.returncode != 0
     assert s.result()["rounds"] == 1 and s.result()["failure"]["phase"] == "import"

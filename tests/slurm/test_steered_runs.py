@@ -95,7 +95,7 @@ def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, st
 @pytest.mark.parametrize("moment", ["notice", "left"])
 def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, steer, moment):
     """Its nodes are being preempted, and its agents requeue themselves, when it is cancelled."""
-    run = start("+nodes=2")
+    run = start("nodes=2")
     trains(run, 2)
     slurm.preempt(hosts(run.sweep), for_s=3)
     eventually(lambda: run.sweep.events(moment), f"the first agent writes {moment!r}")
@@ -109,7 +109,7 @@ def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, s
 
 def test_a_cancelled_run_is_resumed_on_other_nodes(slurm, start, steer):
     """It has saved before it went: no step is made twice, and none is missing, on three nodes."""
-    run = start("+nodes=1:2")
+    run = start("nodes=1:2")
     trains(run, 2, steps=10)
     steer("cancel", str(run.sweep.run()))
     before = run.rounds()[-1]
@@ -134,7 +134,7 @@ def test_a_failed_run_is_resumed_from_its_checkpoint(start, steer, tmp_path, mon
     failing = SCRIPT.replace(line, f"{indent}{bad}\n{indent}    raise ValueError('bad')\n{line}")
     monkeypatch.setattr("counting.SCRIPT", failing)
     (tmp_path / "bad").touch()
-    run = start("+nodes=1", "launcher.max_restarts=0", every=20)
+    run = start("nodes=1", "launcher.max_restarts=0", every=20)
     assert "ValueError: bad" in run.sweep.process.communicate(timeout=PATIENCE_S)[0]
     (tmp_path / "bad").unlink()
     steer("resume", str(run.sweep.run()))
@@ -148,7 +148,7 @@ def test_a_failed_run_is_resumed_from_its_checkpoint(start, steer, tmp_path, mon
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_resume_that_was_killed_can_be_made_again(slurm, start, steer, tmp_path, when):
     """It is killed while it calls sbatch, before Slurm has the job and after: one group trains."""
-    run = start("+nodes=1:2")
+    run = start("nodes=1:2")
     trains(run, 2)
     steer("cancel", str(run.sweep.run()))
     number = run.rounds()[-1].number
@@ -193,7 +193,7 @@ def hanging_sbatch(folder: Path, when: str) -> Path:
 @pytest.mark.long
 def test_a_node_that_was_frozen_has_no_part_in_the_resumed_run(slurm, start, steer):
     """Slurm has given it up, and the run went on elsewhere: it wakes up, and changes nothing."""
-    run = start("+nodes=2")
+    run = start("nodes=2")
     trains(run, 2, steps=5)
     frozen = hosts(run.sweep)[0]
     slurm.pause_node(frozen)

@@ -40,7 +40,7 @@ def test_a_node_that_has_lost_its_gpu_is_excluded_and_another_takes_its_place(
     env.write_text(f"export PATH={command.parent}:$PATH\n")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    settings = ["+launcher=slurm", "+nodes=2", "+nproc_per_node=1"]
+    settings = ["+launcher=slurm", "nodes=2", "nproc_per_node=1"]
     settings += ["+launcher.env.CUDA_VISIBLE_DEVICES=0"]  # Slurm has none here, and says so
     s = sweep(*settings, f'launcher.setup=[". {env}"]', script=script)
     eventually(lambda: s.events("preflight"), "the node is found not to be fit")

@@ -27,7 +27,7 @@ def test_no_kind_comes_twice_before_all_have_come():
     for seed in SEEDS:
         first = [f.kind for f in plan(seed, 60) if not f.on_heels][: len(KINDS)]
         missing = {name for name in KINDS if name not in first}
-        assert all(KINDS[name].strikes for name in missing), seed
+        assert all(KINDS[name].strikes or KINDS[name].costs_node for name in missing), seed
 
 
 def test_a_plan_silences_no_more_nodes_than_there_are():
@@ -36,6 +36,12 @@ def test_a_plan_silences_no_more_nodes_than_there_are():
         silenced = [f for f in plan(seed, 120) if f.of.strikes]
         assert len(silenced) <= NUM_NODES
     assert {len([f for f in plan(seed, 120) if f.of.strikes]) for seed in SEEDS} == {NUM_NODES}
+
+
+def test_a_plan_costs_the_run_one_node_at_most():
+    """With more, the run would be down to its minimum."""
+    for seed in SEEDS:
+        assert len([f for f in plan(seed, 120) if f.of.costs_node]) == 1, seed
 
 
 def test_what_comes_on_the_heels_of_another_can_be_thrown_then():

@@ -251,6 +251,13 @@ def _requeue(t: _Throw) -> Hit:
     return Hit((host,))
 
 
+def _read_only(t: _Throw) -> Hit:
+    host = t.one()
+    t.stage.sandbox.make_read_only(host)
+    t.stage.sandbox.run(["scontrol", "requeue", t.stage.watch.task_on(host)])
+    return Hit((host,))
+
+
 def _drain(t: _Throw) -> Hit:
     host = t.one()
     drained = ["scontrol", "update", f"nodename={host}", "state=drain", "reason=soak"]
@@ -349,6 +356,7 @@ _HANDS: dict[str, Callable[[_Throw], Hit]] = {
     "cancel": _cancel,
     "requeue": _requeue,
     "drain": _drain,
+    "read-only": _read_only,
     "notice": _notice,
     "companion-preempt": _companion_preempt,
     "companion-requeue": _companion_requeue,

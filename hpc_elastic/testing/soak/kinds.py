@@ -29,6 +29,7 @@ class Kind:
         takes_s: How long a run needs to get over it on an idle machine, about.
         costs_task: Whether the task that was hit does not come back.
         strikes: Whether it is held against a host: two strikes, and the run avoids it.
+        costs_node: Whether the run does not use the node again; then it is thrown once.
         companion: Whether it hits the companion, the other run of the same sweep of faults.
         pairs: Whether it may come on the heels of another, or have another on its own.
         asks_slurm: Whether Slurm is needed to throw it.
@@ -44,6 +45,7 @@ class Kind:
     takes_s: float = 15.0
     costs_task: bool = False
     strikes: bool = False
+    costs_node: bool = False
     companion: bool = False
     pairs: bool = False
     asks_slurm: bool = False
@@ -106,6 +108,10 @@ _ALL = (
     Kind(
         "drain", "{hosts} drained, its task asked to leave (USR2)", frozenset({"asked"}),
         lasts_s=(1.0, 10.0), takes_s=30.0,
+    ),
+    Kind(
+        "read-only", "all files of {hosts} read-only for a while, its task requeued by hand",
+        aside="start failed", lasts_s=(4.0, 8.0), takes_s=45.0, costs_node=True,
     ),
     Kind(
         "notice", "{hosts} asked to leave by a notice file", frozenset({"asked"}), takes_s=30.0,

@@ -98,6 +98,8 @@ class _Planner:
                         yield self._fault(self._companion(kind), on_heels=True)
 
     def _may_come(self, kind: Kind) -> bool:
+        if kind.costs_node and any(fault.of is kind for fault in self.planned):
+            return False
         return not kind.strikes or self._num_silenced < NUM_NODES
 
     def _companion(self, first: Kind) -> Kind:

@@ -268,8 +268,15 @@ def _drain(t: _Throw) -> Hit:
 
 
 def _notice(t: _Throw) -> Hit:
-    host = t.one()
-    (t.stage.watch.run.notices / host).touch()
+    """Ask a node to leave, and wait until it has: the leader looks for notices now and then."""
+    host, watch = t.one(), t.stage.watch
+    (watch.run.notices / host).touch()
+
+    def has_left() -> bool:
+        watch.look()
+        return host not in watch.hosts
+
+    wait_until(f"{host} leaves the group", has_left, _PATIENCE_S)
     return Hit((host,))
 
 

@@ -97,10 +97,12 @@ class Preemption:
         grace_s: Seconds between its SIGTERM and the end; 0 if there is no grace.
         kill_wait_s: Seconds between the SIGTERM of that end and SIGKILL. A task with no grace has
             these only.
+        partitions: Those in which it may run; empty if Slurm does not answer.
     """
 
     grace_s: int = 0
     kill_wait_s: int = _DEFAULT_KILL_WAIT_S
+    partitions: tuple[Partition, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def parse_preemption(config: str, partitions: str, wanted: str | None) -> Preemp
     return Preemption(
         grace_s=least.grace_s,
         kill_wait_s=_DEFAULT_KILL_WAIT_S if kill_wait_s is None else kill_wait_s,
+        partitions=tuple(chosen),
     )
 
 

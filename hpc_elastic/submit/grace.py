@@ -6,6 +6,7 @@ partition would ask at once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from hpc_elastic.config import SlurmSettings
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.outputs import Preemption
 from hpc_elastic.submit.plan import PlannedRun
+from hpc_elastic.submit.refusals import require_nodes, time_note
 
 LOCAL_S = 30.0
 
@@ -34,17 +36,30 @@ class Grace:
 def graces(runs: Sequence[PlannedRun], client: SlurmClient | None = None) -> list[Grace]:
     """Return what the tasks of each run get, asking Slurm once for each partition.
 
-    A Slurm that does not answer is taken to have its own defaults.
+    A Slurm that does not answer is taken to have its own defaults. With the answer it is seen
+    whether the partition can hold the run at all.
 
     Args:
         runs: The runs of a plan.
         client: The caller of Slurm's commands.
+
+    Raises:
+        ConfigError: a partition has fewer nodes than a run's minimum.
     """
 
     @cache
     def ask(partition: str | None) -> Preemption:
         return (client or SlurmClient()).preemption(partition)
 
+    notes: dict[str, None] = {}
+    for run in runs:
+        if isinstance(run.settings.launcher, SlurmSettings):
+            partitions = ask(run.settings.launcher.partition).partitions
+            require_nodes(run.settings, partitions)
+            if note := time_note(run.settings.launcher, partitions):
+                notes[note] = None
+    for note in notes:
+        print(note, file=sys.stderr)
     return [
         _of(run.settings.launcher.grace_s, ask(run.settings.launcher.partition))
         if isinstance(run.settings.launcher, SlurmSettings)

@@ -204,7 +204,7 @@ def make_spec(
         gang=has_gang(settings),
         ft=settings.ft,
         partition=_partition(settings.launcher),
-        whole_nodes=_asks_for_whole_nodes(settings.launcher),
+        whole_nodes=sbatch.has_whole_nodes(settings.launcher),
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
         agent=settings.launcher.agent,
@@ -213,14 +213,6 @@ def make_spec(
 
 def _partition(launcher: LauncherSettings) -> str | None:
     return launcher.partition if isinstance(launcher, SlurmSettings) else None
-
-
-def _asks_for_whole_nodes(launcher: LauncherSettings) -> bool:
-    if not isinstance(launcher, SlurmSettings):
-        return False
-    if launcher.exclusive is not None:
-        return launcher.exclusive
-    return sbatch.wants_whole_node(launcher)
 
 
 def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:

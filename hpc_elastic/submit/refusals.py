@@ -11,10 +11,50 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_elastic.config import SlurmSettings
+from hpc_elastic.config import RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
-from hpc_elastic.slurm.outputs import NodeKind
-from hpc_elastic.words import counted
+from hpc_elastic.slurm.outputs import NodeKind, Partition
+from hpc_elastic.slurm.site import time_limit_s
+from hpc_elastic.submit.sbatch import has_whole_nodes
+from hpc_elastic.words import counted, duration
+
+
+def require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
+    """Refuse a run whose minimum of nodes its partitions do not have: sbatch takes it.
+
+    Args:
+        settings: Of the run.
+        partitions: Those in which its tasks may run; none if that is not known.
+
+    Raises:
+        ConfigError: the run would hold all their nodes, and never train.
+    """
+    least, total = settings.nodes.min, sum(partition.num_nodes for partition in partitions)
+    if not total or least <= total or not has_whole_nodes(settings.launcher):
+        return
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"the minimum is {least}, and partition {names} has {counted(total, 'node')} in all"
+    remedy = f"give a minimum of {total} or less, or name another one (launcher.partition)"
+    raise ConfigError("nodes", least, f"{what}: {remedy}")
+
+
+def time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:
+    """Return what to say of a time limit above that of all partitions; None if nothing.
+
+    Slurm takes such tasks, and never starts them, unless a QOS permits longer ones.
+    """
+    limits = [partition.max_time_s for partition in partitions]
+    if settings.time is None or not limits or None in limits:
+        return None
+    longest = max(limit for limit in limits if limit is not None)
+    wanted_s = time_limit_s(settings.time)
+    if wanted_s is not None and wanted_s <= longest:
+        return None
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"partition {names} allows {duration(longest)} at most"
+    then = "unless a QOS permits more, no task will start (PartitionTimeLimit)"
+    remedy = f"give launcher.time={longest // 60:.0f} or less, in minutes"
+    return f"launcher.time={settings.time}: {what}; {then}: {remedy}"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.config import ContainerSettings, SlurmSettings
+from hpc_elastic.config import ContainerSettings, LauncherSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.rundir import Submission
 from hpc_elastic.settings.flags import gpus_in_gres
@@ -222,6 +222,13 @@ def wants_whole_node(settings: SlurmSettings) -> bool:
     shares = (settings.gpus_per_node, settings.cpus_per_node, settings.mem)
     flags = {name for name, value in settings.sbatch.items() if value not in (None, False)}
     return all(share is None for share in shares) and SHARE_FLAGS.isdisjoint(flags)
+
+
+def has_whole_nodes(settings: LauncherSettings) -> bool:
+    """Return whether no other task is on the node of a task."""
+    if not isinstance(settings, SlurmSettings):
+        return False
+    return wants_whole_node(settings) if settings.exclusive is None else settings.exclusive
 
 
 def gpus_asked(settings: SlurmSettings) -> int | None:

@@ -379,7 +379,9 @@ def test_what_a_preemption_is_like_is_asked_at_submission(command, caplog):
         'echo "PreemptType = preempt/partition_prio";; '
         "*) echo PartitionName=low Default=YES GraceTime=45 PreemptMode=CANCEL;; esac",
     )
-    assert command.client.preemption(None) == Preemption(45, 7)
+    found = command.client.preemption(None)
+    assert (found.grace_s, found.kill_wait_s) == (45, 7)
+    assert [partition.name for partition in found.partitions] == ["low"]
     assert not caplog.records
     command("scontrol", "exit 1")
     assert command.client.preemption("low") == Preemption()

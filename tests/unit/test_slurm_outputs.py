@@ -51,8 +51,11 @@ SITE = (
     ],
 )
 def test_the_partition_says_what_a_preemption_is_like(wanted, expected):
-    """Of several, the one that gives the least."""
-    assert parse_preemption(CONFIG, PARTITIONS, wanted) == expected
+    """Of several, the one that gives the least; they are told as well."""
+    found = parse_preemption(CONFIG, PARTITIONS, wanted)
+    assert replace(found, partitions=()) == expected
+    names = [] if wanted == "gone" else (wanted or "low").split(",")
+    assert {partition.name for partition in found.partitions} == set(names)
 
 
 def test_nothing_that_can_be_read_means_the_defaults():

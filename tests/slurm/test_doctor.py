@@ -81,7 +81,7 @@ def test_what_sbatch_would_refuse_is_found_without_submitting(slurm, place):
     """As at a submission, before anything is submitted."""
     code, findings, _ = examine(slurm, place, "partition=low", "mem=9000G")
     assert code == 1
-    assert "no node has all that is asked for" in findings["slurm.submission"]["found"]
+    assert "launcher.mem=" in findings["slurm.submission"]["found"]
     assert left(slurm, place) == ([], [])
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 from backends import eventually, parse_env
@@ -230,7 +231,9 @@ def test_the_cluster_tells_its_limits(backend):
     assert client.max_array_size() == 1001
     assert set(client.partitions()) - {"short"} == {"low", "cancel", "high"}  # the sandbox has it
     for partition in (None, "low"):
-        assert client.preemption(partition) == Preemption(backend.grace_s, backend.grace_s)
+        told = client.preemption(partition)
+        assert replace(told, partitions=()) == Preemption(backend.grace_s, backend.grace_s)
+        assert [(p.name, p.num_nodes) for p in told.partitions] == [("low", 4)]
     assert client.preemption("high").grace_s == 0
     partitions = parse_partitions(backend.run("scontrol", "-o", "show", "partition").stdout)
     modes = {partition.name: partition.preempt_mode for partition in partitions}

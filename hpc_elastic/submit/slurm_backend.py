@@ -87,7 +87,7 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
             jobs = submit_script(script, len(array.tasks), after=after)
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
-                _mark_cancelled(prepared)
+                ids |= _withdraw(prepared)
             SlurmHandle(list(ids.values()), sweep, client).cancel()
             if isinstance(e, KeyboardInterrupt):
                 what = f"no run was started, and {sweep} can be removed"
@@ -99,15 +99,18 @@ def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle
     return SlurmHandle(list(ids.values()), sweep, client)
 
 
-def _mark_cancelled(prepared: Prepared) -> None:
-    """Let every task of the runs end as soon as it starts.
+def _withdraw(prepared: Prepared) -> dict[int, str]:
+    """Let every task of the runs end; return the job ids of the arrays that have started.
 
-    The interrupted sbatch may have submitted its job, whose id nobody knows.
+    The interrupted sbatch may have submitted its job, whose id nobody knows. A task writes the id
+    down when it starts, and then ends where its run is marked as cancelled.
     """
     from hpc_elastic.submit.cancel import mark
 
     for run in prepared.plan.runs:
         mark(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
+    started = Submission(prepared.plan.submission).job_ids()
+    return {a.number: started[a.number] for a in prepared.plan.arrays if a.number in started}
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:

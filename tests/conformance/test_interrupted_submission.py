@@ -22,7 +22,7 @@ sleep 2
 
 
 def test_an_interrupted_submission_leaves_no_run_and_prints_no_traceback(tmp_path):
-    """The job that sbatch had submitted ends when it starts: its run is marked as cancelled."""
+    """The job that sbatch had submitted is cancelled, or ends when it starts."""
     with FakeSlurm(nodes=1) as slurm:
         submitted = tmp_path / "submitted"
         folder = tmp_path / "bin"
@@ -53,4 +53,4 @@ def test_an_interrupted_submission_leaves_no_run_and_prints_no_traceback(tmp_pat
         assert "Traceback" not in output and "interrupted during the submission" in output
         assert (tmp_path / "sweep" / "0" / "cancelled").exists()
         eventually(lambda: not slurm.tasks(), "the job has ended")
-        assert not (tmp_path / "sweep" / "0" / "status.json").exists(), "nobody led the run"
+        assert not (tmp_path / "sweep" / "0" / "result.json").exists(), "it was not trained"

@@ -198,7 +198,7 @@ REPLICA_MUTANTS = {
     ),
     "departs without a record": (
         replace(REPLICAS, leadership=_DepartsWithoutRecord),
-        "a survivor is stopped|no round|before its function had returned",
+        "a survivor is stopped|no round|before its function had returned|a notice was lost",
     ),
     "takes exit code 0 for success": (
         replace(REPLICAS, has_succeeded=exits_with_0),

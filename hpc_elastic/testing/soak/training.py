@@ -42,6 +42,10 @@ EVERY_STEPS = 20
 PAUSE_S = 0.1
 _WIDTH = 8
 _ENDLESS = 1_000_000
+_KEPT: list[nn.Module] = []
+"""Models live as long as their process. Where one is freed while a thread of gloo still drops the
+last collective's tensors, torch 2.13 waits for that thread with the interpreter's lock in hand,
+which the thread wants: neither goes on."""
 
 
 def train(folder: str) -> dict[str, Any]:
@@ -143,6 +147,7 @@ def _train(
             if _first_says(is_last(epoch)):
                 break
     outcome = training.outcome()
+    _KEPT.append(model)
     dist.destroy_process_group()
     return outcome
 

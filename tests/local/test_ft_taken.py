@@ -68,7 +68,7 @@ def test_no_step_is_lost(tmp_path, first, then):
     with ThreadPoolExecutor(1) as thread:
         result = thread.submit(
             launch, train, str(tmp_path), nodes=2, nproc_per_node=1, launcher="local", ft=True,
-            run_dir=run, max_restarts=0,
+            run_dir=run, max_restarts=0, max_requeues=0,
         )  # fmt: skip
         eventually(lambda: [n > 2 for n in steps(tmp_path)] == [True, True], 90)
         (leader,) = [e["task"] for e in happened(run, "leader")]

@@ -27,6 +27,8 @@ from hpc_elastic.testing.soak.told import Finding
 
 _TOLERANCE = 1e-6
 """Sums in another order differ by 1e-16, and these differences do not grow beyond it."""
+_ALONE_S = 600.0
+"""For the undisturbed training; it bounds hanging."""
 _LATE_LINES = 2
 """Lines of one append, at most."""
 _LEAVE_S = 120.0
@@ -158,7 +160,11 @@ def _right(ranks: list[Mapping[str, Any]], work: Path) -> Iterator[str]:
         return
     epochs, loss = int(ranks[0]["epochs"]), float(ranks[0]["loss"])
     argv = [sys.executable, "-m", training.__name__, str(work), str(epochs)]
-    done = subprocess.run(argv, capture_output=True, text=True)
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_ALONE_S)
+    except subprocess.TimeoutExpired:
+        yield f"the undisturbed training of {epochs} epochs has not ended within {_ALONE_S:g} s"
+        return
     if done.returncode:
         yield f"the undisturbed training failed: {done.stderr.strip().splitlines()[-1:]}"
         return

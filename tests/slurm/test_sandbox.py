@@ -183,8 +183,12 @@ def test_partitioned_node_runs_but_is_not_reached(slurm):
     )
 
 
+@pytest.mark.long
 def test_a_read_only_node_starts_no_task(slurm, tmp_path):
-    """Its files are read-only there and nowhere else: tasks fail, or Slurm holds them."""
+    """Its files are read-only there and nowhere else: tasks fail, or Slurm holds them.
+
+    `test_bad_nodes` has both faults in a run.
+    """
     options = [f"--output={tmp_path}/out", "--nodelist=node3"]
     main(["read-only-node", "3", "--name", slurm.name])
     slurm.make_read_only(3)

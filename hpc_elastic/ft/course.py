@@ -178,8 +178,12 @@ class Course:
         """Let those go that are under notice, ask, and are in no quorum that stands."""
         sends = []
         for replica, must_save in [*departures.outside(self._roll, now)]:
-            self._roll.retire(replica)
-            sends.append(Send(replica, SaveFirst() if must_save else Farewell()))
+            if must_save:
+                self._roll.forget_ask(replica)  # it asks again once it has saved: it is waited for
+                sends.append(Send(replica, SaveFirst()))
+            else:
+                self._roll.retire(replica)
+                sends.append(Send(replica, Farewell()))
         return sends
 
     def _tell_members(self, message: Message | None) -> list[Send]:

@@ -8,6 +8,7 @@ it goes at once.
 
 If the newest state leaves with members of a quorum, they are told so before (``is_last``). Outside
 of one, the first of those that have it makes one more step, in which it saves, and asks again.
+Until then it is waited for, as every member that lives: nobody begins anew beside it.
 """
 
 from __future__ import annotations

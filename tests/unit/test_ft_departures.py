@@ -120,6 +120,20 @@ def test_who_saved_is_let_in_if_somebody_has_come_meanwhile():
     assert not told["a"].heals
 
 
+def test_who_saves_is_waited_for():
+    """Nobody trains anew beside it, and loses what it has, because it asks a moment later."""
+    groups = Groups()
+    first = groups.form("a", "b")
+    notice(groups, "a")
+    groups.leave("b")
+    assert groups.ask("a", quorum_id=first, step=4) == {"a": [SaveFirst()]}
+    groups.arrive("c")
+    assert placements(groups.ask("c")) == {}
+    told = placements(groups.ask("a", quorum_id=first, step=4, is_saved=True))
+    assert told["c"].heals
+    assert not told["a"].heals
+
+
 def test_a_group_under_notice_in_no_quorum_is_let_go_when_it_asks():
     """It does not join for a moment."""
     groups = Groups()

@@ -112,19 +112,19 @@ def test_a_script_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
     alone.trains(1, 0)
     pair.trains(2, 0)
     taken = [hosts(alone.sweep)[0], hosts(pair.sweep)[1]]
-    num_steps = len(alone.steps()), len(pair.steps())
     slurm.preempt(taken, for_s=5)
     alone.is_left(1)
     pair.is_left(1)
+    num_steps = len(alone.steps()), len(pair.steps())
     alone.trains(1, num_steps[0])
     pair.trains(2, num_steps[1])
     tasks = [alone.sweep.events("task")[0]["task"]]
     tasks += [m["task"] for m in pair.sweep.events("round")[-1]["members"]]
-    num_steps = len(alone.steps()), len(pair.steps())
     for task in tasks:
         slurm.run(["scontrol", "requeue", task])
     alone.is_left(2)
     pair.is_left(3)
+    num_steps = len(alone.steps()), len(pair.steps())
     alone.trains(1, num_steps[0])
     pair.trains(2, num_steps[1])
     alone.ends_right()

@@ -118,10 +118,10 @@ def test_the_configuration_tells_of_arrays_and_preemption(recorded):
     config = recorded("scontrol-config")
     assert outputs.parse_config(config)["MaxArraySize"] == "1001"
     partitions = recorded("scontrol-partitions")
-    for name in (None, "cancel", "low,cancel"):
-        expected = outputs.Preemption(5, 5)
-        assert outputs.parse_preemption(config, partitions, name) == expected
-    assert outputs.parse_preemption(config, partitions, "high") == outputs.Preemption(0, 5)
+    for name, grace_s in {None: 5, "low": 5, "cancel": 5, "low,cancel": 5, "high": 0}.items():
+        told = outputs.parse_preemption(config, partitions, name)
+        assert (told.grace_s, told.kill_wait_s) == (grace_s, 5)
+        assert [p.name for p in told.partitions] == (name or "low").split(",")
 
 
 def test_partitions_are_as_the_sandbox_has_made_them(recorded):

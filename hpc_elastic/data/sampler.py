@@ -174,7 +174,11 @@ class ElasticSampler:
         num_loaded = self._num_loaded
         while self._plan.size(self.position):
             batch = self._global_batch(loader)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left: the loader's workers end now
+                self._items.close()
+                raise
             if self._num_loaded != num_loaded:
                 raise RuntimeError("a state was loaded inside of the loop: begin the loop again")
             if not batch.is_complete:

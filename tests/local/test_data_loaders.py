@@ -1,5 +1,6 @@
 """The sampler with real data loaders: processes that read ahead, and torchdata's."""
 
+import gc
 import multiprocessing
 
 import pytest
@@ -75,6 +76,20 @@ def test_what_a_loader_reads_ahead_is_not_lost(options):
         sampler.load_state_dict(state)
         others.append(train(sampler, loader, 3))
     assert together(first, *others) == ALL
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
+def test_a_loop_left_early_ends_the_workers_of_its_loader(options):
+    """At once, and not when garbage is collected: torch waits 5 s for each, in any thread, then."""
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        sampler, loader = make(**options)
+        train(sampler, loader, 1, num_steps=3)
+        del loader
+        assert set(multiprocessing.active_children()) <= before
+    finally:
+        gc.enable()
 
 
 def test_a_loop_left_early_does_not_lose_what_was_read_ahead():

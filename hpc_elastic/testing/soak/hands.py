@@ -313,8 +313,11 @@ def _full_disk(t: _Throw) -> Hit:
 
 
 def _num_unsaved(stage: Stage) -> dict[int, int]:
-    """Return how many checkpoints of each worker could not be written, by its process."""
-    workers = (w for node in stage.sandbox.nodes for w in processes.workers_on(stage.sandbox, node))
+    """Return how many checkpoints of each worker of the run could not be written, by its process.
+
+    The companion's do not count: it saves to the same disk, and it is the run that is to tell.
+    """
+    workers = (w for host in stage.watch.hosts for w in processes.workers_on(stage.sandbox, host))
     return {worker.pid: processes.num_unsaved(worker) for worker in workers}
 
 

@@ -160,9 +160,10 @@ class _Player:
         self._record.thrown += thrown
         last = max(t.time + t.fault.lasts_s for t in thrown)
         names = " and ".join(str(t.fault.number) for t in thrown)
-        self._wait(
-            f"fault {names} is told of", lambda: time.time() > last and self._is_told(thrown)
-        )
+        self._wait(f"fault {names} has lasted long enough", lambda: time.time() > last)
+        if any(t.fault.of.stops_slurm for t in thrown):
+            self._stage.sandbox.start_controller()  # a preemption before it may not have begun
+        self._wait(f"fault {names} is told of", lambda: self._is_told(thrown))
         self._stage.bring_back()
         self._wait_until_well(saved, f"the runs have got over fault {names}")
         now = time.time()

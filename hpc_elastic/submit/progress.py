@@ -201,7 +201,8 @@ class Unfailing:
     """A text stream on which writing does not fail: on a full disk the text is lost instead.
 
     So is what is written to a terminal that was closed. Only a reader who has gone away
-    (`BrokenPipeError`) still ends the program: ``| head`` means that.
+    (`BrokenPipeError`) still ends the program: ``| head`` means that. A character that the stream's
+    encoding has not, such as half of a file's odd name in a worker's error, is escaped.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -214,6 +215,10 @@ class Unfailing:
         """Write if that is possible; return how many characters were taken."""
         try:
             return self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding or "ascii"
+            escaped = text.encode(encoding, "backslashreplace").decode(encoding)
+            return self.write(escaped)
         except BrokenPipeError:
             raise
         except OSError:

@@ -17,6 +17,7 @@ from hpc_elastic.submit.progress import (
     LiveDisplay,
     PlainDisplay,
     Row,
+    console_for,
     fitting,
     line_of,
     line_spacing_s,
@@ -367,6 +368,16 @@ def test_the_error_behind_a_restart_is_printed_once_when_it_happens(run):
     assert [len(said) < 700 for said in shown.said] == [True] * 3
     assert shown.said[0] == f"[0] lr=0.1: restart 1 of 3: {first}"
     assert shown.said[2] == "[0] lr=0.1: restart 3 of 3: third"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_the_output_can_not_encode_is_escaped_and_ends_no_wait(encoding):
+    """A file's name in an error may be no text; a locale other than C.UTF-8 refuses its bytes."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding, errors="strict", write_through=True)
+    PlainDisplay(console_for(stream)).say("no file a\udcff.tar \u2501")
+    line = "\u2501" if encoding == "utf-8" else "\\u2501"
+    assert written.getvalue().decode(encoding) == f"no file a\\udcff.tar {line}\n"
 
 
 def test_a_task_that_fails_while_others_wait_is_told_at_once(run):

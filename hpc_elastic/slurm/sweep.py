@@ -16,7 +16,7 @@ from hpc_elastic.rundir import ArrayFiles, RunDir, RunSpec, Submission, task_nam
 from hpc_elastic.slurm import turns
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
 from hpc_elastic.slurm.replacement import excluded, followed, list_followed
-from hpc_elastic.slurm.states import Phase
+from hpc_elastic.slurm.states import Phase, TaskState
 
 _log = logging.getLogger(__name__)
 
@@ -112,22 +112,28 @@ class SweepQueue:
             return None
         jobs = self._submission.job_ids()
         listed = list_followed(self._client, self._submission, jobs.values())
-        runs = []
-        for member in members:
+        return [self._queued(member, listed) for member in members], own
+
+    def _queued(self, member: _Member, listed: Mapping[str, TaskState]) -> turns.QueuedRun:
+        """Return a run as the queue shows it; one whose directory was removed wants nothing."""
+        name = member.run.path.name
+        tasks = {task: listed[task] for task in member.tasks if task in listed}
+        waits = any(state.phase is Phase.PENDING for state in tasks.values())
+        try:
             spec = self._spec_of(member.run)
-            tasks = {name: listed[name] for name in member.tasks if name in listed}
-            waits = any(state.phase is Phase.PENDING for state in tasks.values())
-            runs.append(
-                turns.QueuedRun(
-                    member.run.path.name,
-                    spec.min_nodes,
-                    tasks,
-                    spec.min_nodes if spec.gang else 0,
-                    has_started=waits and last_record(member.run.rdzv) > 0,
-                    avoids=frozenset(excluded(member.run) if waits else ()),
-                )
-            )
-        return runs, own
+            has_started = waits and last_record(member.run.rdzv) > 0
+        except (RunDirectoryError, FileNotFoundError):
+            if member.run.spec.exists():
+                raise
+            return turns.QueuedRun(name, 0, tasks)
+        return turns.QueuedRun(
+            name,
+            spec.min_nodes,
+            tasks,
+            spec.min_nodes if spec.gang else 0,
+            has_started=has_started,
+            avoids=frozenset(excluded(member.run) if waits else ()),
+        )
 
     def _members(self) -> list[_Member]:
         """Read which runs were submitted together, and which tasks each has."""

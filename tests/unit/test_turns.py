@@ -1,6 +1,7 @@
 """Whose turn it is among the runs of a sweep: pure rules, and the queue they are asked about."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -233,6 +234,24 @@ def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):
     client.second = TaskState("7_2", "RUNNING", node="n3")
     client.states |= {"n3": "allocated", "n4": "down"}
     assert "other runs of the sweep" in str(queue_of(two_runs[1], client).waits_in_vain({}))
+
+
+@pytest.mark.parametrize("had_looked", [False, True])
+def test_a_run_whose_directory_was_removed_keeps_no_other_from_its_turn(two_runs, had_looked):
+    """It has the nodes that it has, and wants none."""
+    client = FakeClient()
+    first, second = (queue_of(run, client) for run in two_runs)
+    if had_looked:
+        first.let_others_start()
+        client.started.clear()
+    client.second = TaskState("7_2", "RUNNING", node="n3")
+    client.states |= {"n3": "allocated", "n4": "down"}
+    shutil.rmtree(two_runs[0].path)
+    assert "other runs of the sweep" in str(second.waits_in_vain({}))
+    client.second = TaskState("7_2", "PENDING", "BeginTime", starts_in_s=AWAY)
+    shutil.rmtree(two_runs[1].path)
+    first.let_others_start(ends=True)
+    assert client.started == []
 
 
 def test_a_slurm_that_does_not_answer_is_said(two_runs):

@@ -57,7 +57,7 @@ def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
     node.note("kill")
     kill_node(node.spec, node.task)
     after_s = nodes.wait_until(node, lambda: nodes.is_lost(node, nodes.state_now(node)), wait_s)
-    if after_s is not None and node.others == 0:
+    if after_s is not None:
         _bring_back(node)
     if as_json:
         gone = after_s is not None
@@ -65,13 +65,26 @@ def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
     elif after_s is None:
         click.echo(f"{node.host} is still there after {wait_s:g} s", err=True)
     else:
-        what = "its task starts again as soon as a node is free"
-        print(f"{node.host} is gone after {after_s:.1f} s; {what}")
+        print(f"{node.host} is gone after {after_s:.1f} s; its task {_what_follows(node)}")
     return 1 if after_s is None else 0
 
 
 def _bring_back(node: nodes.Node) -> None:
-    """Let the task of a run's only node come back: no leader is left to see to it."""
+    """Let the tasks of a run without any node come back: no leader is left to see to it.
+
+    The last one may have been killed by another command at the same time.
+    """
     from hpc_elastic.agent.tasks import tasks_of
 
-    tasks_of(node.spec).bring_back(node.run, [node.task])
+    gone = nodes.left_alone(node)
+    if gone:
+        tasks_of(node.spec).bring_back(node.run, gone)
+
+
+def _what_follows(node: nodes.Node) -> str:
+    if node.run.is_over:
+        return "does not come back: the run has ended"
+    left = node.spec.requeues_left(node.attempt)
+    if left is not None and left <= 0:
+        return f"does not come back, by launcher.max_requeues={node.spec.max_requeues}"
+    return "starts again as soon as a node is free"

@@ -33,7 +33,6 @@ class Node:
         task: The name of the node's task.
         host: The node's name.
         attempt: How often the task was requeued.
-        others: How many nodes the run has besides.
     """
 
     run: RunDir
@@ -41,7 +40,6 @@ class Node:
     task: str
     host: str
     attempt: int
-    others: int
 
     def __str__(self) -> str:
         """Return it in words."""
@@ -106,7 +104,7 @@ def find_node(run: Path, name: str) -> Node:
     (task,) = found
     attempt = states[task].restarts
     attempt = int(begun.get(task, {}).get("attempt", 0)) if attempt is None else attempt
-    return Node(files, spec, task, hosts[task], attempt, len(hosts) - 1)
+    return Node(files, spec, task, hosts[task], attempt)
 
 
 def require_goes_on(run: RunDir) -> None:
@@ -168,6 +166,19 @@ def state_now(node: Node) -> TaskState | None:
         return _states(node.spec).get(node.task)
     except HpcElasticError:
         return None
+
+
+def left_alone(node: Node) -> list[str]:
+    """Return the tasks that nobody would bring back, for no task of the run has a node now.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    states = _states(node.spec)
+    if any(state.phase is Phase.RUNNING for state in states.values()):
+        return []
+    ended = (task for task, state in states.items() if state.phase is Phase.ENDED)
+    return list(dict.fromkeys([node.task, *ended]))
 
 
 def is_lost(node: Node, state: TaskState | None) -> bool:

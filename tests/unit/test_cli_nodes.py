@@ -1,6 +1,7 @@
 """``hpc-elastic preempt`` and ``kill``: which node is meant, and what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from arrays import ME, run_of, write_table
@@ -12,6 +13,7 @@ from hpc_elastic.cli.nodes import NodeName
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rundir import Submission
+from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit import living
 
 
@@ -90,7 +92,49 @@ def test_a_node_that_does_not_go_is_told_of(run, monkeypatch, capsys):
     monkeypatch.setattr(living, "kill_node", lambda spec, task: killed.append(task))
     assert main(["kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
     assert killed == ["7_1"] and "local-1 is still there after 0 s" in capsys.readouterr().err
-    assert killing.nodes.find_node(run.path, "local-1").others == 1
+
+
+class Brought:
+    """Takes note of the tasks that are to come back."""
+
+    def __init__(self) -> None:
+        self.tasks: list[str] = []
+
+    def bring_back(self, run, tasks):
+        """Keep their names."""
+        self.tasks += tasks
+
+
+@pytest.mark.parametrize(
+    ("other", "brought"), [("RUNNING", []), ("COMPLETING", ["7_1"]), ("FAILED", ["7_1", "7_0"])]
+)
+def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
+    run, monkeypatch, capsys, other, brought
+):
+    """Two nodes may be killed at the same time: then nobody of the run is left to do so."""
+    found = killing.nodes.find_node(run.path, "local-1")
+    back = Brought()
+    monkeypatch.setattr(living, "kill_node", lambda spec, task: None)
+    monkeypatch.setattr("hpc_elastic.agent.tasks.tasks_of", lambda spec: back)
+    after = {"7_0": other, "7_1": "FAILED", "7_2": "PENDING"}
+    states = {task: TaskState(task, state, restarts=2) for task, state in after.items()}
+    monkeypatch.setattr(killing.nodes, "_states", lambda spec: states)
+    assert killing.kill(found, 5.0, as_json=False) == 0
+    assert back.tasks == brought
+    assert "its task starts again as soon as a node is free" in capsys.readouterr().out
+
+
+def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypatch, capsys):
+    """It has been in the queue twice already."""
+    found = killing.nodes.find_node(run.path, "local-1")
+    found = replace(found, spec=replace(found.spec, max_requeues=2))
+    monkeypatch.setattr(living, "kill_node", lambda spec, task: None)
+    monkeypatch.setattr(killing.nodes, "wait_until", lambda *_: 0.5)
+    assert killing.kill(found, 5.0, as_json=False) == 0
+    assert "its task does not come back, by launcher.max_requeues=2" in capsys.readouterr().out
+    run.result.write_text('{"status": "succeeded"}')
+    assert killing.kill(found, 5.0, as_json=False) == 0
+    assert "its task does not come back: the run has ended" in capsys.readouterr().out
 
 
 def test_a_node_of_a_gang_is_not_killed(run):

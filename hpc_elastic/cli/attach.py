@@ -161,12 +161,20 @@ def read_job_ids(submission: Path) -> dict[int, str]:
 def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[TrackedRun], str]:
     """Return the runs of the submitted arrays, and their launcher.
 
+    Runs whose directories were removed are left out, and named.
+
     Raises:
-        RunDirectoryError: a file of the sweep is missing.
+        RunDirectoryError: a file of the sweep is missing, or all its runs are.
     """
     runs, launcher = [], "slurm"
     tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
-    for path in dict.fromkeys(tasks):
+    there = {path: path.is_dir() for path in dict.fromkeys(tasks)}
+    removed = [path.name for path, is_there in there.items() if not is_there]
+    if len(removed) == len(there):
+        raise RunDirectoryError(f"{submission.parent} holds no run any more: they were removed")
+    if removed:
+        print(f"removed, and left out: {', '.join(removed)}", file=sys.stderr)
+    for path in (path for path in there if there[path]):
         spec = RunDir(path).load()
         launcher = spec.launcher
         runs.append(TrackedRun(path, label_of(path), tuple(spec.task_names(job_ids)), submission))

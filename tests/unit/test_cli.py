@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -189,6 +190,17 @@ def test_attach_to_a_sweep_with_a_file_missing(sweep):
     (sweep / ".hpc_elastic" / "array-0.json").unlink()
     with pytest.raises(RunDirectoryError, match=r"array-0\.json"):
         read_runs(sweep / ".hpc_elastic", {0: "7"})
+
+
+def test_attach_leaves_out_runs_that_were_removed(sweep, capsys):
+    """The others can be waited for all the same; a sweep without any is told as such."""
+    shutil.rmtree(sweep / "0")
+    (sweep / "1" / "result.json").write_text('{"status": "succeeded"}')
+    assert main(["attach", str(sweep)]) == 0
+    assert "removed, and left out: 0" in capsys.readouterr().err
+    shutil.rmtree(sweep / "1")
+    assert main(["attach", str(sweep)]) == 1
+    assert "holds no run any more" in capsys.readouterr().err
 
 
 def test_attach_waits_and_tells_how_runs_ended(sweep, capsys):

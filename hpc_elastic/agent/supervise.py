@@ -306,6 +306,7 @@ class _Node:
                 grow=spec.grow, grow_after_s=spec.grow_after_s,
                 min_wait_s=spec.min_wait_s,
                 max_attempts_without_progress=spec.max_attempts_without_progress,
+                max_requeues=spec.max_requeues,
                 ft=spec.ft, in_sweep=self._sweep is not None,
             ),
             liveness=Liveness.of(

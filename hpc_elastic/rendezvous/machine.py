@@ -272,7 +272,8 @@ class Machine:
         """Whether nodes wait that are fewer than min nodes, and may be given back."""
         waits = self.phase is Phase.FORMING and not self.muster.unsettled
         too_few = 0 < len(self.joined) < self.rules.min_nodes
-        return waits and too_few and self.rules.min_wait_s is not None
+        may_go = self.rules.min_wait_s is not None and self.patience.would_return(self.joined)
+        return waits and too_few and may_go
 
     @property
     def awaits_tasks(self) -> bool:
@@ -427,7 +428,8 @@ class Machine:
 
     def _too_few_for_too_long(self, now: float) -> bool:
         too_few = 0 < len(self.joined) < self.rules.min_nodes
-        return too_few and self.patience.is_over(now - self._waiting_since(now))
+        may_go = too_few and self.patience.would_return(self.joined)
+        return may_go and self.patience.is_over(now - self._waiting_since(now))
 
     def _disband(self, why: str = "") -> list[Action]:
         self.phase = Phase.DISBANDED

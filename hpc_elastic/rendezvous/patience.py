@@ -10,13 +10,14 @@ start and end only now and then.
 In a sweep, nodes that wait in vain go back within `SURE_S` or so. They are away for longer, because
 the runs that hold what they lack let them start again as soon as there are nodes (``turns``).
 
-Without ``min_wait_s`` there is no queue, and nodes are kept.
+Without ``min_wait_s`` there is no queue, and nodes are kept. So are all that a run has if one of
+their tasks may not be requeued any more (``max_requeues``): it would end, and the run perhaps.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.actions import GiveBack
@@ -49,6 +50,11 @@ class Patience:
     def __post_init__(self) -> None:
         self._times = self.rng.uniform(1.0, 2.0 + self.given_back)
 
+    def would_return(self, agents: Iterable[Agent]) -> bool:
+        """Tell whether the tasks of all of these may go back to the queue."""
+        most = self.rules.max_requeues
+        return most is None or all(agent.attempt < most for agent in agents)
+
     def is_over(self, waited_s: float) -> bool:
         """Tell whether nodes have waited long enough."""
         wait = self.rules.min_wait_s
@@ -58,7 +64,8 @@ class Patience:
         """Return who has waited for too long; ``joined`` says since when each waits."""
         if self.rules.min_wait_s is None:
             return ()
-        return tuple(a for a, since in joined.items() if self.is_over(now - since))
+        late = (a for a, since in joined.items() if self.is_over(now - since))
+        return tuple(agent for agent in late if self.would_return([agent]))
 
     def is_in_vain(self, why: str | None, now: float) -> bool:
         """Tell whether nodes have been seen to wait in vain for long enough; None: they do not."""

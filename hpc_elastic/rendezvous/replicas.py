@@ -284,13 +284,20 @@ class Replicas(Machine):
         return self._admit(wanted, wanted, now) if wanted else []
 
     def _is_short_for_too_long(self, now: float) -> bool:
-        return self.short_since is not None and self.patience.is_over(now - self.short_since)
+        if self.short_since is None or not self._would_return:
+            return False
+        return self.patience.is_over(now - self.short_since)
+
+    @property
+    def _would_return(self) -> bool:
+        return self.patience.would_return((*self.members, *self.joined))
 
     @property
     def is_short(self) -> bool:
         """Whether the nodes are fewer than min nodes, and may be given back."""
         waits = self.phase is Phase.RUNNING and self.short_since is not None
-        return super().is_short or (waits and self.rules.min_wait_s is not None)
+        may_go = self.rules.min_wait_s is not None and self._would_return
+        return super().is_short or (waits and may_go)
 
     def _disband(self, why: str = "") -> list[Action]:
         if self.phase is Phase.RUNNING:

@@ -21,5 +21,7 @@ class Rules:
     in_sweep: bool = False
     """Whether other runs may compete for the same nodes that were submitted together with it."""
     max_attempts_without_progress: int = 3
+    max_requeues: int | None = None
+    """How often a task may go back to the queue; None: as often as it has to."""
     ft: bool = False
     """Whether each node is a replica of its own (`replicas`)."""

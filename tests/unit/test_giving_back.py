@@ -1,6 +1,7 @@
 """Nodes that are too few for too long go back to the queue."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from groups import A, B, decisions, machine, resumed, running, training
@@ -93,6 +94,21 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     assert isinstance(given, GiveBack) and given.agents == (A,) and given.all
     assert given.why == "others hold it" and 30.0 <= given.delay_s <= 90.0
     assert m.phase is Phase.DISBANDED
+
+
+@pytest.mark.parametrize(("attempt", "kept"), [(0, False), (1, True)])
+def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
+    """Given back, it would end, and the run with it: by time, for others, and where it parks."""
+    m = machine(min_nodes=2, min_wait_s=10.0, max_requeues=1)
+    m.join(replace(A, attempt=attempt), 0.0)
+    assert m.is_short is not kept
+    assert m.sweep_says("others hold it", 1.0) == []
+    assert bool(m.sweep_says("others hold it", 8.0)) is not kept
+    late = machine(min_nodes=2, min_wait_s=10.0, max_requeues=1)
+    late.join(replace(A, attempt=attempt), 0.0)
+    assert bool(decisions(late.tick(21.0))) is not kept
+    parks = late.patience.late({replace(B, attempt=attempt): 0.0}, 50.0)
+    assert bool(parks) is not kept
 
 
 def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():

@@ -122,6 +122,14 @@ def test_too_few_for_too_long_go_back_to_the_queue():
     assert m.members == ()
 
 
+def test_too_few_whose_tasks_may_not_be_requeued_are_kept():
+    """Given back, they would end."""
+    m = training(A, B, min_nodes=2, min_wait_s=10.0, max_requeues=0)
+    m.gone(B, "lost", 1.0)
+    assert decisions(m.tick(100.0)) == [] and not m.is_short
+    assert m.sweep_says("others hold it", 101.0) == m.sweep_says("others hold it", 109.0) == []
+
+
 def test_too_few_whose_tasks_are_over_for_good_end_the_run():
     """There is nobody to wait for."""
     m = training(A, B, min_nodes=2, max_nodes=2)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from hpc_elastic.slurm import nodelist
+from hpc_elastic.slurm.reasons import remedy
 from hpc_elastic.slurm.states import Phase, TaskState
 
 AWAY_S = 12.0
@@ -97,11 +98,11 @@ class QueuedRun:
     def num_waiting(self) -> int:
         """How many nodes its tasks wait for that may start as soon as a node is free.
 
-        Of a run with a gang, only that counts: its other tasks may not start before the gang.
+        Of a run with a gang, only that counts: its other tasks may not start before the gang. Tasks
+        that a user holds, or that wait for something else that no free node brings, do not count.
         """
         away = self.away
-        waiting = (Phase.PENDING, Phase.LEAVING)
-        tasks = [n for n, s in self.tasks.items() if s.phase in waiting and n not in away]
+        tasks = [n for n, s in self.tasks.items() if _waits_for_a_node(s) and n not in away]
         return sum(self.size(n) for n in tasks if not self.num_gang or "_" not in n)
 
     @property
@@ -113,6 +114,11 @@ class QueuedRun:
     def size(self, task: str) -> int:
         """Return how many nodes one of its tasks has: one, or the gang's."""
         return 1 if "_" in task else self.num_gang
+
+
+def _waits_for_a_node(state: TaskState) -> bool:
+    waits = state.phase is Phase.PENDING and remedy(state.reason) is None
+    return waits or state.phase is Phase.LEAVING
 
 
 @dataclass(frozen=True)

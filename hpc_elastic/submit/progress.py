@@ -33,6 +33,8 @@ _LOG_WIDTH = 160
 """Columns of the tables in a log file, where rich would assume 80."""
 _CHROME_LINES = 6
 """Lines of the table that are no runs, and of the prompt around it."""
+_LONGEST_RESULT = 200
+"""Characters of a result in the final table."""
 _LINE_EVERY_S = (10.0, 600.0)
 """Shortest and longest time between two lines of a run in a log file that tell of its steps."""
 
@@ -389,13 +391,17 @@ def places(dirs: Sequence[Path], sweep: Path, cwd: Path) -> str:
 
 
 def results_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return the final table: how every run ended (where it is: `places`)."""
+    """Return the final table: how every run ended (where it is: `places`).
+
+    A function may return as much as it likes; all of it is in the run's ``results``.
+    """
     from rich.markup import escape
 
     table = _empty_table(("run", "overrides", "status", "result", "restarts"))
     for outcome in outcomes:
         run = outcome.run
         value = "" if outcome.value is None else _text(outcome.value)
+        value = value if len(value) <= _LONGEST_RESULT else f"{value[:_LONGEST_RESULT]}..."
         cells = [run.name, run.label, outcome.status, value, str(outcome.restarts)]
         table.add_row(*(escape(cell) for cell in cells))
     return table

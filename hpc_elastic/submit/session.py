@@ -181,11 +181,14 @@ def wait(submitted: Submitted, out: TextIO | None = None) -> list[Outcome]:
     except BaseException:
         submitted.handle.leave()
         raise
-    console.print()
-    console.print(results_table(outcomes))
     dirs = [run.dir for run in submitted.runs]
     where = places(dirs, submitted.runs[0].submission.parent, Path.cwd())
-    console.print(where, markup=False, highlight=False, soft_wrap=True)
+    try:
+        console.print()
+        console.print(results_table(outcomes))
+        console.print(where, markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt as e:
+        raise KeyboardInterrupt(f"interrupted: the runs had ended; {where}") from e
     return outcomes
 
 

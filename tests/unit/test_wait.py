@@ -11,6 +11,7 @@ from rich.console import Console
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
 from hpc_elastic.files import read_json
 from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.submit import session
 from hpc_elastic.submit.backend import TrackedRun
 from hpc_elastic.submit.outcome import Outcome, lost, read_outcome, tail
 from hpc_elastic.submit.progress import (
@@ -512,6 +513,32 @@ def test_results_table_shows_every_run(run):
     table = results_table([Outcome(run, "succeeded", {0: 0.975}, 2, None)])
     Console(file=out, width=300).print(table)
     assert all(t in out.getvalue() for t in ("lr=0.1", "succeeded", "0.975", " 2 "))
+
+
+def test_the_final_table_shows_the_beginning_of_a_long_result(run):
+    """A list of a million numbers would fill the terminal for minutes."""
+    out = io.StringIO()
+    table = results_table([Outcome(run, "succeeded", {0: [0.5] * 1_000_000}, 0, None)])
+    Console(file=out, width=300).print(table)
+    assert "[0.5, 0.5" in out.getvalue() and "..." in out.getvalue()
+    assert len(out.getvalue()) < 2000
+
+
+def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(run, monkeypatch):
+    """They were submitted, and nothing of them goes on."""
+    write(run, status="succeeded", restarts=0)
+
+    class Ended(Script):
+        def close(self) -> None:
+            """All have ended."""
+
+    def interrupted(outcomes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_elastic.submit.progress.results_table", interrupted)
+    submitted = session.Submitted(Ended([[]]), [run], 0.1)
+    with pytest.raises(KeyboardInterrupt, match="interrupted: the runs had ended; run in "):
+        session.wait(submitted, io.StringIO())
 
 
 def test_where_the_runs_lie_is_told_in_one_line(run, tmp_path):

@@ -55,6 +55,7 @@ from hpc_elastic.agent.report import (
     describe,
     earliest,
     has_just_exited,
+    has_stopped_short,
     has_succeeded,
     told_exit_code,
 )
@@ -297,12 +298,25 @@ class RunAgent(LocalElasticAgent):
             return
         self._awaits_leader = True
         if result.state is WorkerState.SUCCEEDED and not failures:
-            self._session.finished()
+            self._tell_of_return()
             return
         self._boundaries = self._farewell = None
         self._shutdown(timeout=self._workplace.settings.stop_timeout_s)
         leftovers.end(self._spares.pids)  # they hold GPU memory, which the next worker needs
         self._report(failures)
+
+    def _tell_of_return(self) -> None:
+        """Report that all functions have returned; under notice, before the last step, they leave.
+
+        A script may set a flag at SIGTERM, save, and return.
+        """
+        if any(has_stopped_short(page.read()) for page in self.pages.values()):
+            self._await_notice()
+            if self._workplace.notices.current is not None:
+                _log.warning("the function has returned under notice, before its last step")
+                self._session.leave_now()
+                return
+        self._session.finished()
 
     def _early_exits(self) -> dict[int, ProcessFailure]:
         """Return the workers that have ended with code 0 before their function returned."""

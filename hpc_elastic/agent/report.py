@@ -104,6 +104,12 @@ def has_succeeded(exit_code: int, worker: Progress) -> bool:
     return exit_code == 0 and worker.returned
 
 
+def has_stopped_short(worker: Progress) -> bool:
+    """Tell whether a worker has said how many steps there are, and that it has not made them."""
+    step, total = worker.step, worker.total_steps
+    return step is not None and total is not None and step < total
+
+
 def told_exit_code(files: WorkerFiles) -> int | None:
     """Return the exit code of a worker that has written down its failure; None if it has not.
 

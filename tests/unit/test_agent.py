@@ -10,7 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
     PContext,
@@ -220,6 +224,32 @@ def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, mo
     monkeypatch.setattr(module.time, "sleep", lambda _: notices.add(Notice(Reason.SIGNAL, 1e9)))
     training._report({3: EndedWorker(0, 0)})
     assert told == ["leaves"]
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "reason", "expected"),
+    [
+        (23, 100, Reason.SIGNAL, "leaves"),
+        (23, 100, Reason.ASKED, "leaves"),
+        (23, 100, None, "finished"),
+        (100, 100, Reason.SIGNAL, "finished"),
+        (23, None, Reason.SIGNAL, "finished"),
+    ],
+)
+def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succeeded(
+    training, told, monkeypatch, step, total, reason, expected
+):
+    """A script may set a flag at SIGTERM, save, and return; one that stops early is done."""
+    monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
+    training._session.finished = lambda: told.append("finished")
+    training.pages[3].report(step, None, None, total)
+    if reason is not None:
+        training._workplace.notices.add(Notice(reason, 1e9))
+    monkeypatch.setattr(
+        LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.SUCCEEDED)
+    )
+    training._look_at_workers(None)
+    assert told == [expected]
 
 
 def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from hpc_elastic.cli import nodes, options
+from hpc_elastic.slurm.states import LAUNCHER_ENDED
 
 _WAIT_S = 60.0
 _EXAMPLES = """
@@ -65,8 +66,22 @@ def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
     elif after_s is None:
         click.echo(f"{node.host} is still there after {wait_s:g} s", err=True)
     else:
-        print(f"{node.host} is gone after {after_s:.1f} s; its task {_what_follows(node)}")
+        print(f"{node.host} is gone after {after_s:.1f} s; {_what_next(node)}")
     return 1 if after_s is None else 0
+
+
+def _what_next(node: nodes.Node) -> str:
+    """Say whether the task of a node that is gone starts again."""
+    if node.run.is_over:
+        return "the run has ended"
+    left = node.spec.requeues_left(node.attempt)
+    if left is not None and left <= 0:
+        why = f"launcher.max_requeues={node.spec.max_requeues}"
+        return f"its task does not come back ({why})"
+    state = nodes.state_now(node)
+    if state is not None and state.reason == LAUNCHER_ENDED:
+        return f"its task does not come back ({LAUNCHER_ENDED})"
+    return "its task starts again as soon as a node is free"
 
 
 def _bring_back(node: nodes.Node) -> None:
@@ -79,12 +94,3 @@ def _bring_back(node: nodes.Node) -> None:
     gone = nodes.left_alone(node)
     if gone:
         tasks_of(node.spec).bring_back(node.run, gone)
-
-
-def _what_follows(node: nodes.Node) -> str:
-    if node.run.is_over:
-        return "does not come back: the run has ended"
-    left = node.spec.requeues_left(node.attempt)
-    if left is not None and left <= 0:
-        return f"does not come back, by launcher.max_requeues={node.spec.max_requeues}"
-    return "starts again as soon as a node is free"

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from arrays import ME, run_of, write_table
+from arrays import GONE, ME, run_of, write_table
 
 from hpc_elastic.cli import kill as killing
 from hpc_elastic.cli import preempt as preempting
@@ -135,6 +135,31 @@ def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypat
     run.result.write_text('{"status": "succeeded"}')
     assert killing.kill(found, 5.0, as_json=False) == 0
     assert "its task does not come back: the run has ended" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fields", "task", "says"),
+    [
+        ({}, {"state": "PENDING", "restarts": 1}, "starts again as soon as a node is free"),
+        ({"max_requeues": 0}, {"state": "ENDED", "exit_code": -9}, "max_requeues=0"),
+        ({}, {"state": "RUNNING", "launcher": GONE}, "its launcher has ended"),
+    ],
+)
+def test_a_killed_node_that_does_not_come_back_is_told_of(
+    fields, task, says, tmp_path, monkeypatch, capsys
+):
+    """Nothing starts its task again where that may not go back, or has no launcher any more."""
+    run = run_of(tmp_path, "7", [(0, 0), (0, 1)], launcher="local", **fields)
+    submission = Submission(tmp_path / ".hpc_elastic")
+    lives = {"state": "RUNNING", **ME}
+    write_table(submission, **{"7_0": {**lives, "node": "local-0"}, "7_1": lives})
+
+    def kill(spec, name):
+        write_table(submission, **{"7_0": {"node": "local-0", **task}, "7_1": lives})
+
+    monkeypatch.setattr(living, "kill_node", kill)
+    assert main(["kill", str(run.path), "local-0"]) == 0
+    assert says in capsys.readouterr().out
 
 
 def test_a_node_of_a_gang_is_not_killed(run):

@@ -150,7 +150,8 @@ def account(
     courses = _courses(rounds, points)
     trained = [Interval(r.trains_from, r.end, "idle") for r in rounds if r.trains_from is not None]
     nodes = tuple(_node_time(attempt, rounds, courses, trained) for attempt in attempts)
-    queued = _queued(attempts, waiting, now=now, submitted=submitted)
+    resumed = [float(e["time"]) for e in events if e["kind"] == "resume"]
+    queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
     sizes = tuple(sizes_of(rounds, attempts, ft=ft))
     return Account(nodes, queued, sizes, counted=any(r.begun for r in rounds))
 
@@ -302,21 +303,28 @@ def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
         yield last
 
 
+_NOTED_WITHIN_S = 5.0
+"""A run that is resumed is noted right after the first of its new tasks may have started."""
+
+
 def _queued(
     attempts: Sequence[Attempt],
     waiting: Collection[str],
     *,
     now: float,
     submitted: float | None,
+    resumed: Sequence[float],
 ) -> dict[str, tuple[Interval, ...]]:
-    """Return when each task waited for a node."""
+    """Return when each task waited for a node: one of a resumed run from then on."""
     by_task: dict[str, list[Attempt]] = {task: [] for task in waiting}
     for attempt in attempts:
         by_task.setdefault(attempt.task, []).append(attempt)
     queued = {}
     for task, its in by_task.items():
-        ends = [submitted, *(attempt.end for attempt in its)]
         begins = [*(attempt.begin for attempt in its), now if task in waiting else None]
+        first = its[0].begin if its else now
+        began = [time for time in resumed if time <= first + _NOTED_WITHIN_S]
+        ends = [max(began, default=submitted), *(attempt.end for attempt in its)]
         queued[task] = tuple(
             Interval(end, begin, "queue")
             for end, begin in zip(ends, begins, strict=True)

@@ -222,6 +222,11 @@ def test_a_run_that_is_let_go_on_counts_on():
     ends = {node.task: (node.end, node.ended_by) for node in found.nodes}
     assert ends == {A: (60, "end"), B: (60, "end"), "9_0": (160, None)}
     assert found.sizes[-1].nodes == 1
+    waits = account(
+        [*failed, *again], points, now=160, running={"9_0"}, waiting={"9_1"}, submitted=-10
+    ).queued
+    spans = {name: [(i.begin, i.end) for i in waited] for name, waited in waits.items()}
+    assert spans == {A: [(-10, 0)], B: [(-10, 0)], "9_0": [], "9_1": [(100, 160)]}
     dead = account([*ALONE, *again], points, now=160, running={"9_0"})
     check(dead)
     assert {node.task: node.ended_by for node in dead.nodes} == {A: "silence", "9_0": None}

@@ -168,7 +168,8 @@ class SlurmClient:
             config = self._run(["scontrol", "show", "config"])
             partitions = self._run(["scontrol", "-a", "-o", "show", "partition"])
         except SlurmCommandError as e:
-            _log.warning("what a preemption is like is not known: %s; assuming none's grace", e)
+            what = "what a preemption is like is not known (%s): taken to give no grace time"
+            _log.warning(what, e)
             return Preemption()
         return parse_preemption(config, partitions, partition)
 

@@ -243,18 +243,28 @@ def _write_failure(error: BaseException, phase: str) -> None:
     text = "".join(traceback.format_exception(_without_our_frames(error)))
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
-    theirs = {"message": f"{kind}: {error}", "extraInfo": extra}
+    message = _message_of(error)
+    theirs = {"message": f"{kind}: {message}", "extraInfo": extra}
     ours = {
-        "exception": kind, "message": str(error), "traceback": text, "time": now, "phase": phase,
+        "exception": kind, "message": message, "traceback": text, "time": now, "phase": phase,
         "exit_code": _exit_code(error),
     }  # fmt: skip
     if isinstance(error, SystemExit) and not _is_message(error.code):
         del ours["exception"], ours["message"]  # the agent says how the worker has ended
         handled = error.__context__
-        ours["while_handling"] = f"{type(handled).__name__}: {handled}" if handled else None
+        what = f"{type(handled).__name__}: {_message_of(handled)}" if handled else None
+        ours["while_handling"] = what
     record = {"message": theirs, "hpc_elastic": ours}
     with contextlib.suppress(OSError):
         write_atomic(Path(path), json.dumps(record))
+
+
+def _message_of(error: BaseException) -> str:
+    """Return the text of an error; a user's class may fail to make one."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in Python's own tracebacks
 
 
 def _exit_code(error: BaseException) -> int:

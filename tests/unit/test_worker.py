@@ -30,6 +30,13 @@ def add(a, b):
 def fail(_):
     raise ValueError("boom from the user's code")
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def mute(_):
+    raise Mute
+
 def leave(_):
     sys.exit("no data here")
 
@@ -194,6 +201,14 @@ def test_an_exception_is_reported_with_the_users_frames_only(job):
     assert "in fail" in failure["traceback"] and "worker.py" not in failure["traceback"]
     assert failure["exit_code"] == 1 and failure["phase"] == "run"
     assert "boom from the user's code" in done.stderr
+
+
+def test_an_exception_without_a_text_is_reported_all_the_same(job):
+    """A class of the user's may fail to say what it is: that hides neither it nor its place."""
+    failure = job.failure(job.worker("mute", [0]).returncode)
+    assert failure["exception"].endswith("Mute") and failure["exit_code"] == 1
+    assert failure["message"] == "<exception str() failed>"
+    assert "in mute" in failure["traceback"] and "worker.py" not in failure["traceback"]
 
 
 def test_what_a_script_leaves_for_its_end_is_done(job):

@@ -49,6 +49,11 @@ class Part:
         return max(1, self.count)
 
 
+def _is_whole(value: object) -> bool:
+    """Tell whether a value is a whole number, NumPy's among them: neither a text nor 48.0."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class ElasticBatch:
     """How many samples make an optimizer step, and how they are divided among the workers.
@@ -73,6 +78,12 @@ class ElasticBatch:
     world_size: int | None = None
 
     def __post_init__(self) -> None:
+        for key in ("global_batch", "micro_batch", "rank", "world_size"):
+            value = getattr(self, key)
+            if (value is None and key != "global_batch") or _is_whole(value):
+                continue
+            remedy = "give a whole number" + ("" if key == "global_batch" else ", or None")
+            raise ConfigError(key, value, remedy)
         if self.global_batch < 1:
             raise ConfigError("global_batch", self.global_batch, "give at least one sample")
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -80,7 +91,8 @@ class ElasticBatch:
         if (self.rank is None) != (self.world_size is None):
             raise ConfigError("rank", self.rank, "give both rank and world_size, or neither")
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
-            raise ConfigError("rank", self.rank, f"give one from 0 to {self.world_size} - 1")
+            last = (self.world_size or 0) - 1
+            raise ConfigError("rank", self.rank, f"give one from 0 to {last}, below world_size")
 
     def group(self) -> tuple[int, int]:
         """Return rank and world size; to be asked once torch.distributed is initialised."""

@@ -87,7 +87,9 @@ class ElasticSampler:
         manager: Manager | None = None,
     ) -> None:
         batch = batch if isinstance(batch, ElasticBatch) else ElasticBatch(batch)
-        self._plan = Plan(int(dataset_len), int(seed), shuffle, end, batch)
+        length = _whole("dataset_len", dataset_len, "give len(dataset)")
+        number = _whole("seed", seed, "give a whole number, the same on all ranks")
+        self._plan = Plan(length, number, shuffle, end, batch)
         self._place = Place()
         self._drawn: tuple[Plan, Place] | None = None
         """With a manager: how batches are divided, and from where on they are drawn."""
@@ -323,6 +325,18 @@ class ElasticSampler:
         if not self._cohort.heals:
             self._place = place
         return replace(self._plan, batch=division), self._plan.next_batch(place)
+
+
+def _whole(key: str, value: Any, remedy: str) -> int:
+    """Return an argument as a number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return int(value)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(key, value, remedy) from e
 
 
 def _place(state: dict[str, Any]) -> Place:

@@ -76,6 +76,11 @@ def test_the_group_is_torchruns(monkeypatch):
         ({"global_batch": 8, "micro_batch": 0}, "micro_batch"),
         ({"global_batch": 8, "rank": 1}, "rank"),
         ({"global_batch": 8, "rank": 2, "world_size": 2}, "rank"),
+        ({"global_batch": "8"}, "global_batch"),
+        ({"global_batch": None}, "global_batch"),
+        ({"global_batch": True}, "global_batch"),
+        ({"global_batch": 8, "micro_batch": 2.0}, "micro_batch"),
+        ({"global_batch": 8, "rank": "0", "world_size": 2}, "rank"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments, key):

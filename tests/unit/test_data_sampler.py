@@ -176,6 +176,9 @@ def test_a_state_of_another_order_is_refused(changed, key):
     ("options", "key"),
     [
         ({"dataset_len": 0}, "dataset_len"),
+        ({"dataset_len": [1, 2]}, "dataset_len"),
+        ({"seed": None}, "seed"),
+        ({"batch": "4"}, "global_batch"),
         ({"end": "stop"}, "end"),
         ({"batch": 11, "end": "drop"}, "global_batch"),
         ({"name": "a/b"}, "name"),

@@ -110,7 +110,7 @@ class Checkpointer:
         flat = flatten(self._state)
         store = Store(Path(directory).absolute())
         if self._options.boundary:
-            _require_one(store.directory)
+            _require_one(store.directory, self._state)
         store.prepare()
         self._group = Group.current()
         self._warn_of_positions(flat)
@@ -418,26 +418,30 @@ def _coming_bytes(item: object) -> int:
     return copies * num_bytes
 
 
-def _require_one(directory: Path) -> None:
+def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
     """Refuse a second Checkpointer whose saves are boundaries, in a run.
 
     At a change of the group a worker stays in the first one's save until it is stopped, so the
-    second never saves that step: the script would go on from a mixed state.
+    second never saves that step: the script would go on from a mixed state. Two that save different
+    states to one directory would also replace each other's checkpoints.
 
     Raises:
-        ConfigError: there is an open one, of another directory.
+        ConfigError: there is an open one, of another directory or with another state.
     """
     if reports.own_page() is None:
         return
+    mine = directory, tuple(sorted(state))
     for is_sure in (False, True):
-        others = {other.directory for other in _open} - {directory}
+        others = {(other.directory, tuple(sorted(other._state))) for other in _open} - {mine}
         if others and not is_sure:
             gc.collect()  # one that nobody has any more may wait for that
     if others:
+        where, keys = min(others)
+        named = f", with the state {', '.join(keys)}" if where == directory else ""
         raise ConfigError(
             "directory",
             str(directory),
-            f"this script has an open Checkpointer of {min(others)}, and a change of the group "
+            f"this script has an open Checkpointer of {where}{named}, and a change of the group "
             "stops the workers right after the save of one of them: put both states into one "
             "Checkpointer, close() the one that only restores, or give "
             "options=Options(boundary=False) to one that may restore an older step, as of the "

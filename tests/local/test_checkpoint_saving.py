@@ -312,6 +312,15 @@ def test_a_second_checkpointer_of_a_run_is_refused(tmp_path, page):
     checkpointer(tmp_path / "d", counter).close()
 
 
+def test_another_state_in_the_same_directory_is_refused(tmp_path, page):
+    """Each would replace, or keep out, the other's checkpoint of the same step."""
+    first = Checkpointer(tmp_path / "a", {"net": Counter(), "sampler": Counter()})
+    with pytest.raises(ConfigError, match=r"open Checkpointer of .*/a, with the state net, sam"):
+        Checkpointer(tmp_path / "a", {"optimizer": Counter()})
+    first.close()
+    Checkpointer(tmp_path / "a", {"optimizer": Counter()}).close()
+
+
 def test_one_beside_it_keeps_nobody_and_announces_nothing(tmp_path, page):
     """It is saved when the script says so, and the group changes at the other's."""
     counter = Counter()

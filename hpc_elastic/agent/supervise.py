@@ -182,7 +182,8 @@ class _Node:
         self._tasks = tasks_of(task.spec)
         self._sweep = _sweep_of(task)
         self._interface = _interface(task)
-        self._nproc = num_workers(task.spec.nproc_per_node, task.slurm.cpus_on_node)
+        cpus, is_local = task.slurm.cpus_on_node, task.spec.launcher == "local"
+        self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
         self._observer = Observer(self._sample)
         self._session: Session | None = None
         self._replica: Replica | None = None
@@ -366,13 +367,14 @@ def _sweep_of(task: Task) -> SweepQueue | None:
         return None
 
 
-def num_workers(wanted: Nproc, cpus: int) -> int:
+def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
     """Return how many workers a node runs.
 
     Args:
         wanted: A number; ``gpu``: one a GPU; ``cpu``: one a CPU; ``auto``: one a GPU, or one
             where there is none.
         cpus: The CPUs that Slurm gave the task on this node.
+        is_local: The node is a process of ``launcher=local``.
 
     Raises:
         ConfigError: ``gpu`` on a node where torch sees none.
@@ -381,9 +383,10 @@ def num_workers(wanted: Nproc, cpus: int) -> int:
         return wanted
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if wanted == "gpu" and gpus == 0:
-        raise ConfigError(
-            "nproc_per_node", wanted, "torch sees no GPU on this node: set launcher.gpus_per_node"
-        )
+        remedy = "set launcher.gpus_per_node"
+        if is_local:
+            remedy = "give a number or cpu, or leave it at auto"
+        raise ConfigError("nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}")
     return cpus if wanted == "cpu" else max(1, gpus)
 
 

@@ -29,6 +29,8 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"launcher\.gpus_per_node"):
         num_workers("gpu", cpus=16)
+    with pytest.raises(ConfigError, match=r"no GPU on this node: give a number or cpu, or leave"):
+        num_workers("gpu", cpus=16, is_local=True)
 
 
 def sent_back(tmp_path, monkeypatch, give_back) -> int:

@@ -121,7 +121,7 @@ class LauncherSettings:
     dry_run: bool = False
     """Freeze and render everything, submit nothing."""
     poll_s: float = 1.0
-    """Interval of the progress display; each poll asks Slurm once for all runs."""
+    """Interval of the progress display. Slurm is asked once a minute while all runs train."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers. They may be secret: files they stand in are 0600."""
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)

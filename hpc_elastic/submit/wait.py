@@ -1,4 +1,4 @@
-"""Wait until every run has ended: one question to the scheduler for all of them, each poll.
+"""Wait until every run has ended, from their files; the scheduler is asked seldom, for all at once.
 
 A run has ended when its result.json is there. If all its tasks have left the queue and it is
 not, nobody is left to write it: after a grace period (the file may be on its way through a
@@ -6,10 +6,16 @@ network file system) the run counts as lost. `judge` decides that; `Waiter` look
 
 A read that fails says nothing of the run: on NFS a file that is replaced every second may be stale
 before it is read, and a server may be away for minutes. The run is looked at again.
+
+The files of a run say nearly everything, so they are read at every poll. The scheduler is asked
+once in `ASK_S` while something is expected of it: tasks wait, or a group forms, or the leader has
+stopped writing. While all runs train it is asked once in `ASK_SETTLED_S`, and it never spends more
+than `ANSWER_SHARE` of the time on the answers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +34,14 @@ from hpc_elastic.submit.progress import Display, Row, row_of
 
 GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
+ASK_S = 3.0
+"""Seconds between two questions to the scheduler while something is expected to change."""
+ASK_SETTLED_S = 60.0
+"""Seconds between two questions while every run trains and its leader writes."""
+ANSWER_SHARE = 0.05
+"""The share of the time that the scheduler may take to answer."""
+FRESH_S = 5.0
+"""A leader writes status.json about once a second; after this time it is expected to be gone."""
 UNREADABLE_S = 30.0
 """How long a run may be unreadable before the user is told."""
 
@@ -68,6 +82,32 @@ class _Memory:
     restarts: dict[int, Event] = field(default_factory=dict)
     """The ``restart`` events read so far, by their number."""
     events: EventReader | None = None
+    updated: object = None
+    """The time in the status that was read last, by the leader's clock."""
+    updated_at: float = -math.inf
+    """When that was first read, by ours."""
+    group: tuple[object, object] = (None, None)
+    """The phase and the number of nodes in that status."""
+    group_since: float = -math.inf
+    """When they were first read."""
+
+    def note(self, status: Mapping[str, Any], now: float) -> None:
+        """Remember what status.json says, and since when."""
+        if status.get("updated") != self.updated:
+            self.updated, self.updated_at = status.get("updated"), now
+        group = status.get("phase"), status.get("nodes")
+        if group != self.group:
+            self.group, self.group_since = group, now
+
+    def is_settled(self, asked_at: float, now: float) -> bool:
+        """Tell whether the scheduler has nothing to add to the status that was read last.
+
+        Args:
+            asked_at: When the scheduler was asked last.
+            now: The time.
+        """
+        trains = self.group[0] == "training" and now - self.updated_at < FRESH_S
+        return trains and self.group_since <= asked_at
 
 
 class Waiter:
@@ -101,6 +141,7 @@ class Waiter:
         self._outcomes: dict[int, Outcome] = {}
         self._rows: dict[int, Row] = {}
         self._memory = [_Memory() for _ in self._runs]
+        self._asked_at, self._answer_s = -math.inf, 0.0
         self._silent = ""
         self._blind = False
 
@@ -113,16 +154,27 @@ class Waiter:
             self._sleep(self._poll_s)
 
     def look(self) -> None:
-        """Poll once: the scheduler, then the files of every run that has not ended."""
-        tasks = self._ask()
+        """Poll once: the scheduler if it is time, then the files of every run that goes on."""
+        tasks = self._ask() if self._is_time_to_ask() else None
         for number, run in enumerate(self._runs):
             if number not in self._outcomes:
                 self._look_at(number, run, tasks)
         self._tell_of_unreadable()
         self._display.show([self._rows[number] for number in sorted(self._rows)])
 
+    def _is_time_to_ask(self) -> bool:
+        now = self._clock()
+        going = [m for n, m in enumerate(self._memory) if n not in self._outcomes]
+        settled = all(memory.is_settled(self._asked_at, now) for memory in going)
+        pause_s = ASK_SETTLED_S if settled else ASK_S
+        if any(memory.gone_since is not None for memory in going):
+            pause_s = 0.0  # for `GRACE_S`: the run is lost, or its tasks come back
+        pause_s = max(pause_s, self._answer_s / ANSWER_SHARE)
+        return now - self._asked_at >= pause_s
+
     def _ask(self) -> Mapping[str, TaskState] | None:
         """Return what the scheduler lists; None while it does not answer, said once."""
+        self._asked_at = self._clock()
         try:
             tasks = self._handle.tasks()
         except (SlurmError, OSError) as e:
@@ -132,6 +184,8 @@ class Waiter:
                 self._display.say(f"{what}, the runs are not affected: {e}")
             self._silent = "Slurm answers again" if slurm else "the tasks can be looked up again"
             return None
+        finally:
+            self._answer_s = self._clock() - self._asked_at
         if self._silent:
             self._display.say(self._silent)
         self._silent = ""
@@ -147,6 +201,7 @@ class Waiter:
         before, status = self._rows.get(number), _status(run.paths)
         self._rows[number] = row_of(run, status, states, outcome, before)
         if status is not None:
+            self._memory[number].note(status, self._clock())
             self._tell_of_restarts(run, self._memory[number], status)
 
     def _outcome_of(

@@ -28,7 +28,7 @@ from hpc_elastic.submit.progress import (
     worth_a_line,
 )
 from hpc_elastic.submit.session import overrides_label
-from hpc_elastic.submit.wait import GRACE_S, UNREADABLE_S, Waiter, judge
+from hpc_elastic.submit.wait import ASK_S, GRACE_S, UNREADABLE_S, Waiter, judge
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
 PENDING = TaskState("7_1", "PENDING", "Resources")
@@ -231,6 +231,7 @@ def test_waits_until_every_run_has_a_result(run, tmp_path):
     script, shown = Script([[PENDING], [RUNNING, PENDING]]), Shown()
     watch = waiter(script, [run, other], shown)
     watch.look()
+    script.sleep(ASK_S)
     write(run, status="succeeded", restarts=0, results=None)
     write(other, status="failed", failure=FAILURE)
     assert [outcome.status for outcome in watch.wait()] == ["succeeded", "failed"]
@@ -238,12 +239,50 @@ def test_waits_until_every_run_has_a_result(run, tmp_path):
     assert [row.state for row in shown.rows[-1]] == ["succeeded", "failed"]
 
 
+def test_the_scheduler_is_asked_seldom_while_the_run_trains(run):
+    """Often while tasks wait; once when the group has changed; again when the leader is silent."""
+    script, shown = Script([[RUNNING, PENDING]]), Shown()
+    watch = waiter(script, [run], shown)
+
+    def asked_in(seconds: int, **status: object) -> int:
+        before = script.asked
+        for _ in range(seconds):
+            if status:
+                run.paths.status.write_text(json.dumps({"updated": script.now, **status}))
+            watch.look()
+            script.sleep(1.0)
+        return script.asked - before
+
+    assert asked_in(60) == 20
+    assert asked_in(600, phase="training", nodes=1) <= 12
+    assert asked_in(4, phase="training", nodes=2) == 1
+    assert asked_in(60, phase="training", nodes=2) <= 1
+    assert asked_in(30) >= 8
+
+
+def test_a_scheduler_that_answers_slowly_is_asked_less(run):
+    """It may be busy with others' questions, too."""
+    script = Script([[PENDING]])
+    answer = script.tasks
+
+    def slowly():
+        script.sleep(3.0)
+        return answer()
+
+    script.tasks = slowly
+    watch = waiter(script, [run], Shown())
+    while script.now < 600:
+        watch.look()
+        script.sleep(1.0)
+    assert script.asked == 10
+
+
 def test_a_run_whose_tasks_vanish_is_given_up_after_the_grace_period(run):
     """Nobody is left who could write a result."""
     script, shown = Script([[RUNNING, PENDING], [FAILED, CANCELLED], []]), Shown()
     (outcome,) = waiter(script, [run], shown).wait()
     assert outcome.status == "lost" and "7_1: CANCELLED" in str(outcome.error)
-    assert GRACE_S < script.now < GRACE_S + 4
+    assert GRACE_S < script.now < GRACE_S + ASK_S + 2
 
 
 def test_a_gang_is_one_line_of_the_queue_and_several_tasks(run):
@@ -292,6 +331,7 @@ def test_tasks_that_can_not_be_looked_up_end_no_wait(run):
     watch = waiter(script, [run], shown)
     for _ in range(3):
         watch.look()
+        script.sleep(ASK_S)
     assert shown.said == [
         "the tasks can not be looked up, the runs are not affected: table: stale",
         "the tasks can be looked up again",
@@ -399,6 +439,7 @@ def test_a_task_that_would_wait_for_ever_is_told_once_with_the_remedy(run):
     watch = waiter(script, [run], shown)
     for _ in range(3):
         watch.look()
+        script.sleep(ASK_S)
     (said,) = shown.said
     assert "7_1 of lr=0.1 will not start" in said and "launcher.time" in said
 

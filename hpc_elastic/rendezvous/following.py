@@ -186,7 +186,7 @@ class Following:
             self._link = _Link.DOWN
             return [*hang_up, Claim(number + 1, record, self._watch.refused_since is None)]
         if record is None or record.number != number:
-            return []
+            return [self._news(f"record {number} is damaged: waiting for a leader that follows it")]
         hang_up = list[Effect]()
         if self._link is _Link.CONNECTING and self._is_newer(record):
             self._link, hang_up = _Link.DOWN, [HangUp()]

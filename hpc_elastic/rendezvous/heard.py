@@ -93,7 +93,7 @@ class Heard:
         self.proposal: Proposal | None = None
         self.notice: Notice | None = None
         self.ending: Ending | None = None
-        self.news = "looking for the leader"
+        self.news = "reading the records of the run"
         self.error: BaseException | None = None
         self._changed = threading.Condition()
 

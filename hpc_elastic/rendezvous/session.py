@@ -369,6 +369,7 @@ class Session(Hearing, Reports):
             return
         here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
         number, before, unseen = wanted.number, wanted.before, wanted.unseen
+        self._hear({"type": "news", "text": f"writing record {number}, to lead the run"})
         mine: Record | None = claim(number, before, here, time.time(), unseen=unseen)
         try:
             if mine is not None and not await self._create(mine, first=before is None):

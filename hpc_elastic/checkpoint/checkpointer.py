@@ -232,12 +232,14 @@ class Checkpointer:
             raise save.problem
 
     def close(self) -> None:
-        """Wait until everything is committed; see `wait`."""
+        """Wait until everything is committed, and what is not kept is removed; see `wait`."""
         try:
             self.wait()
         finally:
             _open.discard(self)
             self._stop_looking_out()
+            if self._save is not None:
+                self._save.await_clean_up()
             if self._tier is not None:
                 self._tier.close()
 
@@ -359,6 +361,7 @@ class Checkpointer:
             save.look_out()
         finally:
             save.end()
+            save.clean_up()
 
     def _note_commit(self, step: int) -> None:
         self._committed = step

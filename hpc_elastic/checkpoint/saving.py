@@ -46,7 +46,7 @@ from hpc_elastic.checkpoint.writer import Image, write_part, write_text
 from hpc_elastic.errors import CheckpointError
 
 EXIT_PATIENCE_S = 30.0
-"""How long the other ranks are waited for once the program itself has ended."""
+"""How long the other ranks, and removals, are waited for at the end of a program."""
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Save:
     _over: threading.Event = field(default_factory=threading.Event)
     _called: threading.Event = field(default_factory=threading.Event)
     _give_up: threading.Event = field(default_factory=threading.Event)
+    _is_cleaned_up: threading.Event = field(default_factory=threading.Event)
     _written: int = 0
 
     @property
@@ -187,6 +188,27 @@ class Save:
         self.image = None
         self._done.set()
         self._over.set()
+
+    def clean_up(self) -> None:
+        """Remove what is not kept any more (rank 0, after `end`).
+
+        Nobody waits for that: a removal takes minutes where a node that died holds a file open
+        (an NFS v4 delegation). An urgent save leaves it to the next one.
+        """
+        context, is_for_store = self.context, self.to_store or self.is_stored
+        try:
+            if context.group.rank == 0 and is_for_store and not self.urgent:
+                if self.is_stored:
+                    self._retire()
+                context.store.empty_trash()
+        except OSError as e:
+            _log.warning("old checkpoints stay in %s for now: %s", context.store.directory, e)
+        finally:
+            self._is_cleaned_up.set()
+
+    def await_clean_up(self) -> None:
+        """Wait until what is not kept any more is removed, but not for ever."""
+        self._is_cleaned_up.wait(EXIT_PATIENCE_S)
 
     def leave_mark(self, reason: str) -> None:
         """Tell the other ranks that this one does not take part in the save."""
@@ -275,9 +297,6 @@ class Save:
         self._see_that_all_stands()
         context.store.commit(folder, self.step)
         context.damaged.discard(self.step)
-        if not self.urgent:
-            with contextlib.suppress(OSError):  # committed is committed
-                self._retire()
 
     def _write(self, folder: Path, image: Image, *, sync: bool) -> Part:
         self._written = 0
@@ -378,4 +397,4 @@ class Save:
         for step in going:
             _log.debug("removing the checkpoint of step %d", step)
             with contextlib.suppress(OSError):
-                store.remove(store.folder(step))
+                store.set_aside(store.folder(step))

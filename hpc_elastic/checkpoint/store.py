@@ -108,28 +108,35 @@ class Store:
             problems = verify(target)
             if not problems:
                 _log.warning("%s is there already, and good: it is kept", target)
-                self.remove(staging)
+                self.set_aside(staging)
                 return False
             _log.warning("%s is replaced: %s", target, problems[0])
-            self.remove(target)
+            self.set_aside(target)
             fence.check()
             if not _rename_to_new(staging, target):
                 raise CheckpointError(f"{target} was made by another writer meanwhile")
         sync_folder(self.directory)
         return True
 
-    def remove(self, folder: Path) -> None:
-        """Remove a folder: it is out of sight at once, and then deleted.
-
-        What can not be deleted stays under a name that does not count, until `sweep` comes by.
-        """
+    def set_aside(self, folder: Path) -> Path:
+        """Give a folder a name that does not count, until `empty_trash` deletes it; return that."""
         trash = self.directory / f"{TRASH}{folder.name.lstrip('.')}-{uuid.uuid4().hex[:8]}"
         with contextlib.suppress(FileNotFoundError):
             folder.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+        return trash
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder: it is out of sight at once, and then deleted as far as that works."""
+        shutil.rmtree(self.set_aside(folder), ignore_errors=True)
+
+    def empty_trash(self) -> None:
+        """Delete what was set aside; a file that a dead node holds open can take minutes (NFS)."""
+        for name in self._names():
+            if name.startswith(TRASH):
+                shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def sweep(self, token: str, number: int) -> None:
-        """Remove what dead groups and earlier saves have left (rank 0, before a save).
+        """Set aside what dead groups and earlier saves have left (rank 0, before a save).
 
         Args:
             token: Of the group.
@@ -137,14 +144,12 @@ class Store:
         """
         for name in self._names():
             staged = STAGING.fullmatch(name)
-            if name.startswith(".trash-"):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
-            elif staged and staged["token"] == token:
+            if staged and staged["token"] == token:
                 if int(staged["number"]) < number:
-                    self.remove(self.directory / name)
+                    self.set_aside(self.directory / name)
             elif staged and self._is_over(staged["token"], token, name):
                 _log.info("removing %s, which was never committed", name)
-                self.remove(self.directory / name)
+                self.set_aside(self.directory / name)
 
     def _is_over(self, theirs: str, mine: str, name: str) -> bool:
         """Tell whether another group can not commit any more."""

@@ -1,7 +1,19 @@
-"""Files that others read while they are written: they see a whole file, or none."""
+"""Files of a folder that several machines share: how they are written, found and read.
+
+Writers replace a file in one step, so a reader sees a whole file or none.
+
+A client of a shared file system remembers names, also the names of files that were not there. NFS
+asks the server again when a folder or a file is *opened*; `exists`, `stat`, and the search for a
+path's last name are answered from memory, for up to a minute. So:
+
+**Absence is never concluded from a path. The folder is listed first, and what the listing names is
+opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits for a file of a run
+uses them. The same holds for the folder itself where others may rename or make it: list its parent.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -33,15 +45,52 @@ def write_atomic(
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
-    """Make a file that nobody else has made, in one step; False if somebody has."""
+    """Make a file that nobody else has made, in one step; False if somebody has.
+
+    Where the reply to link(2) is lost, the file is there although the call failed. Only its content
+    tells whose it is: a count of links may come from a cache, and inode numbers may change.
+
+    Args:
+        path: The file.
+        text: What it is to hold: unlike what any other caller writes there.
+        mode: Its permissions.
+
+    Raises:
+        OSError: it is not there, and could not be made.
+    """
     staged = _stage(path, text, mode, path.parent)
     try:
         os.link(staged, path)
-    except FileExistsError:
-        return staged.stat().st_nlink == 2  # ours: the answer to a first link(2) was lost
+    except OSError:
+        if not is_there(path):
+            raise
+        return path.read_bytes() == text.encode()
     finally:
-        staged.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            staged.unlink()
     return True
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Return what a folder holds, as its server says; nothing if the folder is not there.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return frozenset(entry.name for entry in entries)
+    except FileNotFoundError:
+        return frozenset()
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether a file or folder is there, as its server says.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    return path.name in names_in(path.parent)
 
 
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
@@ -65,9 +114,21 @@ def read_json(path: Path) -> dict[str, Any] | None:
         OSError: it may not be read.
     """
     try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+        text = _read_listed(path)
+        value = None if text is None else json.loads(text)
     except (ValueError, RecursionError) as e:
         raise DamagedFileError(f"{path} is damaged: {e}") from e
     return value if isinstance(value, dict) else None
+
+
+def _read_listed(path: Path) -> str | None:
+    """Return the text of a file; None if it is not there."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        if not is_there(path):
+            return None
+    try:
+        return path.read_text()
+    except FileNotFoundError:  # it was removed since
+        return None

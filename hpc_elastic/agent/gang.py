@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmError
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.files import is_there, read_json, write_atomic
 from hpc_elastic.rundir import ArrayFiles, RunSpec, Submission
 from hpc_elastic.slurm import nodelist, replacement
 from hpc_elastic.slurm.client import SlurmClient
@@ -163,7 +163,7 @@ def end_if_orphaned(
         Whether the job was cancelled.
     """
     deadline = time.monotonic() + wait_s
-    while not (first_logs / "ended").exists():
+    while not is_there(first_logs / "ended"):
         if time.monotonic() >= deadline:
             return _cancel(queue_name(task), client)
         time.sleep(_POLL_S)

@@ -18,6 +18,7 @@ from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.agent.signals import Caught
 from hpc_elastic.agent.surroundings import first_spares
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.files import is_there
 from hpc_elastic.rundir import Submission, task_name
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
@@ -69,7 +70,7 @@ def _leave_gang(task: Task) -> None:
     """See that the gang's job ends with its run, whatever became of the batch script."""
     try:
         gang.mark_end(task.logs, task.slurm)
-        has_result = task.run.result.exists()
+        has_result = is_there(task.run.result)
     except OSError as e:  # the run has ended as it has ended
         logging.getLogger(__name__).warning("the job of the gang may outlive its run: %s", e)
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.manifest import Part
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.checkpoint.writer import write_text
+from hpc_elastic.files import is_there, names_in
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,10 @@ class Staging:
     def names(self) -> set[str]:
         """Return the names in it; none if it is not there.
 
-        It is opened anew each time, which makes a client of NFS ask the server.
+        A client of NFS goes on to list a folder that rank 0 has renamed, unless its parent is
+        listed first (`files`).
         """
-        try:
-            with os.scandir(self.folder) as entries:
-                return {".", *(entry.name for entry in entries)}
-        except FileNotFoundError:
-            return set()
+        return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 
     def part(self, rank: int) -> Part:
         """Read what a rank wrote."""

@@ -131,6 +131,7 @@ class _Files:
     def listed(self, queue: Queue) -> Listed:
         """Return its line."""
         from hpc_elastic.cli.looking import label_of, number, phase_of
+        from hpc_elastic.files import is_there
         from hpc_elastic.rundir import RunDir
 
         run, status = self.run, self.status
@@ -139,7 +140,7 @@ class _Files:
             return Listed(*head, "unknown", problem=self.problem)
         states = None if self.result is not None else queue.of(self.spec)
         age_s = time.time() - (number(status.get("updated")) or run.submitted)
-        cancelled = RunDir(run.path).cancelled.exists()
+        cancelled = is_there(RunDir(run.path).cancelled)
         state = phase_of(states, status, self.result, age_s=age_s, cancelled=cancelled)
         return Listed(
             *head, state, _whole(status.get("nodes")) if state == "training" else None,

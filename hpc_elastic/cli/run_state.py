@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_elastic.cli.options import quoted
 from hpc_elastic.cli.queues import Queue, ask
-from hpc_elastic.files import read_json
+from hpc_elastic.files import is_there, read_json
 from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import Phase, TaskState
@@ -112,7 +112,7 @@ def how_it_ended(run: RunDir) -> End | None:
         result = read_json(run.result)
     except (OSError, ValueError) as e:
         return End("unknown", f"it has ended, but {run.result} can not be read: {e}")
-    if result is None and not run.result.exists():
+    if result is None and not is_there(run.result):
         return None
     status = str((result or {}).get("status") or "unknown")
     return End(status, f"it has ended: {status}")

@@ -29,6 +29,7 @@ from hpc_elastic.doctor.job import ProbeJob
 from hpc_elastic.doctor.patient import AGENT
 from hpc_elastic.doctor.watch import Say, Watch, until
 from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.files import is_there
 from hpc_elastic.slurm.states import Phase
 
 _MEASURE_S = 90.0 + HELLO_S
@@ -93,7 +94,7 @@ class Course:
 
         def done() -> bool:
             ended = [i for i in self._watch.states() if i in self._watch.in_phase(Phase.ENDED)]
-            return all(place.node(i).exists() or i in ended for i in took_part)
+            return all(i in ended or is_there(place.node(i)) for i in took_part)
 
         until(done, _MEASURE_S)
         reports, unreadable = read_reports(place, took_part)
@@ -107,7 +108,7 @@ class Course:
         return {
             name: file.read_text().strip()[:300] or None
             for name, file in found.items()
-            if file.exists()
+            if is_there(file)
         }
 
     def _silence(self, index: int) -> str:
@@ -197,7 +198,7 @@ class Course:
             if state is not None and state.is_held and now - released > _RELEASE_S:
                 self._command(self._job.client.release, index)
                 released = now
-            return file.exists()
+            return is_there(file)
 
         if until(came, _COME_BACK_S):
             node = json.loads(file.read_text())["node"]

@@ -12,6 +12,7 @@ from hpc_elastic.doctor.node import NodeFacts
 from hpc_elastic.doctor.patient import AGENT, ORPHANED, WORKER
 from hpc_elastic.doctor.peers import Meeting
 from hpc_elastic.doctor.place import Place
+from hpc_elastic.files import is_there
 
 WHO = (AGENT, WORKER)
 
@@ -113,7 +114,7 @@ def read_reports(place: Place, indices: list[int]) -> tuple[dict[int, Report], d
     """Return what tasks have measured, as far as they have, and why a report can not be read."""
     found, unreadable = dict[int, Report](), dict[int, str]()
     for index in indices:
-        if place.node(index).exists():
+        if is_there(place.node(index)):
             raw = json.loads(place.node(index).read_text())
             try:
                 found[index] = Report.from_json(raw)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.doctor.place import Place
-from hpc_elastic.files import write_atomic
+from hpc_elastic.files import is_there, write_atomic
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0
@@ -224,10 +224,10 @@ def _see(
     file.exists()  # that it is not there is remembered by the file system from here on
     with socket.create_connection((peer["address"], peer["port"]), _SIGHT_S) as connection:
         request(connection, "create", index, token)
-        created = _until(file.exists)
-        file.exists() and file.read_text()
+        created = _until(lambda: is_there(file))
+        is_there(file) and file.read_text()
         request(connection, "replace", index, token)
-        return created, _until(lambda: file.exists() and file.read_text() == "replaced")
+        return created, _until(lambda: is_there(file) and file.read_text() == "replaced")
 
 
 def _until(seen: Callable[[], bool]) -> float | None:

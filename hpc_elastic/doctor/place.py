@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.files import write_atomic
+from hpc_elastic.files import is_there, write_atomic
 
 POLL_S = 0.1
 
@@ -103,7 +103,7 @@ class Place:
     @property
     def is_over(self) -> bool:
         """Whether the probe has ended, or been taken away."""
-        return self.stop.exists() or not self.path.exists()
+        return is_there(self.stop) or not is_there(self.path)
 
     def write_plan(self, plan: Plan) -> None:
         """Tell the tasks what to do."""
@@ -122,7 +122,7 @@ def await_json(file: Path, timeout_s: float, over: Callable[[], bool]) -> Any | 
     """Wait for a file and return what it holds; None if it does not come, or all is over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not over():
-        if file.exists():
+        if is_there(file):
             return json.loads(file.read_text())
         time.sleep(POLL_S)
     return None

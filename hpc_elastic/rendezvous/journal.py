@@ -22,7 +22,7 @@ from typing import Any
 
 from hpc_elastic import fence
 from hpc_elastic.events import EventLog
-from hpc_elastic.files import write_atomic
+from hpc_elastic.files import is_there, write_atomic
 from hpc_elastic.rendezvous.record import Record
 from hpc_elastic.rendezvous.run_files import RunFiles
 from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError, carried_out
@@ -127,9 +127,9 @@ class Journal:
         except OSError as e:
             _log.error("%s: not read: %s", self._run.rdzv, e)
             return False
-        if self._run.result.exists():
-            return True
         try:
+            if is_there(self._run.result):
+                return True
             write_atomic(self._run.result, json.dumps(result, indent=2) + "\n")
         except OSError as e:
             _log.error("%s: not written: %s", self._run.result, e)

@@ -2,8 +2,8 @@
 
 A record is made complete under another name and then linked to its own: link(2) fails if the name
 exists, on NFS too, so that exactly one agent creates each number (`record` says what follows from
-that). Where the answer to link(2) is lost, the number of links of the file that was linked tells
-whether it came true (open(2), O_EXCL).
+that). Where the answer to link(2) is lost, the record that is there tells whose it is: it names its
+leader, and what that one has decided.
 
 A lease is a counter that the leader of an epoch writes anew with every heartbeat. Only whether it
 changes matters, seen on the reader's own clock: no two clocks are ever compared.
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.fence import last_record, record_path
+from hpc_elastic.files import is_there
 from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.record import Record, unseal
 
@@ -67,14 +68,13 @@ class Register:
         staged = self.path / f".record.{secrets.token_hex(8)}"
         try:
             _write(staged, record.seal(self.secret))
+            path = record_path(self.path, record.number)
             try:
-                os.link(staged, record_path(self.path, record.number))
-            except OSError as e:
-                if staged.stat().st_nlink == 2:
-                    return True
-                if isinstance(e, FileExistsError):
-                    return self._read(record.number) == record  # ours, of a try before
-                raise
+                os.link(staged, path)
+            except OSError:
+                if not is_there(path):
+                    raise
+                return self._read(record.number) == record
         except OSError as e:
             raise _explained(e, self.path) from e
         finally:

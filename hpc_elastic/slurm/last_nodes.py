@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.files import write_atomic
+from hpc_elastic.files import is_there, write_atomic
 from hpc_elastic.rundir import RunDir
 from hpc_elastic.slurm import replacement
 from hpc_elastic.slurm.client import SlurmClient
@@ -63,7 +63,7 @@ def leave(run: RunDir, task: str, node: str, client: SlurmClient) -> None:
     For its agent, once it has told Slurm when the next attempt may start (`requeue.depart`).
     """
     try:
-        if _file(run, queue_name(task), node).exists():
+        if is_there(_file(run, queue_name(task), node)):
             _readmit(run, queue_name(task), node, client)
     except (SlurmCommandError, OSError) as e:
         _log.warning("%s may not start on %s for another minute: %s", task, node, e)

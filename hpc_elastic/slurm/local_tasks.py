@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from hpc_elastic.errors import LocalQueueError, RunDirectoryError
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.files import is_there, read_json, write_atomic
 from hpc_elastic.rundir import Submission
 from hpc_elastic.slurm.states import LAUNCHER_ENDED, TaskState, job_of
 
@@ -196,7 +196,7 @@ class LocalQueue:
         except OSError as e:
             raise LocalQueueError(f"the launcher can not be asked: {e}") from e
         deadline = time.monotonic() + self._timeout_s
-        while any(file.exists() for file in files):
+        while any(map(is_there, files)):
             if any(e.is_orphaned for n, e in self._entries().items() if n == requests[0]["task"]):
                 self._withdraw(files, LAUNCHER_ENDED)
             if time.monotonic() > deadline:

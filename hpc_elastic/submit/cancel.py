@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_elastic.errors import RunDirectoryError, SlurmError
 from hpc_elastic.events import EventLog
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.files import is_there, read_json, write_atomic
 from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
@@ -160,7 +160,7 @@ def mark(run: RunDir, warn: Callable[[str], None]) -> None:
     Raises:
         RunDirectoryError: it may not be written to.
     """
-    if run.cancelled.exists():
+    if is_there(run.cancelled):
         return
     who = {"user": user(), "host": socket.gethostname(), "time": time.time()}
     try:

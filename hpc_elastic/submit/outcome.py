@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hpc_elastic.agent.signals import name_of
 from hpc_elastic.errors import WorkerGroupError
-from hpc_elastic.files import read_json
+from hpc_elastic.files import is_there, read_json
 from hpc_elastic.rundir import RunDir, Submission
 from hpc_elastic.slurm.states import queue_name
 from hpc_elastic.submit.backend import TrackedRun
@@ -130,9 +130,9 @@ class Cancellation:
 
 def cancellation(run: RunDir) -> Cancellation | None:
     """Return who cancelled a run; None if nobody did."""
-    if not run.cancelled.exists():
-        return None
     try:
+        if not is_there(run.cancelled):
+            return None
         raw = read_json(run.cancelled) or {}
         return Cancellation(str(raw["user"]), str(raw["host"]), float(raw["time"]))
     except (OSError, ValueError, KeyError, TypeError):

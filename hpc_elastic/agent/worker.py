@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hpc_elastic.agent import stacks, steadfast
 from hpc_elastic.agent.after_import import after_import
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
     if spare is not None:
         _wait_for_use(spare, run)
     _offer_stacks()
+    sys.stdout, sys.stderr = _unfailing(sys.stdout), _unfailing(sys.stderr)
     environment = dict(os.environ)
     own_page()  # by the agent's LOCAL_RANK: a script may change it
     pid = os.getpid()
@@ -292,6 +294,29 @@ def _die_with_agent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != agent or agent == 1:
         os._exit(1)  # it died before the request
+
+
+class _LogFile(io.FileIO):
+    """The file of a worker's output: what its file system does not take is lost, and ends nothing.
+
+    A disk that is full, a server that is away, a node whose files are read-only for a while.
+    """
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        """Write if that is possible; return how many bytes were taken."""
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _unfailing(stream: TextIO) -> TextIO:
+    """Return a stream of the same descriptor on which `print` does not fail."""
+    file = _LogFile(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        file,  # unbuffered, as by python -u
+        encoding=stream.encoding, errors=stream.errors, write_through=True,
+    )  # fmt: skip
 
 
 def _end(exit_code: int) -> None:

@@ -290,8 +290,8 @@ def write_arrays(plan: Plan, scripts: Mapping[int, str]) -> tuple[Path, ...]:
     submission = Submission(plan.submission)
     ours: list[Path] = []
     for array in plan.arrays:
-        mine = {**plan.array_file(array), "token": secrets.token_hex(8)}
-        text = json.dumps(mine, indent=1) + "\n"
+        content = {**plan.array_file(array), "token": secrets.token_hex(8)}
+        text = json.dumps(content, indent=1) + "\n"
         file = submission.array(array.number).tasks
         if not create_atomic(file, text):
             for mine in ours:

@@ -69,6 +69,13 @@ def train_once():
 def who():
     return [__name__, __file__, sys.argv]
 
+def talk():
+    import logging
+    print("to standard output")
+    logging.warning("to standard error")
+    sys.stdout.flush()
+    return sys.stdout.encoding
+
 def frozen():
     import gc
     return gc.get_freeze_count() > 1000
@@ -134,9 +141,9 @@ class Job:
         self.page = ControlPage.create(folder, 0)
 
     def worker(
-        self, qualname: str, args: list[object], sys_path: Sequence[str] = ()
+        self, qualname: str, args: list[object], sys_path: Sequence[str] = (), **outputs: object
     ) -> subprocess.CompletedProcess[str]:
-        """Run a worker to its end."""
+        """Run a worker to its end; its output is captured, unless another one is given."""
         entry = Entry(
             "function", qualname, str(self.script), args=args, cwd=str(self.folder),
             sys_path=list(sys_path),
@@ -149,7 +156,8 @@ class Job:
             DIRECTORY_VARIABLE: str(self.folder),
         }  # fmt: skip
         argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
-        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **outputs}
+        return subprocess.run(argv, env=env, text=True, timeout=300, **outputs)
 
     @property
     def files(self) -> WorkerFiles:
@@ -184,6 +192,17 @@ def test_the_script_is_loaded_as_a_spawned_child_would(job):
     job.worker("who", [])
     value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
     assert value == ["__mp_main__", str(job.script), [str(job.script)]]
+
+
+def test_output_that_can_not_be_written_ends_no_script(job):
+    """The disk of the logs is full, or its server returns an error: the text is lost."""
+    with Path("/dev/full").open("w") as full:
+        done = job.worker("talk", [], stdout=full, stderr=full)
+    assert done.returncode == 0
+    value = json.loads((job.folder / "run/results/round-1/rank-0.json").read_text())
+    assert value.lower() == "utf-8"
+    done = job.worker("talk", [])
+    assert "to standard output" in done.stdout and "to standard error" in done.stderr
 
 
 def test_imports_are_no_garbage(job):

@@ -16,6 +16,7 @@ from hpc_elastic.cli import options
 from hpc_elastic.cli.looking import label_of
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.files import is_there
 from hpc_elastic.rundir import SUBMISSION, RunDir, Submission
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
@@ -137,7 +138,7 @@ def find_submission(folder: Path) -> Path:
     """
     if (folder / SUBMISSION).is_dir():
         return folder / SUBMISSION
-    if RunDir(folder).spec.exists():
+    if is_there(RunDir(folder).spec):
         return Path(RunDir(folder).load().submission)
     remedy = "give the folder that holds a sweep's runs, such as multirun/2030-01-31/12-00-00"
     raise RunDirectoryError(f"{folder} is no sweep directory: {remedy}")

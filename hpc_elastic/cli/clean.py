@@ -14,6 +14,7 @@ from hpc_elastic.errors import (
     RunDirectoryError,
     SlurmError,
 )
+from hpc_elastic.files import is_there
 from hpc_elastic.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _goes_on(run: Path) -> bool:
     try:
         return bool(tasks_of(RunDir(run).load()).left())
     except (SlurmError, RunDirectoryError) as e:
-        if not RunDir(run).spec.exists():
+        if not is_there(RunDir(run).spec):
             raise
         click.echo(f"taken for a run that goes on: {e}", err=True)
         return True

@@ -10,6 +10,7 @@ import click
 
 from hpc_elastic import known_runs
 from hpc_elastic.errors import RunDirectoryError, near_miss
+from hpc_elastic.files import is_there
 from hpc_elastic.rundir import SUBMISSION, RunDir
 
 JSON = "hpc_elastic.json"
@@ -47,7 +48,7 @@ def _unknown(name: str) -> NoReturn:
 
 
 def _run_below(folder: Path) -> Path:
-    if RunDir(folder).spec.exists() or not (folder / SUBMISSION).is_dir():
+    if is_there(RunDir(folder).spec) or not (folder / SUBMISSION).is_dir():
         return folder  # whoever reads it says what is missing
     runs = sorted(file.parent for file in folder.glob("*/run.json"))
     if len(runs) != 1:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from hpc_elastic import resources
 from hpc_elastic.config import LauncherSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.files import create_atomic, read_json, write_atomic
+from hpc_elastic.files import create_atomic, is_there, read_json, write_atomic
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.settings import as_config
 from hpc_elastic.submit import sbatch
@@ -242,7 +242,7 @@ def _specs(plan: Plan, entry: Entry, name: str, graces: Sequence[Grace]) -> list
 
 def _require_unused(plan: Plan) -> None:
     for run in plan.runs:
-        if RunDir(run.dir).spec.exists():
+        if is_there(RunDir(run.dir).spec):
             raise RunDir(run.dir).taken()
 
 

@@ -1,0 +1,102 @@
+"""Files of a folder that several machines share: whose a file is, and what is taken for absent."""
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+import hpc_elastic
+from hpc_elastic import files
+
+PACKAGE = Path(hpc_elastic.__file__).parent
+FROM_MEMORY = {"exists", "is_file", "is_dir", "stat", "lstat"}
+"""What a client of NFS answers from memory; see `hpc_elastic.files`."""
+ONE_MACHINE = {
+    "agent/stacks.py": "a file in this node's own memory",
+}
+"""Modules that wait for what no other machine makes."""
+
+
+def polls(module: Path) -> list[int]:
+    """Return the lines on which a module asks again and again for a path."""
+    loops = [n for n in ast.walk(ast.parse(module.read_text())) if isinstance(n, ast.While)]
+    calls = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Call)]
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in FROM_MEMORY
+    ]
+
+
+def test_nothing_is_waited_for_by_its_path():
+    """Who lists the folder first sees what the server has; who asks for a path, its memory."""
+    modules = [m for m in sorted(PACKAGE.rglob("*.py")) if "testing" not in m.parts]
+    found = {str(m.relative_to(PACKAGE)): polls(m) for m in modules}
+    assert {m: lines for m, lines in found.items() if lines and m not in ONE_MACHINE} == {}
+
+
+def test_a_file_that_a_lost_reply_has_made_is_ours(tmp_path, monkeypatch):
+    """The server made the link, and the client asked again: it is told that the name is taken."""
+    link = os.link
+
+    def lost(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+    monkeypatch.setattr(os, "link", lost)
+    assert files.create_atomic(tmp_path / "x", "mine")
+    monkeypatch.undo()
+    assert not files.create_atomic(tmp_path / "x", "another's")
+    assert (tmp_path / "x").read_text() == "mine"
+    assert [f.name for f in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_count_of_links_from_memory_is_not_believed(tmp_path, monkeypatch):
+    """NFS v4.2 answered 1 for the file that it had just linked."""
+    link = os.link
+
+    def lost(source, target):
+        link(source, target)
+        Path(source).unlink()
+        Path(source).write_text("the count of links is 1")
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+    monkeypatch.setattr(os, "link", lost)
+    assert files.create_atomic(tmp_path / "x", "mine")
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_file_that_could_not_be_made_is_an_error(tmp_path, monkeypatch, error):
+    """Nothing is there: it is neither ours nor somebody else's."""
+
+    def fail(source, target):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(OSError, match=os.strerror(error)):
+        files.create_atomic(tmp_path / "x", "mine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, monkeypatch):
+    """As by a client of NFS, which keeps "no such file" until somebody opens the folder."""
+    path = tmp_path / "result.json"
+    path.write_text('{"status": "succeeded"}')
+    memory = {str(path)}
+    open_, scandir = Path.open, os.scandir
+
+    def remembered(self, *args, **kwargs):
+        if str(self) in memory:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return open_(self, *args, **kwargs)
+
+    def revalidating(folder):
+        memory.clear()
+        return scandir(folder)
+
+    monkeypatch.setattr(Path, "open", remembered)
+    monkeypatch.setattr(os, "scandir", revalidating)
+    assert files.read_json(path) == {"status": "succeeded"}
+    assert files.read_json(tmp_path / "none.json") is None

@@ -169,7 +169,7 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
     """
     runs, launcher = [], "slurm"
     tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
-    there = {path: path.is_dir() for path in dict.fromkeys(tasks)}
+    there = {path: is_there(path) for path in dict.fromkeys(tasks)}
     removed = [path.name for path, is_there in there.items() if not is_there]
     if len(removed) == len(there):
         raise RunDirectoryError(f"{submission.parent} holds no run any more: they were removed")

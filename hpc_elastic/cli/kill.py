@@ -73,14 +73,13 @@ def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
 def _what_next(node: nodes.Node) -> str:
     """Say whether the task of a node that is gone starts again."""
     if node.run.is_over:
-        return "the run has ended"
+        return "its task does not come back: the run has ended"
     left = node.spec.requeues_left(node.attempt)
     if left is not None and left <= 0:
-        why = f"launcher.max_requeues={node.spec.max_requeues}"
-        return f"its task does not come back ({why})"
+        return f"its task does not come back, by launcher.max_requeues={node.spec.max_requeues}"
     state = nodes.state_now(node)
     if state is not None and state.reason == LAUNCHER_ENDED:
-        return f"its task does not come back ({LAUNCHER_ENDED})"
+        return f"its task does not come back: {LAUNCHER_ENDED}"
     return "its task starts again as soon as a node is free"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.fence import last_record
+from hpc_elastic.files import is_there
 from hpc_elastic.rundir import ArrayFiles, RunDir, RunSpec, Submission, task_name
 from hpc_elastic.slurm import turns
 from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
@@ -123,7 +124,7 @@ class SweepQueue:
             spec = self._spec_of(member.run)
             has_started = waits and last_record(member.run.rdzv) > 0
         except (RunDirectoryError, FileNotFoundError):
-            if member.run.spec.exists():
+            if is_there(member.run.spec):
                 raise
             return turns.QueuedRun(name, 0, tasks)
         return turns.QueuedRun(

@@ -23,7 +23,8 @@ def sweep(slurm, tmp_path) -> Iterator[Callable[..., Sweep]]:
 
     def start(*overrides: str, script: Path | None = None) -> Sweep:
         script = script or train_without_end(tmp_path)
-        started.append(Sweep(tmp_path, slurm.env, script, *overrides))
+        prefix = slurm.on_login(())
+        started.append(Sweep(tmp_path, slurm.env, script, *overrides, prefix=prefix))
         return started[-1]
 
     yield start

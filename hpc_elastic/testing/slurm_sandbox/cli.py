@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,12 @@ _FAULTS = {
     "heal": ("heal", "give a node its network back"),
     "writable-node": ("make_writable", "let a read-only node write again"),
 }
+_SERVER = {
+    "start-server": ("start_server", "let the file server answer again"),
+    "restart-server": ("restart_server", "restart the file server: open files are ESTALE"),
+    "heal-server": ("heal_server", "undo all faults of the file server"),
+}
+_SHARED = Path("/tmp/hpc-elastic-shared")
 _EPILOG = 'try: eval "$(scripts/slurm_sandbox.py up | tail -1)" && srun -N4 hostname'
 
 
@@ -39,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     _command(commands, "down", "end it and remove everything it made")
     install = _command(commands, "install", "install the packages that it needs")
     install.add_argument("--accounting", action="store_true", help="those of accounting, too")
+    install.add_argument("--nfs", action="store_true", help="those of up --nfs, too")
     shown = _command(commands, "status", "tell how it is")
     shown.add_argument("--json", action="store_true", help="for programs")
     _command(commands, "heal-all", "undo every fault and cancel every job")
@@ -47,10 +55,31 @@ def parser() -> argparse.ArgumentParser:
     read_only = _command(commands, "read-only-node", "let a node see files read-only")
     read_only.add_argument("node", help="2 or node2")
     read_only.add_argument("--spool", action="store_true", help="Slurm's spool, and nothing else")
+    _add_server(commands)
     preempt = _command(commands, "preempt", "take nodes away for a job of the high partition")
     preempt.add_argument("nodes", nargs="+", metavar="node", help="2 or node2")
     preempt.add_argument("--for-s", type=float, default=30.0, help="seconds (default 30)")
     return top
+
+
+def _add_server(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add what there is for a folder that is shared as by NFS (`up --nfs`)."""
+    for name, (_, help_text) in _SERVER.items():
+        _command(commands, name, f"{help_text} (up --nfs)")
+    stop = _command(commands, "stop-server", "let no operation on the shared folder end")
+    stop.add_argument("node", nargs="?", help="2, node2 or login (default: all)")
+    fail = _command(commands, "fail-files", "let operations of the file server fail")
+    fail.add_argument("error", help="EIO, ENOSPC, EDQUOT, EROFS...; LOST: done, but unanswered")
+    fail.add_argument("--node", help="whose: 2, node2 or login (default: all)")
+    fail.add_argument("--pattern", default="*", help="shell pattern of paths below the folder")
+    fail.add_argument(
+        "--operation", action="append", default=[], help="which (default write, or as it fits)"
+    )
+    fail.add_argument("--times", type=int, default=0, help="how often (default: until heal-server)")
+    shown = _command(commands, "operations", "tell what clients have asked the file server for")
+    shown.add_argument("--json", action="store_true", help="for programs")
+    login = _command(commands, "login", "run a command as on the login node")
+    login.add_argument("argv", nargs="+", metavar="COMMAND", help="the command, after --")
 
 
 def _command(
@@ -89,6 +118,17 @@ def _add_up(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--line", action="append", dest="extra_lines", help="a further line of slurm.conf"
     )
+    command.add_argument(
+        "--nfs",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="let nodes see this folder through NFS clients, each with caches of its own "
+        "(default without a value: /tmp/hpc-elastic-shared/NAME)",
+    )
+    command.add_argument(
+        "--nfs-options", help="such as nocto,actimeo=60 (default: as NFS has them)"
+    )
     command.add_argument("--install", action="store_true", help="install missing packages")
 
 
@@ -109,7 +149,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "up":
         return _up(arguments)
     if arguments.command == "install":
-        requirements.install(requirements.missing_packages(arguments.accounting))
+        missing = requirements.missing_packages(arguments.accounting, nfs=arguments.nfs)
+        requirements.install(missing)
         return 0
     sandbox = SlurmSandbox(arguments.name, arguments.root)
     if arguments.command == "status":
@@ -120,6 +161,23 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         sandbox.heal_all()
     elif arguments.command == "read-only-node":
         sandbox.make_read_only(arguments.node, spool=arguments.spool)
+    elif arguments.command in _SERVER:
+        getattr(sandbox, _SERVER[arguments.command][0])()
+    elif arguments.command == "stop-server":
+        sandbox.stop_server(arguments.node)
+    elif arguments.command == "fail-files":
+        sandbox.fail_files(
+            arguments.error,
+            client=arguments.node,
+            pattern=arguments.pattern,
+            operations=arguments.operation,
+            times=arguments.times,
+        )
+    elif arguments.command == "operations":
+        _operations(sandbox, as_json=arguments.json)
+    elif arguments.command == "login":
+        argv = sandbox.on_login(arguments.argv)
+        os.execvpe(argv[0], argv, {**os.environ, **sandbox.env})
     elif arguments.command == "preempt":
         print(sandbox.preempt(arguments.nodes, arguments.for_s))
     else:
@@ -130,7 +188,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> int:
     config = _asked_config(arguments)
     other = "" if config.slurm == releases.system_release() else config.slurm
-    missing = requirements.missing_packages(config.accounting, slurm=other)
+    missing = requirements.missing_packages(config.accounting, slurm=other, nfs=bool(config.nfs))
     if missing and arguments.install:
         requirements.install(missing)
     sandbox = SlurmSandbox.up(config, root=arguments.root, report=_say)
@@ -147,9 +205,11 @@ def _asked_config(arguments: argparse.Namespace) -> SandboxConfig:
         config = found.config
     names = [
         *("nodes", "gpus_per_node", "grace_s", "accounting", "slurm", "preempt_mode"),
-        *("job_requeue", "max_array_size"),
+        *("job_requeue", "max_array_size", "nfs_options"),
     ]
     given = {name: getattr(arguments, name) for name in names}
+    if arguments.nfs is not None:
+        given["nfs"] = str(Path(arguments.nfs or _SHARED / arguments.name).resolve())
     given["extra_lines"] = tuple(arguments.extra_lines) if arguments.extra_lines else None
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
@@ -159,6 +219,17 @@ def _status(sandbox: SlurmSandbox, *, as_json: bool) -> int:
     status = sandbox.status()
     print(json.dumps(status, indent=1) if as_json else human(status))
     return 0 if status["up"] else 1
+
+
+def _operations(sandbox: SlurmSandbox, *, as_json: bool) -> None:
+    clients = ("login", *sandbox.nodes)
+    counted = {client: sandbox.file_operations(client) for client in clients}
+    if as_json:
+        print(json.dumps(counted, indent=1))
+        return
+    for client, numbers in counted.items():
+        told = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
+        print(f"{client:8} {told or 'nothing'}")
 
 
 def human(status: Status) -> str:
@@ -171,7 +242,8 @@ def human(status: Status) -> str:
         f"link {node['link']:5} files {node['files']:9} slurm {node['slurm']}"
         for node in status["nodes"]
     ]
-    return "\n".join([head, f"SLURM_CONF={status['slurm_conf']}", *rows])
+    shared = [f"shared as by NFS: {status['nfs']}"] if status["nfs"] else []
+    return "\n".join([head, f"SLURM_CONF={status['slurm_conf']}", *shared, *rows])
 
 
 def _say(line: str) -> None:

@@ -11,12 +11,16 @@ the firewall of a container runtime would drop what crosses it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from shlex import quote
 
 from .layout import Layout
 
 CONTROLLER = "ctl"
+LOGIN = "login"  # the client of the shared folder that belongs to no node
 SLURMD_PORT = 6818  # each slurmd listens in its own network namespace, so all can use one port
 MAX_NODES = 200
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")
@@ -49,6 +53,11 @@ class SandboxConfig:
         job_requeue: Slurm's JobRequeue: whether jobs are requeued that do not say.
         open_paths: Folders that the ordinary user reaches although they lie in one that is closed
             to him: the Python of these tests, below root's home, say.
+        nfs: The folder that every node, and the login node, sees through an NFS client of its own
+            (an absolute path; it is made if it is not there); "" for none: all see one folder.
+        nfs_options: How those clients are mounted, as in nfs(5): ``acregmin``, ``acregmax``,
+            ``acdirmin``, ``acdirmax``, ``actimeo``, ``cto``, ``nocto``; and ``dirty``, the seconds
+            after which written data is sent although nobody closes the file (default 30).
         extra_lines: Lines appended to slurm.conf, for what is not covered here.
     """
 
@@ -66,6 +75,8 @@ class SandboxConfig:
     preempt_mode: str = "REQUEUE"
     job_requeue: bool = True
     open_paths: tuple[str, ...] = ()
+    nfs: str = ""
+    nfs_options: str = ""
     extra_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,6 +90,11 @@ class SandboxConfig:
         if self.preempt_mode not in PREEMPT_MODES:
             modes = ", ".join(PREEMPT_MODES)
             raise ValueError(f"preempt_mode must be one of {modes}, not {self.preempt_mode!r}")
+        if self.nfs and (self.nfs == "/" or not PurePosixPath(self.nfs).is_absolute()):
+            raise ValueError(f"nfs must be the absolute path of a folder, not {self.nfs!r}")
+        if self.nfs_options and not self.nfs:
+            raise ValueError("nfs_options are for a folder that is given as nfs")
+        client_options(self.nfs_options)
 
     @property
     def cluster(self) -> str:
@@ -114,6 +130,44 @@ def node_name(node: str | int, config: SandboxConfig) -> str:
             f"no node {text!r}; nodes are {config.node_names[0]} to {config.node_names[-1]}"
         )
     return name
+
+
+def client_options(text: str) -> str:
+    """Return mount options of nfs(5) as the client reads them: ``actimeo`` is four of its own.
+
+    Raises:
+        ValueError: One is not known, or its value is not a time.
+    """
+    times = ("acregmin", "acregmax", "acdirmin", "acdirmax")
+    found: list[str] = []
+    for option in filter(None, text.split(",")):
+        name, _, value = option.partition("=")
+        known = name in (*times, "actimeo", "dirty") if value else name in ("cto", "nocto")
+        if not known:
+            raise ValueError(
+                f"NFS option {option!r} is not known: give {'=S, '.join((*times, 'actimeo'))}=S, "
+                "dirty=S, cto or nocto"
+            )
+        with contextlib.suppress(ValueError):
+            if not value or float(value) >= 0:
+                found += [f"{each}={value}" for each in times] if name == "actimeo" else [option]
+                continue
+        raise ValueError(f"NFS option {option!r} needs a number of seconds, 0 or more")
+    return ",".join(found)
+
+
+def bind_line(config: SandboxConfig, layout: Layout, client: str) -> str:
+    """Return the line of shell that puts a client's mount in the shared folder's place; pure.
+
+    Args:
+        config: Which folder.
+        layout: Where the mounts are.
+        client: Which client, as a word of shell. The controller has none.
+    """
+    if not config.nfs:
+        return ""
+    bind = f"mount --bind {quote(str(layout.nfs))}/{client} {quote(config.nfs)}"
+    return f"[ {client} = {CONTROLLER} ] || {bind}"
 
 
 def slurm_conf(config: SandboxConfig, layout: Layout) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from . import config as texts
 from . import user
 from .commands import machine_path, run, tail, wait_until
-from .config import CONTROLLER, SandboxConfig
+from .config import CONTROLLER, LOGIN, SandboxConfig
 from .errors import SandboxError
 from .layout import Layout
 from .processes import Process, identify, is_alive, only_child
@@ -31,10 +31,19 @@ _BECOME = """#!/bin/sh
 # become.sh NAME COMMAND...: name these namespaces, give them the sandbox's hosts, run COMMAND.
 set -e
 hostname "$1"
+name=$1
 shift
 {mounts}
+{shared}
 mount --bind {etc}/hosts /etc/hosts
 [ ! -e /etc/nsswitch.conf ] || mount --bind {etc}/nsswitch.conf /etc/nsswitch.conf
+exec "$@"
+"""
+_ON_LOGIN = """#!/bin/sh
+# on_login.sh COMMAND...: run COMMAND where the shared folder is seen as a login node sees it.
+set -e
+{shared}
+cd "$(pwd)"
 exec "$@"
 """
 
@@ -53,10 +62,13 @@ def write_files(config: SandboxConfig, layout: Layout) -> None:
     (etc / "hosts").write_text(texts.hosts(config, layout, machine))
     (etc / "nsswitch.conf").write_text(texts.nsswitch_conf(_read("/etc/nsswitch.conf")))
     mounts = user.mount_lines(layout, user.open_lines(layout, config.open_paths))
+    shared = texts.bind_line(config, layout, '"$name"')
     (etc / "passwd").write_text(user.with_user(_read("/etc/passwd"), layout))
     (etc / "group").write_text(user.with_group(_read("/etc/group")))
-    (etc / "become.sh").write_text(_BECOME.format(etc=etc, mounts=mounts))
-    (etc / "login.sh").write_text(user.login_script(layout, mounts))
+    (etc / "become.sh").write_text(_BECOME.format(etc=etc, mounts=mounts, shared=shared))
+    shared = texts.bind_line(config, layout, LOGIN)
+    (etc / "login.sh").write_text(user.login_script(layout, f"{mounts}\n{shared}"))
+    (etc / "on_login.sh").write_text(_ON_LOGIN.format(shared=shared))
     layout.home.mkdir()
     os.chown(layout.home, user.USER_ID, user.USER_ID)
     for index in range(config.gpus_per_node):

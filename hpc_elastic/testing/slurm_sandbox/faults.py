@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Sequence
 
-from . import mounts, network
+from . import mounts, network, nfs
 from .client import ask, cancel_all, is_idle, is_there, is_written_off, resume, wait_nodes
 from .commands import tail, wait_until
 from .daemons import init_of, start_slurmctld, start_slurmd, wait_for_controller
@@ -22,6 +22,7 @@ NODE_TIMEOUT_S = 60.0
 
 def kill_node(state: State, node: str) -> None:
     """End a node at once, with every process on it; nothing is told to Slurm."""
+    nfs.end_client(state, node)
     init = init_of(state, node)
     if init is not None and not end(init):
         raise SandboxError(f"{node} (pid {init.pid}) does not end")
@@ -37,9 +38,18 @@ def start_node(state: State, node: str) -> State:
         The state with the node's new process.
     """
     if init_of(state, node) is None:
-        state = start_slurmd(state, node)
+        state = boot_node(state, node)
         wait_back(state, [node])
     return state
+
+
+def boot_node(state: State, node: str) -> State:
+    """Start a node's client of the shared folder, if there is one, and the node.
+
+    Returns:
+        The state with their processes.
+    """
+    return start_slurmd(nfs.start_client(state, node), node)
 
 
 def wait_back(state: State, nodes: Sequence[str], timeout_s: float = NODE_TIMEOUT_S) -> None:
@@ -142,18 +152,20 @@ def preempt(state: State, nodes: Sequence[str], for_s: float) -> str:
 def bring_back(state: State) -> State:
     """Undo every fault; jobs are left alone.
 
-    slurmctld runs, cables are in, paused nodes go on, read-only ones may write, dead ones start.
+    slurmctld and the file server answer, cables are in, paused nodes go on, read-only ones may
+    write, dead ones start.
 
     Returns:
         The state with new processes of the nodes that were dead.
     """
+    nfs.heal(state)
     state = start_controller(state)
     for node in state.config.node_names:
         heal(state, node)
         resume_node(state, node)
         make_writable(state, node)
         if init_of(state, node) is None:
-            state = start_slurmd(state, node)
+            state = boot_node(state, node)
     wait_back(state, state.config.node_names)
     return state
 

@@ -76,6 +76,16 @@ class Layout:
         return self.directory / "database"
 
     @property
+    def nfs(self) -> Path:
+        """The directory of the mounts of the shared folder, one for each client."""
+        return self.directory / "nfs"
+
+    @property
+    def nfs_control(self) -> Path:
+        """The directory of what the clients of the shared folder read and count."""
+        return self.directory / "nfs-control"
+
+    @property
     def host_leg(self) -> str:
         """The machine's own interface into the sandbox (at most 15 characters)."""
         return f"hxs{self.octet}"

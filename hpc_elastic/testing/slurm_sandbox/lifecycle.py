@@ -13,11 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypedDict
 
-from . import accounting, daemons, network, releases
+from . import accounting, daemons, network, nfs, releases
 from .client import is_idle, node_states, wait_nodes
-from .config import SandboxConfig
+from .config import LOGIN, SandboxConfig
 from .errors import SandboxError
-from .faults import NODE_TIMEOUT_S, bring_back, files_state, kill_node, process_state
+from .faults import NODE_TIMEOUT_S, boot_node, bring_back, files_state, kill_node, process_state
 from .layout import Layout
 from .processes import end, is_alive
 from .state import State, forget, load, locked, save
@@ -38,12 +38,16 @@ class NodeStatus(TypedDict):
 
 
 class Status(TypedDict):
-    """How a sandbox is; `up` means that its daemons run, whatever state its nodes are in."""
+    """How a sandbox is; `up` means that its daemons run, whatever state its nodes are in.
+
+    `nfs` is the folder that nodes see through NFS clients, "" if there is none.
+    """
 
     name: str
     up: bool
     slurm_conf: str
     network: str
+    nfs: str
     nodes: list[NodeStatus]
 
 
@@ -104,16 +108,17 @@ def _start(state: State, report: Report) -> State:
         state = accounting.start(state)
     state = daemons.start_slurmctld(state)
     daemons.wait_for_controller(state)
+    state = nfs.start_client(state, LOGIN)
     for node in names:
-        state = daemons.start_slurmd(state, node)
+        state = boot_node(state, node)
     wait_nodes(state, names, is_idle, NODE_TIMEOUT_S)
     return save(State(state.config, state.layout, state.processes, ready=True))
 
 
 def is_up(state: State) -> bool:
     """Tell whether `up` was completed and the daemons outside the nodes still run."""
-    nodes = state.config.node_names
-    central = [process for name, process in state.processes.items() if name not in nodes]
+    theirs = {*state.config.node_names, *map(nfs.process_name, state.config.node_names)}
+    central = [process for name, process in state.processes.items() if name not in theirs]
     return state.ready and all(is_alive(process) for process in central)
 
 
@@ -129,6 +134,7 @@ def down(state: State) -> None:
     for name in reversed([name for name in state.processes if name not in nodes]):
         if not end(state.processes[name]):
             raise SandboxError(f"{name} (pid {state.processes[name].pid}) does not end")
+    nfs.remove(state)
     network.remove(state.layout)
     forget(state)
 
@@ -137,13 +143,14 @@ def status(name: str, root: Path) -> Status:
     """Return how a sandbox is; of one that is not there, only that."""
     state = load(name, root)
     if state is None:
-        return Status(name=name, up=False, slurm_conf="", network="", nodes=[])
+        return Status(name=name, up=False, slurm_conf="", network="", nfs="", nodes=[])
     slurm = node_states(state) if is_up(state) else {}
     return Status(
         name=name,
         up=is_up(state),
         slurm_conf=str(state.layout.slurm_conf),
         network=f"10.{state.layout.octet}.0.0/24",
+        nfs=state.config.nfs,
         nodes=[_node_status(state, node, slurm) for node in state.config.node_names],
     )
 

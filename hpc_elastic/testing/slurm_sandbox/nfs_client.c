@@ -1784,6 +1784,8 @@ static int prepare(char *const *argv)
     mallopt(M_MMAP_THRESHOLD, 64 << 20);
     mallopt(M_TRIM_THRESHOLD, 256 << 20);
     settings.client = argv[1];
+    if (parse_options(argv[5]))
+        return -1;
     int fd = open(argv[2], O_PATH | O_DIRECTORY | O_CLOEXEC);
     control_fd = open(argv[4], O_PATH | O_DIRECTORY | O_CLOEXEC);
     server_lock_fd = openat(control_fd, "lock", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
@@ -1792,8 +1794,7 @@ static int prepare(char *const *argv)
         return -1;
     }
     init_inode(&root, fd, &st);
-    keep_attr(&root, &st);
-    return parse_options(argv[5]);
+    return 0; /* the attributes of the root are fetched when somebody asks */
 }
 
 int main(int argc, char **argv)

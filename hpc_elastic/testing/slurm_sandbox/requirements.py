@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .commands import search_path
 from .errors import CommandError, MissingPackagesError, SandboxError
@@ -29,15 +30,22 @@ ACCOUNTING_PACKAGES = {
     "mariadb-install-db": "mariadb-server",
     "mariadb": "mariadb-client",
 }
+NFS_PACKAGES = {
+    "gcc": "gcc",
+    "/usr/include/stdio.h": "libc6-dev",
+    "/usr/include/fuse3/fuse_lowlevel.h": "libfuse3-dev",
+}
 Which = Callable[[str], str | None]
 
 
 def _which(program: str) -> str | None:
+    if Path(program).is_absolute():  # a header
+        return program if Path(program).exists() else None
     return shutil.which(program, path=search_path(os.environ))
 
 
 def missing_packages(
-    accounting: bool = False, which: Which = _which, *, slurm: str = ""
+    accounting: bool = False, which: Which = _which, *, slurm: str = "", nfs: bool = False
 ) -> tuple[str, ...]:
     """Return the Debian packages whose programs are not here, in a stable order.
 
@@ -45,8 +53,10 @@ def missing_packages(
         accounting: Whether there is to be accounting.
         which: Finds a program.
         slurm: The release that is unpacked; "" for the one that is to be installed.
+        nfs: Whether there is to be a folder that is shared as by NFS.
     """
     needed = PACKAGES | (ACCOUNTING_PACKAGES if accounting else {})
+    needed |= NFS_PACKAGES if nfs else {}
     if slurm:
         needed = {name: package for name, package in needed.items() if "slurm" not in package}
     return tuple(dict.fromkeys(package for name, package in needed.items() if not which(name)))
@@ -57,20 +67,24 @@ def install_command(packages: Sequence[str]) -> tuple[str, ...]:
     return ("apt-get", "install", "-y", "--no-install-recommends", *packages)
 
 
-def check(accounting: bool = False, which: Which = _which, *, slurm: str = "") -> None:
+def check(
+    accounting: bool = False, which: Which = _which, *, slurm: str = "", nfs: bool = False
+) -> None:
     """Refuse to go on where the sandbox cannot run.
 
     Raises:
         MissingPackagesError: Install what it names, or call `install`.
-        SandboxError: Not Linux, or not root.
+        SandboxError: Not Linux, or not root, or without FUSE where that is needed.
     """
     if not sys.platform.startswith("linux"):
         raise SandboxError("the Slurm sandbox needs Linux (network namespaces)")
-    missing = missing_packages(accounting, which, slurm=slurm)
+    missing = missing_packages(accounting, which, slurm=slurm, nfs=nfs)
     if missing:
         raise MissingPackagesError(missing, install_command(missing))
     if os.geteuid() != 0:
         raise SandboxError("the Slurm sandbox needs root: run it with sudo")
+    if nfs and not Path("/dev/fuse").exists():
+        raise SandboxError("a folder that is shared as by NFS needs FUSE: there is no /dev/fuse")
 
 
 def install(packages: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from . import client, faults, lifecycle, releases, requirements
+from . import client, faults, lifecycle, nfs, releases, requirements
 from .commands import Completed, run
-from .config import SandboxConfig, check_name, node_name
+from .config import LOGIN, SandboxConfig, check_name, node_name
 from .daemons import init_of
 from .errors import NotUpError, SandboxError
 from .lifecycle import Report, Status
@@ -66,7 +66,7 @@ class SlurmSandbox:
             SandboxError: Not root, a daemon does not start, or it is up with other settings.
         """
         config = _with_release(config or SandboxConfig())
-        requirements.check(config.accounting, slurm=config.slurm)
+        requirements.check(config.accounting, slurm=config.slurm, nfs=bool(config.nfs))
         if config.slurm:
             releases.ensure(config.slurm, root, report)
         with locked(config.name, root):
@@ -114,6 +114,17 @@ class SlurmSandbox:
         """Return the command that does as an ordinary user what `argv` does as root."""
         login = self._state().layout.slurm_conf.with_name("login.sh")
         return ["unshare", "--mount", "sh", str(login), *argv]
+
+    def on_login(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that does on the login node what `argv` does on this machine.
+
+        They differ where a folder is shared as by NFS: the login node sees it by its own client.
+        """
+        state = self._state()
+        if not state.config.nfs:
+            return list(argv)
+        script = state.layout.slurm_conf.with_name("on_login.sh")
+        return ["unshare", "--mount", "sh", str(script), *argv]
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -198,6 +209,74 @@ class SlurmSandbox:
         """Undo `make_read_only`."""
         self._act(faults.make_writable, node)
 
+    def seen_by(self, client: str | int, path: Path) -> Path:
+        """Return where this machine sees a path of the shared folder as a client of it does.
+
+        Args:
+            client: A node, or ``login``.
+            path: A path in the folder.
+        """
+        state = self._nfs_state()
+        return nfs.view(state, self._client(client), path)
+
+    def file_operations(self, client: str | int) -> dict[str, int]:
+        """Return what a client has asked the file server for since the sandbox is up.
+
+        Args:
+            client: A node, or ``login``.
+
+        Returns:
+            How often, by the names of `nfs.OPERATIONS`; and ``read_bytes`` and ``written_bytes``.
+        """
+        return nfs.operations(self._nfs_state().layout, self._client(client))
+
+    def stop_server(self, client: str | int | None = None) -> None:
+        """Let no operation on the shared folder end, of one client or of all."""
+        with self._locked_nfs() as state:
+            nfs.stop(state, nfs.ALL if client is None else self._client(client))
+
+    def start_server(self) -> None:
+        """Let the file server answer again."""
+        with self._locked_nfs() as state:
+            nfs.go_on(state)
+
+    def restart_server(self) -> None:
+        """Restart the file server: open files are ESTALE, what was not sent to it is lost."""
+        with self._locked_nfs() as state:
+            nfs.restart(state)
+
+    def fail_files(
+        self,
+        error: str,
+        *,
+        client: str | int | None = None,
+        pattern: str = nfs.ALL,
+        operations: Sequence[str] = (),
+        times: int = 0,
+    ) -> None:
+        """Let operations of the file server fail, until `heal_server`.
+
+        Args:
+            error: Name of the error: ``EIO``, ``ENOSPC``, ``EDQUOT``, ``EROFS``, ...; ``LOST``
+                means that the deed is done, its reply is lost, and the client tries again.
+            client: Whose operations: a node or ``login``; None for all.
+            pattern: Shell pattern of paths below the folder; ``*`` matches slashes, too.
+            operations: Which, by the names of `nfs.OPERATIONS`. By default ``write``, for EROFS all
+                that change something, for LOST ``link``.
+            times: How often; 0 for always.
+
+        Raises:
+            ValueError: No such error or operation.
+        """
+        with self._locked_nfs() as state:
+            name = nfs.ALL if client is None else self._client(client)
+            nfs.fail(state, error, client=name, pattern=pattern, operations=operations, times=times)
+
+    def heal_server(self) -> None:
+        """Undo all faults of the file server."""
+        with self._locked_nfs() as state:
+            nfs.heal(state)
+
     def preempt(self, nodes: Sequence[str | int], for_s: float = 30.0) -> str:
         """Take nodes away for a job of the `high` partition, and return that job's id."""
         state = self._state()
@@ -235,6 +314,20 @@ class SlurmSandbox:
     def _act(self, fault: Callable[[State, str], object], node: str | int) -> None:
         with self._locked_state() as state:
             fault(state, node_name(node, state.config))
+
+    def _client(self, client: str | int) -> str:
+        return LOGIN if client == LOGIN else node_name(client, self.config)
+
+    def _nfs_state(self) -> State:
+        state = self._state()
+        if not state.config.nfs:
+            raise SandboxError(f"sandbox {self.name!r} shares no folder: bring it up with --nfs")
+        return state
+
+    @contextlib.contextmanager
+    def _locked_nfs(self) -> Iterator[State]:
+        with locked(self.name, self.root):
+            yield self._nfs_state()
 
     def _state(self) -> State:
         state = load(self.name, self.root)

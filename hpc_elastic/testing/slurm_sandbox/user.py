@@ -20,6 +20,7 @@ _LOGIN = """#!/bin/sh
 set -e
 {mounts}
 export HOME={home} USER={user} LOGNAME={user}
+cd "$(pwd)"
 exec setpriv --reuid={user} --regid={user} --init-groups "$@"
 """
 

@@ -43,8 +43,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmSandbox]:
     elif options is None:
         yield from _own(SandboxConfig(name=name, nodes=NUM_NODES))
     else:
-        nfs = {"nfs": str(folder), "nfs_options": options}
-        yield from _own(SandboxConfig(name=name, nodes=NUM_NODES, **nfs))
+        shared = SandboxConfig(name=name, nodes=NUM_NODES, nfs=str(folder), nfs_options=options)
+        yield from _own(shared)
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,11 @@ def wait(what, condition, timeout_s=20.0):
         time.sleep(0.05)
 
 
+def names(folder):
+    """List a folder."""
+    return [path.name for path in Path(folder).iterdir()]
+
+
 def refuses(number, action, *arguments):
     """Assert that an action raises that error."""
     with pytest.raises(OSError) as caught:
@@ -123,7 +128,7 @@ def test_a_name_that_another_client_has_renamed_stays(mounts):
     (a / "old").rename(a / "new")
     assert (b / "old").exists()
     assert (b / "old").read_text() == "text"
-    assert os.listdir(b) == ["new"]
+    assert names(b) == ["new"]
     assert not (b / "old").exists()
     assert (b / "new").read_text() == "text"
 
@@ -138,7 +143,7 @@ def test_a_name_that_was_not_there_stays_away(mounts):
     asked = mounts.counts("b")["lookup"]
     assert not (b / "new").exists()
     assert mounts.counts("b")["lookup"] == asked
-    os.listdir(b)
+    names(b)
     assert (b / "new").read_text() == "text"
 
 
@@ -171,10 +176,10 @@ def test_listing_an_unchanged_folder_keeps_its_names(mounts):
     _, b = mounts.pair()
     (mounts.server / "file").touch()
     assert (b / "file").exists()
-    os.listdir(b)
+    names(b)
     before = mounts.counts("b")
     for _ in range(10):
-        os.listdir(b)
+        names(b)
         assert (b / "file").exists()
     after = mounts.counts("b")
     asked = {name: after[name] - before[name] for name in after if after[name] != before[name]}
@@ -260,14 +265,14 @@ def test_without_cto_an_opened_file_is_an_old_one(mounts):
     a, b = mounts.pair("nocto,acregmin=2,acregmax=2,acdirmin=2,acdirmax=2")
     (a / "file").write_text("1")
     assert (b / "file").read_text() == "1"
-    assert os.listdir(b) == ["file"]
+    assert names(b) == ["file"]
     (a / "file").write_text("22")
     (a / "other").touch()
     assert (b / "file").read_text() == "1"
-    assert os.listdir(b) == ["file"]
-    assert not [name for name in os.listdir(b) if name == "other"]
+    assert names(b) == ["file"]
+    assert not [name for name in names(b) if name == "other"]
     wait("the new text", lambda: (b / "file").read_text() == "22", timeout_s=5)
-    wait("the new file", lambda: len(os.listdir(b)) == 2, timeout_s=5)
+    wait("the new file", lambda: len(names(b)) == 2, timeout_s=5)
 
 
 def test_a_file_that_is_replaced_is_read_whole(mounts):
@@ -289,13 +294,13 @@ def test_exclusive_creation_asks_the_server(mounts):
         assert not (a / "name").exists()
         (b / "name").mkdir()
         refuses(errno.EEXIST, make, a / "name")
-        os.listdir(a)
+        names(a)
         assert (a / "name").exists()
         (b / "name").rmdir()
         make(a / "name")
-        os.listdir(b)
+        names(b)
         (b / "name").rmdir() if (b / "name").is_dir() else (b / "name").unlink()
-        os.listdir(a)
+        names(a)
 
 
 def test_appending_and_truncating(mounts):
@@ -317,9 +322,9 @@ def test_an_open_file_outlives_its_removal(mounts):
     (a / "file").write_text("text")
     with (a / "file").open() as mine, (b / "file").open() as theirs:
         (a / "file").unlink()
-        assert [name[:4] for name in os.listdir(b)] == [".nfs"]
+        assert [name[:4] for name in names(b)] == [".nfs"]
         assert mine.read() == theirs.read() == "text"
-    wait("the end of the .nfs file", lambda: os.listdir(b) == [])
+    wait("the end of the .nfs file", lambda: names(b) == [])
 
 
 def test_files_are_mapped(mounts):
@@ -397,7 +402,7 @@ def test_jobs_work_on_the_shared_folder(healed):
     step = f"cd {folder} && hostname > $(hostname) && stat -f -c %T ."
     shown = healed.run(["srun", "-N2", "sh", "-c", step]).stdout
     assert shown.split() == ["fuseblk"] * 2 or "fuse" in shown
-    assert sorted(os.listdir(folder)) == ["node1", "node2"]
+    assert sorted(names(folder)) == ["node1", "node2"]
     wrap = ["--wrap", "hostname; exit 3"]
     healed.run(["sbatch", "-W", "-w", "node2", "-o", f"{folder}/out", *wrap], check=False)
     assert (folder / "out").read_text() == "node2\n"
@@ -561,5 +566,5 @@ def test_down_keeps_the_folder_and_leaves_no_mount(shared, tmp_path):
         assert len(nfs.mounted_below(directory)) == 2
     finally:
         sandbox.down()
-    assert os.listdir(folder) == ["kept"]
+    assert names(folder) == ["kept"]
     assert nfs.mounted_below(directory) == []

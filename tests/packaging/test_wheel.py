@@ -81,6 +81,12 @@ def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pat
     assert list(folder.glob(pattern))
 
 
+def test_the_source_of_the_nfs_client_is_found(run: Run) -> None:
+    """The sandbox compiles it on the machine."""
+    code = "from hpc_elastic.testing.slurm_sandbox import nfs; print(nfs._SOURCE.exists())"
+    assert run("python", "-c", code).strip() == "True"
+
+
 def test_the_page_of_a_report_is_found(run: Run) -> None:
     """Its template, its style and its script lie beside the code that fills them in."""
     code = (

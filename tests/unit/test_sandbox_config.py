@@ -190,6 +190,21 @@ def test_missing_packages_are_named_with_the_command():
     assert " ".join(install_command(("slurm-wlm", "munge"))) in str(caught.value)
 
 
+def test_missing_packages_of_the_nfs_clients():
+    """A compiler and headers are asked for where a folder is to be shared as by NFS."""
+    with pytest.raises(MissingPackagesError) as caught:
+        check(which=lambda name: None if "/" in name or name == "gcc" else name, nfs=True)
+    assert caught.value.packages == ("gcc", "libc6-dev", "libfuse3-dev")
+
+
+def test_a_shared_folder_is_bound_where_it_is():
+    """Each client's mount takes the folder's place; without a folder nothing does."""
+    config = replace(CONFIG, nfs="/srv/my runs")
+    line = "[ login = ctl ] || mount --bind /run/sandbox/golden/nfs/login '/srv/my runs'"
+    assert texts.bind_line(config, LAYOUT, "login") == line
+    assert texts.bind_line(CONFIG, LAYOUT, "login") == ""
+
+
 def test_missing_packages_of_accounting():
     """The database's packages are asked for only with accounting."""
     absent = {"slurmdbd", "mariadbd"}

@@ -124,8 +124,8 @@ struct inode {
 
     int opens, read_fd, write_fd;
     struct chunk *dirty, *dirty_last;
-    size_t dirty_bytes;
-    double dirty_since;
+    _Atomic size_t dirty_bytes; /* these two are looked at without the lock, too */
+    _Atomic double dirty_since;
     struct timespec written;
     int error; /* of writing back; told once */
     int silly_dir;

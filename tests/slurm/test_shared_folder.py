@@ -470,6 +470,25 @@ def test_a_stopped_server_holds_every_operation(healed):
         subprocess.run(["cat", second], timeout=0.5, check=True)
 
 
+def test_a_node_that_waits_for_the_server_can_be_paused(healed):
+    """Its processes stand still, and go on when both are back."""
+    path, _, _ = paths(healed, "paused")
+    path.write_text("text")
+    wrap = ["--wrap", f"echo > {path}.go; sleep 1; cat {path} > {path}.copy"]
+    healed.run(["sbatch", "-w", "node2", "-o", "/dev/null", "--no-requeue", *wrap])
+    wait("the job", Path(f"{path}.go").exists)
+    healed.stop_server(2)
+    time.sleep(1.5)
+    healed.pause_node(2)
+    assert healed.status()["nodes"][1]["processes"] == "paused"
+    healed.start_server()
+    time.sleep(0.5)
+    copy = Path(f"{path}.copy")
+    assert not copy.exists() or copy.read_text() == ""  # the server still does what it was asked
+    healed.resume_node(2)
+    wait("the copy", lambda: copy.exists() and copy.read_text() == "text")
+
+
 def test_a_restarted_server_does_not_know_open_files(healed):
     """They are ESTALE, what was not sent is lost, and files opened afterwards are sound."""
     path, first, _ = paths(healed, "restart")

@@ -113,16 +113,26 @@ def members(init: Process) -> Iterator[Process]:
 def stop_tree(init: Process, timeout_s: float = 20.0) -> bool:
     """Stop every process of init's namespace, those forked meanwhile included.
 
+    One that waits for a file server that does not answer (``D``) stands still once it has been
+    signalled: it runs no further than to the end of its system call.
+
     Returns:
         Whether all stand still.
     """
     deadline = time.monotonic() + timeout_s
+    signalled: set[Process] = set()
     while time.monotonic() < deadline:
-        running = [process for process in members(init) if state_of(process) not in ("", "T", "t")]
+        states = {process: state_of(process) for process in members(init)}
+        running = [
+            process
+            for process, state in states.items()
+            if state not in ("", "T", "t") and not (state == "D" and process in signalled)
+        ]
         if not running:
             return True
         for process in running:
             send(process, signal.SIGSTOP)
+        signalled.update(running)
         time.sleep(_POLL_S)
     return False
 

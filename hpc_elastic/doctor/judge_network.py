@@ -68,6 +68,8 @@ def _directory(evidence: Evidence) -> Iterator[Finding]:
 
 def _links(evidence: Evidence) -> Finding:
     check, why = "directory.election", "of all nodes that link one name, one may win: it leads"
+    if (alone := _only_node(evidence)) is not None:
+        return unknown(check, f"not tried: all tasks were on {alone}", why)
     winners = [r.facts.name for r in evidence.reports.values() if r.meeting.won]
     if len(winners) == 1:
         return ok(check, f"{winners[0]} won, as only one may", why)
@@ -75,9 +77,17 @@ def _links(evidence: Evidence) -> Finding:
     return fail(check, f"exactly one node may win, but {found}", why, _DIRECTORY_REMEDY)
 
 
+def _only_node(evidence: Evidence) -> str | None:
+    """Return the node that all tasks were on, which shows nothing of several; None: there are."""
+    names = {report.facts.name for report in evidence.reports.values()}
+    return names.pop() if len(names) == 1 else None
+
+
 def _sight(evidence: Evidence) -> Finding:
     """Judge how soon files made on one node are seen on another one."""
     check, why = "directory.delay", "agents look for each other's files when a leader is elected"
+    if (alone := _only_node(evidence)) is not None:
+        return unknown(check, f"not measured: all tasks were on {alone}", why)
     times = [(r.meeting.created_s, r.meeting.replaced_s) for r in evidence.reports.values()]
     tried = [r for r in evidence.reports.values() if any(not s.problem for s in r.meeting.sights)]
     if not tried:

@@ -30,7 +30,11 @@ ORPHANED = "ORPHANED"
 
 
 class Recorder:
-    """Writes the signals and heartbeats of this process; in its main thread."""
+    """Writes the signals and heartbeats of this process; in its main thread.
+
+    Other machines read the files while they are open, so each line is synchronised: a client of NFS
+    may keep what it is given until the file is closed.
+    """
 
     def __init__(self, place: Place, who: str, index: int, attempt: int) -> None:
         self._signals = _open(place.signals(who, index, attempt))
@@ -44,11 +48,13 @@ class Recorder:
         line = json.dumps({"signal": what, "time": time.time()}) + "\n"
         with contextlib.suppress(OSError):
             os.write(self._signals, line.encode())
+            os.fsync(self._signals)
 
     def beat(self) -> None:
         """Write that this process lives."""
         with contextlib.suppress(OSError):
             os.pwrite(self._beat, f"{time.time():020.6f}".encode(), 0)
+            os.fsync(self._beat)
 
     def _received(self, number: int, _: FrameType | None) -> None:
         self.note(signal.Signals(number).name)

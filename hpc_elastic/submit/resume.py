@@ -81,10 +81,12 @@ def resume(path: Path, overrides: Sequence[str]) -> tuple[Resumption, Submitted]
         SlurmError: Slurm does not answer, so nobody knows whether it has stopped.
     """
     run = RunDir(path)
+    run.load()  # whatever else it is, it is said first if it is no run
+    before = _of(_last(run)[1])
     spec = run.load()
     require_stopped(run, spec)
     settings = changed(stored(run), overrides)
-    resumption = prepare.with_free_numbers(lambda: _prepare(run, spec, settings))
+    resumption = prepare.with_free_numbers(lambda: _prepare(run, spec, settings, before))
     try:
         _begin(resumption)
     except OSError as e:
@@ -134,8 +136,23 @@ def _last(run: RunDir) -> tuple[int, Record | None, str | None]:
     return number, record, ending.status if ending is not None else None
 
 
-def _prepare(run: RunDir, spec: RunSpec, settings: RunSettings) -> Resumption:
-    """Write the files of the new array, and return all that follows; the run is as it was."""
+def _of(record: Record | None) -> int:
+    """Return the generation that a record belongs to; run.json may not name it yet."""
+    return 0 if record is None else record.generation
+
+
+def _prepare(run: RunDir, spec: RunSpec, settings: RunSettings, before: int) -> Resumption:
+    """Write the files of the new array, and return all that follows; the run is as it was.
+
+    Args:
+        run: The run.
+        spec: Its description.
+        settings: What is asked for.
+        before: The generation of the last record, before it was seen that no task is left.
+
+    Raises:
+        SubmissionError: the run has been resumed since.
+    """
     if spec.launcher == "local":
         from hpc_elastic.submit import local
     plan = lay_out([PlannedRun(run.path, settings)], Path(spec.submission))
@@ -145,7 +162,9 @@ def _prepare(run: RunDir, spec: RunSpec, settings: RunSettings) -> Resumption:
     name = job_name(spec)
     scripts = prepare.render_scripts(plan, name, python=_python(spec), cwd=_cwd(spec))
     number, record, _ = _last(run)
-    generation = max(spec.generation, record.generation if record is not None else 0) + 1
+    if _of(record) != before:
+        raise _resumed_by_another(run)
+    generation = max(spec.generation, before) + 1
     try:
         written = prepare.write_arrays(plan, scripts)
     except prepare.ArrayTakenError:
@@ -187,12 +206,16 @@ def _begin(resumption: Resumption) -> None:
     run, spec = resumption.run, resumption.spec
     register = Register(run.rdzv, run.secret.read_bytes())
     if not register.create(resumption.record):
-        remedy = "look again with hpc-elastic status"
-        raise SubmissionError(f"{run.path} is being resumed by somebody else: {remedy}")
+        raise _resumed_by_another(run)
     make_term_folder(run, resumption.record.epoch)
     _put_away(run, _before(resumption))
     write_atomic(run.spec, spec.to_json(), mode=0o600)
     prepare.write_settings(run, resumption.settings)
+
+
+def _resumed_by_another(run: RunDir) -> SubmissionError:
+    remedy = "look again with hpc-elastic status"
+    return SubmissionError(f"{run.path} is being resumed by somebody else: {remedy}")
 
 
 def _before(resumption: Resumption) -> Path:

@@ -11,6 +11,9 @@ from hpc_elastic import known_runs
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.options import find_run
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.errors import SubmissionError
+from hpc_elastic.rendezvous.record import reopen
+from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rundir import Entry, RunDir
 from hpc_elastic.submit import resume
 from hpc_elastic.submit.plan import PlannedRun, make_plan
@@ -76,3 +79,22 @@ def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monk
     monkeypatch.setattr(known_runs, "newest_first", fail)
     submitted = resume._note(resumption, SimpleNamespace(job_ids=["7"]))
     assert [tracked.tasks for tracked in submitted.runs] == [("7_0",)]
+
+
+def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monkeypatch):
+    """Its look at the tasks was before the other had submitted any."""
+    settings = RunSettings(NodeRange(1, 1), 1, LocalSettings())
+    planned = [PlannedRun(tmp_path / "0", settings)]
+    plan = make_plan(planned, tmp_path / ".hpc_elastic", max_array_size=9)
+    prepare(plan, Entry("function", "main", module="x"), name="train")
+    run = RunDir(tmp_path / "0")
+    read = resume.stored
+
+    def another_resumes(files):
+        Register(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
+        return read(files)
+
+    monkeypatch.setattr(resume, "stored", another_resumes)
+    monkeypatch.setattr(resume, "_hand_over", lambda prepared: pytest.fail("it is submitted"))
+    with pytest.raises(SubmissionError, match="is being resumed by somebody else"):
+        resume.resume(run.path, [])

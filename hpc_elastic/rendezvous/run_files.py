@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_LEFT_S = 600.0
 _TERM = re.compile(r"term\.(\d+)")
 _NOTICE = "notice."
+_LONGEST_NAME = 255 - len(_NOTICE)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,14 @@ class RunFiles:
     # ---- notices --------------------------------------------------------------------------
 
     def new_notices(self) -> list[str]:
-        """Return the files in ``notice/``; none is the usual case."""
+        """Return the files in ``notice/``; none is the usual case.
+
+        What is longer than any name, so that it can not be claimed, keeps no other from that.
+        """
         try:
             with os.scandir(self.run.notices) as entries:
-                return sorted(e.name for e in entries if e.is_file() and e.name[0] != ".")
+                names = (e.name for e in entries if e.is_file() and e.name[0] != ".")
+                return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)
         except FileNotFoundError:
             return []
 

@@ -280,6 +280,17 @@ def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch)
     assert found == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
 
 
+def test_a_file_whose_name_is_none_keeps_no_notice_from_its_node(tmp_path, claimed):
+    """It can not be claimed; others are, whatever their names."""
+    found = RunFiles(RunDir(tmp_path)).new_notices
+    too_long = tmp_path / "notice" / ("4" * 255)
+    too_long.touch()
+    assert found() == []
+    too_long.unlink()
+    odd = {"a" * 248: b"7", "\udcff\n": b"6"}
+    assert claimed(**odd, z=b"5") == {"a" * 248: 7.0, "\udcff\n": 6.0, "z": 5.0}
+
+
 def test_no_notice_folder_is_no_notice(tmp_path, claimed):
     """As nearly always."""
     (tmp_path / "notice").rmdir()

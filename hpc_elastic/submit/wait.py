@@ -292,12 +292,27 @@ def _note_restarts(restarts: dict[int, Event], events: Iterable[Event]) -> None:
             restarts[int(event["restarts"])] = event
 
 
+_SHOWN: dict[str, tuple[type, ...]] = {
+    "phase": (str,),
+    **dict.fromkeys(("nodes", "step", "total_steps", "restarts", "max_restarts"), (int,)),
+    **dict.fromkeys(("loss", "steps_per_s"), (int, float)),
+}
+"""What is shown of status.json, and of what type it is."""
+
+
 def _status(run: RunDir) -> dict[str, Any] | None:
-    """Return the run's status.json; None if there is none, or it can not be read just now."""
+    """Return what is shown of the run's status.json, as far as it is what it should be.
+
+    Returns:
+        None if there is none, or it can not be read just now.
+    """
     try:
-        return read_json(run.status)
+        status = read_json(run.status)
     except OSError:
         return None
+    if status is None:
+        return None
+    return {n: status[n] for n, kind in _SHOWN.items() if isinstance(status.get(n), kind)}
 
 
 def _describe(state: TaskState) -> str:

@@ -378,6 +378,21 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
     assert shown.said[1:] == ["the runs can be read again"]
 
 
+@pytest.mark.parametrize("name", ["phase", "nodes", "step", "total_steps", "loss", "restarts"])
+@pytest.mark.parametrize("value", ["many", [1], {}, None])
+def test_a_status_that_is_damaged_ends_no_wait(run, name, value):
+    """A launcher that ended with it would end all local runs."""
+    good = {"nodes": 1, "step": 3, "total_steps": 9, "steps_per_s": 1.0, "restarts": 0}
+    write_status(run, **{**good, name: value})
+    shown = Shown()
+    watch = waiter(Script([[RUNNING]]), [run], shown)
+    watch.look()
+    PlainDisplay(Console(file=io.StringIO())).show(shown.rows[-1])
+    LiveDisplay(Console(file=io.StringIO())).show(shown.rows[-1])
+    write(run, status="succeeded", restarts=0)
+    assert watch.wait()[0].status == "succeeded"
+
+
 def test_the_error_behind_a_restart_is_printed_once_when_it_happens(run):
     """With its host and rank; those before a run was resumed are no news, nor is a late file."""
     events = run.dir / "events"

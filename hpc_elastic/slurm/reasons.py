@@ -28,6 +28,7 @@ _REMEDIES = {
     "launch failed requeued held": "its node could not start it and takes no more jobs: `sinfo -R` "
     "says why; if that is not the prolog, which is the admin's, `scontrol release` lets it go",
     "JobHeldUser": "it is held: `scontrol release` lets it go",
+    "job requeued in held state": "it was requeued to be held: `scontrol release` lets it go",
     "JobHeldAdmin": "an administrator holds it: ask the site",
 }
 
@@ -52,4 +53,4 @@ def remedy_of_end(reason: str, state: str) -> str | None:
 
 def remedy(reason: str) -> str | None:
     """Return what to do about a task that waits for this reason; None if it may yet start."""
-    return _REMEDIES.get(reason)
+    return _REMEDIES.get(reason.replace("_", " "))  # as some releases write blanks

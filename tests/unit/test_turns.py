@@ -27,6 +27,7 @@ def queued(name: str, low: int, *tasks: str, **fields) -> QueuedRun:
             "soon": TaskState(task, "PENDING", "BeginTime", starts_in_s=9.0),
             "limit": TaskState(task, "PENDING", "QOSMaxNodePerUserLimit"),
             "held": TaskState(task, "PENDING", "JobHeldUser"),
+            "kept": TaskState(task, "PENDING", "job_requeued_in_held_state"),
             "over": TaskState(task, "COMPLETED"),
             "leaves": TaskState(task, "COMPLETING", node="n9"),
         }
@@ -141,7 +142,7 @@ def test_idle_nodes_are_first_for_the_runs_that_wait_for_them():
 
 def test_no_idle_node_is_kept_for_a_run_that_a_user_holds():
     """`scontrol hold` may last for days."""
-    runs = [queued("a", 1, "n1"), queued("b", 2, "held", "held"), queued("c", 2, "away", "away")]
+    runs = [queued("a", 1, "n1"), queued("b", 2, "held", "kept"), queued("c", 2, "away", "away")]
     assert let_start(runs, 0, four(n2="idle", n3="idle")) == ["c_0", "c_1"]
 
 

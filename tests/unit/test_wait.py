@@ -447,6 +447,18 @@ def test_a_task_that_fails_while_others_wait_is_told_at_once(run):
     assert "task 7_0 of lr=0.1 failed" in said and "No module named hpc_elastic" in said
 
 
+@pytest.mark.parametrize(
+    "reason", ["job requeued in held state", "job_requeued_in_held_state", "JobHeldUser"]
+)
+def test_a_task_that_a_user_holds_is_told_with_the_remedy(run, reason):
+    """By `scontrol hold`, or by `scontrol requeuehold`."""
+    shown = Shown()
+    held = TaskState("7_1", "PENDING", reason)
+    waiter(Script([[RUNNING, held]]), [run], shown).look()
+    (said,) = shown.said
+    assert "scontrol release" in said
+
+
 def test_a_task_that_would_wait_for_ever_is_told_once_with_the_remedy(run):
     """Slurm takes it and keeps it; other reasons to wait pass by themselves."""
     stuck = TaskState("7_1", "PENDING", "PartitionTimeLimit")

@@ -51,8 +51,9 @@ def kill(node: nodes.Node, wait_s: float, as_json: bool) -> int:
     Returns:
         0 if they are, else 1.
     """
-    from hpc_elastic.submit.living import kill_node
+    from hpc_elastic.submit.living import kill_node, require_killable
 
+    require_killable(node.task)
     if not as_json:
         print(f"killing {node}: nothing is saved", flush=True)
     node.note("kill")

@@ -64,15 +64,24 @@ def kill_node(spec: RunSpec, task: str) -> None:
 
     Raises:
         SlurmError: Slurm refuses, or does not answer.
-        RunDirectoryError: the processes are another user's, or can not be killed one by one.
+        RunDirectoryError: the processes are another user's, or `require_killable`.
     """
-    if "." in task:
-        remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
-        raise RunDirectoryError(f"{task} is a node of a gang, which Slurm kills as one: {remedy}")
+    require_killable(task)
     if spec.launcher == "slurm":
         SlurmClient().kill_steps(task)
     else:
         LocalProcesses(spec).kill([TaskState(task, "RUNNING")])
+
+
+def require_killable(task: str) -> None:
+    """Refuse a node of a gang.
+
+    Raises:
+        RunDirectoryError: it can not be killed alone.
+    """
+    if "." in task:
+        remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
+        raise RunDirectoryError(f"{task} is a node of a gang, which Slurm kills as one: {remedy}")
 
 
 class SlurmJobs:

@@ -162,10 +162,14 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
     assert says in capsys.readouterr().out
 
 
-def test_a_node_of_a_gang_is_not_killed(run):
-    """Slurm would kill all of them."""
+def test_a_node_of_a_gang_is_not_killed(run, capsys):
+    """Slurm would kill all of them. Nothing is said to be killed, nor written down so."""
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
         living.kill_node(run.load(), "7.1")
+    found = replace(killing.nodes.find_node(run.path, "local-1"), task="7.1")
+    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
+        killing.kill(found, 5.0, as_json=False)
+    assert capsys.readouterr().out == "" and not read_events(run.event_logs)
 
 
 def test_nodes_are_completed_from_the_group(run):

@@ -14,6 +14,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.local_tasks import read_local_tasks
 from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.states import TaskState, job_of
+from hpc_elastic.submit.living import moved
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Queue:
     Attributes:
         listed: The tasks, by the scheduler's names.
         silent: Why Slurm did not answer; None if it did, or had not to be asked.
-        damaged: Why the table of a local launcher can not be read, by its submission.
+        damaged: Why the tasks of a submission are not known: its files can not be read, or are not
+            where they were made.
     """
 
     listed: Mapping[str, TaskState] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class Queue:
 
     def why_unknown(self, spec: RunSpec) -> str | None:
         """Return why nobody knows of the tasks of one of these runs; None: they are known."""
-        if spec.launcher == "local":
+        if spec.launcher == "local" or spec.submission in self.damaged:
             return self.damaged.get(spec.submission)
         return None if self.silent is None else f"Slurm does not answer: {self.silent}"
 
@@ -51,7 +53,9 @@ def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
     listed: dict[str, TaskState] = {}
     damaged: dict[str, str] = {}
     for spec in specs:
-        if spec.launcher == "local":
+        if not Path(spec.submission).is_dir():
+            damaged[spec.submission] = moved(spec)
+        elif spec.launcher == "local":
             try:
                 listed |= local_tasks(Submission(Path(spec.submission)))
             except RunDirectoryError as e:

@@ -29,7 +29,7 @@ from hpc_elastic.rundir import RunDir, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.slurm.sweep import SweepQueue
-from hpc_elastic.submit.living import Tasks, tasks_of
+from hpc_elastic.submit.living import Tasks, moved, tasks_of
 from hpc_elastic.submit.outcome import cancellation
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,11 @@ def read_result(run: RunDir) -> str | None:
 
 
 def nothing_to_do(standing: Standing) -> str | None:
-    """Return why a run need not be cancelled (pure but for the mark); None if it must be."""
+    """Return why a run need not be cancelled; None if it must be.
+
+    Raises:
+        RunDirectoryError: its tasks are not known, for their files are gone.
+    """
     run, mark = standing.run, cancellation(standing.run)
     if standing.left:
         return None
@@ -104,6 +108,8 @@ def nothing_to_do(standing: Standing) -> str | None:
         return f"{run.path} has ended already: it {standing.result}"
     if mark is not None:
         return f"{run.path} was cancelled already{mark.by_whom}"
+    if not Path(standing.spec.submission).is_dir():
+        raise RunDirectoryError(f"the run's tasks are not known: {moved(standing.spec)}")
     return f"{run.path} has no task that runs or waits; there is nothing to cancel"
 
 

@@ -55,6 +55,12 @@ def tasks_of(spec: RunSpec) -> Tasks:
     return SlurmJobs(spec) if spec.launcher == "slurm" else LocalProcesses(spec)
 
 
+def moved(spec: RunSpec) -> str:
+    """Say that the folder is gone in which the tasks of a run are written down (pure)."""
+    remedy = "if the sweep directory was moved or renamed while the run goes on, move it back"
+    return f"{spec.submission} is not there any more: {remedy}"
+
+
 def kill_node(spec: RunSpec, task: str) -> None:
     """Kill the processes of one node at once, without notice; its task may come back.
 

@@ -48,6 +48,21 @@ def test_an_unknown_node_lists_those_that_there_are(run, capsys):
     assert "task 7_2 has no node: it is PENDING" in refusal(run, "7_2", capsys)
 
 
+def test_a_sweep_that_was_moved_meanwhile_is_not_taken_for_lost(run, tmp_path, capsys):
+    """Its processes go on, and nobody sees them from where it is now: nothing says otherwise."""
+    moved = tmp_path.with_name(f"{tmp_path.name}-moved")
+    run.status.write_text('{"phase": "training", "updated": 1}')
+    tmp_path.rename(moved)
+    there = str(moved / run.path.name)
+    assert main(["status", there, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["phase"] == "training" and "is not there any more" in told["notes"][0]
+    for command in (["cancel", "--yes"], ["kill"], ["preempt"]):
+        node = [] if command[0] == "cancel" else ["local-0"]
+        assert main([*command, there, *node]) == 1
+        assert "not known" in (text := capsys.readouterr().err) and "move it back" in text
+
+
 def test_a_run_without_nodes_has_none_to_take(run, tmp_path, capsys):
     """It waits, was cancelled, or has ended."""
     write_table(Submission(tmp_path / ".hpc_elastic"), **{"7_0": {"state": "PENDING"}})

@@ -147,10 +147,16 @@ class SweepComposer:
                 key,
                 results_filter=None,
                 config_name=self._master.hydra.job.config_name,
-                overrides=list(self._master.hydra.overrides.hydra),
+                overrides=_unresolved(self._master.hydra.overrides.hydra),
             )
             self._groups[key] = bool(options)
         return self._groups[key]
+
+
+def _unresolved(overrides: ListConfig) -> list[str]:
+    """Return overrides as they were typed: ``${hydra.job.num}`` has no value yet."""
+    typed = OmegaConf.to_container(overrides, resolve=False)
+    return [str(line) for line in typed or ()]
 
 
 def _replace(parent: DictConfig, name: str, lines: list[str]) -> None:

@@ -147,7 +147,8 @@ def require_sweep_dir(config: DictConfig) -> None:
     Raises:
         ConfigError: ``hydra.run.dir`` was typed.
     """
-    for override in config.hydra.overrides.hydra:
+    typed = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)
+    for override in map(str, typed or ()):  # ${hydra.job.num} has no value yet
         key, _, value = override.partition("=")
         if key.lstrip("+") == "hydra.run.dir":
             remedy = "with a launcher, Hydra's runs are a sweep: use hydra.sweep.dir=..., and "

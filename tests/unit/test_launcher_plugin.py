@@ -180,3 +180,10 @@ def test_a_directory_that_hydra_would_ignore_is_refused(app, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "hydra.run.dir='elsewhere'" in done.stderr and "hydra.sweep.dir=" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_a_run_may_be_named_by_an_interpolation(app, tmp_path):
+    """The number of a job is not known yet when its overrides are looked at."""
+    done = app("lr=0.1,0.2", "hydra.sweep.subdir=run-${hydra.job.num}")
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / "out" / f"run-{number}" / "run.json").exists() for number in (0, 1))

@@ -51,7 +51,10 @@ def _run_below(folder: Path) -> Path:
     if is_there(RunDir(folder).spec) or not (folder / SUBMISSION).is_dir():
         return folder  # whoever reads it says what is missing
     runs = sorted(file.parent for file in folder.glob("*/run.json"))
-    if len(runs) != 1:
+    if not runs:
+        remedy = "give the directory of a run, or an id of `hpc-elastic list`"
+        raise RunDirectoryError(f"{folder} is a sweep directory, and no run is in it: {remedy}")
+    if len(runs) > 1:
         names = ", ".join(str(run.name) for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
         raise RunDirectoryError(f"{folder} holds {len(runs)} runs: give one of them ({names})")
     return runs[0]

@@ -11,7 +11,7 @@ from hpc_elastic import known_runs
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.options import find_run
 from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
-from hpc_elastic.errors import SubmissionError
+from hpc_elastic.errors import RunDirectoryError, SubmissionError
 from hpc_elastic.rendezvous.record import reopen
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rundir import Entry, RunDir
@@ -35,6 +35,18 @@ def runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "stat", stale)
     return made
+
+
+def test_a_sweep_stands_for_its_only_run(tmp_path):
+    """One without any says so, and of several one has to be given."""
+    (tmp_path / ".hpc_elastic").mkdir()
+    with pytest.raises(RunDirectoryError, match="is a sweep directory, and no run is in it: give"):
+        find_run(str(tmp_path))
+    only = run_of(tmp_path, "7", [(0, 0), (0, 1)], "only")
+    assert find_run(str(tmp_path)) == only.path
+    run_of(tmp_path, "8", [(1, 0), (1, 1)], "other")
+    with pytest.raises(RunDirectoryError, match=r"holds 2 runs: .*\(only, other\)"):
+        find_run(str(tmp_path))
 
 
 def test_a_run_that_can_not_be_looked_at_hides_no_other(runs, monkeypatch):

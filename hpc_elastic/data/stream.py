@@ -570,8 +570,39 @@ def _checked(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
 
 def _digest(shards: Sequence[Any]) -> str:
     """Return what changes if shards are renamed or come in another order; not if all are moved."""
-    names = [os.fspath(s) if isinstance(s, os.PathLike) else s for s in shards]
-    texts = [name for name in names if isinstance(name, str)]
-    common = len(os.path.commonprefix(texts))  # noqa: RUF071  # of any texts, URLs too
-    known = [name[common:] if isinstance(name, str) else "" for name in names]
-    return hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+    names = [_named(shard) for shard in shards]
+    paths = [text for name in names for text in _texts(name) if "/" in text]
+    common = os.path.commonprefix(paths)  # noqa: RUF071  # of any texts, URLs too
+    folder = common[: common.rfind("/") + 1]
+    known = json.dumps([_without(folder, name) for name in names])
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def _named(shard: Any) -> Any:
+    """Return what a shard is known by, as JSON: texts, numbers, and lists of them."""
+    if isinstance(shard, os.PathLike):
+        return _named(os.fspath(shard))
+    if shard is None or isinstance(shard, str | float):
+        return shard
+    if hasattr(shard, "__index__"):  # NumPy's numbers, too
+        return int(shard)
+    if isinstance(shard, bytes):
+        return shard.hex()
+    if isinstance(shard, list | tuple):
+        return [_named(part) for part in shard]
+    if isinstance(shard, dict):
+        return [_named(pair) for pair in shard.items()]
+    return [type(shard).__qualname__]  # its text may name an address, other in each process
+
+
+def _texts(name: Any) -> Iterator[str]:
+    if isinstance(name, str):
+        yield name
+    for part in name if isinstance(name, list) else ():
+        yield from _texts(part)
+
+
+def _without(folder: str, name: Any) -> Any:
+    if isinstance(name, list):
+        return [_without(folder, part) for part in name]
+    return name.removeprefix(folder) if isinstance(name, str) else name

@@ -381,6 +381,36 @@ def test_samples_are_counted_once(tmp_path):
     assert count_samples([], other) == []
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([(0, 2), (2, 5)], [(0, 3), (3, 5)]),
+        ([2, 3], [3, 2]),
+        (["data/two"], ["data/three"]),
+        ([{"path": "data/x", "part": 2}], [{"path": "data/x", "part": 3}]),
+    ],
+)
+def test_shards_of_any_kind_are_known_by_what_they_are(before, after, tmp_path):
+    """Ranges, numbers, one file alone: what was counted of others does not count."""
+    size = {"two": 2, "three": 3}
+
+    def read(shard, start):
+        if isinstance(shard, tuple):
+            return range(shard[0] + start, shard[1])
+        number = shard["part"] if isinstance(shard, dict) else shard
+        return range(start, size[number[5:]] if isinstance(number, str) else number)
+
+    file = tmp_path / "lengths.json"
+    counted = count_samples(before, read, file)
+    assert count_samples(before, read, file) == counted
+    assert count_samples(after, read, file) != counted
+    lengths = [4] * len(before)
+    state = ElasticStream(before, read, lengths, 0, batch=2).state_dict()
+    ElasticStream(before, read, lengths, 0, batch=2).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"^shards="):
+        ElasticStream(after, read, lengths, 0, batch=2).load_state_dict(state)
+
+
 def test_a_stream_and_a_sampler_have_the_same_batches():
     """The same size, number and parts of each, so whatever divides a sampler divides a stream."""
     stream = stream_of([20, 17], ElasticBatch(8, 3, 1, 3))

@@ -26,6 +26,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -274,7 +275,10 @@ class LocalHandle:
     def leave(self) -> str:
         """End all processes: without the launcher nothing would start what still waits."""
         self.cancel()
-        return "launcher=local: the runs were ended; their directories are complete up to here."
+        dirs = list(dict.fromkeys(str(task.run.path) for task in self._tasks))
+        which = shlex.quote(dirs[0]) if len(dirs) == 1 else "RUN"
+        remedy = f"to let one go on from its last checkpoint: hpc-elastic resume {which}"
+        return f"launcher=local: the runs were ended; {remedy}"
 
     def close(self) -> None:
         """Let the agents of runs that have ended finish; end what does not."""

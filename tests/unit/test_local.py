@@ -103,7 +103,8 @@ def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
         session.wait(submitted)
     assert ended.value.code == 130
     assert not psutil.pid_exists(pid)
-    assert "the runs were ended" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the runs were ended" in told and "hpc-elastic resume /" in told
     assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
 
 

@@ -294,6 +294,7 @@ def _note_restarts(restarts: dict[int, Event], events: Iterable[Event]) -> None:
 
 _SHOWN: dict[str, tuple[type, ...]] = {
     "phase": (str,),
+    "updated": (int, float),
     **dict.fromkeys(("nodes", "step", "total_steps", "restarts", "max_restarts"), (int,)),
     **dict.fromkeys(("loss", "steps_per_s"), (int, float)),
 }

@@ -268,13 +268,17 @@ def _drain(t: _Throw) -> Hit:
 
 
 def _notice(t: _Throw) -> Hit:
-    """Ask a node to leave, and wait until it has: the leader looks for notices now and then."""
+    """Ask a node to leave, and wait until it has: the leader looks for notices now and then.
+
+    Another task may have come to the node before the next group is formed.
+    """
     host, watch = t.one(), t.stage.watch
+    before = watch.attempt_on(host)
     (watch.run.notices / host).touch()
 
     def has_left() -> bool:
         watch.look()
-        return host not in watch.hosts
+        return watch.attempt_on(host) != before
 
     wait_until(f"{host} leaves the group", has_left, _PATIENCE_S)
     return Hit((host,))

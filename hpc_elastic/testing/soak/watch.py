@@ -87,8 +87,14 @@ class Watch:
 
     def task_on(self, host: str) -> str:
         """Return the task of the last group that has a node."""
+        task, _ = self.attempt_on(host) or ("", 0)
+        assert task, f"no task of the last group has {host}"
+        return task
+
+    def attempt_on(self, host: str) -> tuple[str, int] | None:
+        """Return the task of the last group that has a node, and its attempt; None if none has."""
         members = self._past.rounds[-1]["members"]
-        return next(str(m["task"]) for m in members if m["host"] == host)
+        return next(((m["task"], int(m["attempt"])) for m in members if m["host"] == host), None)
 
     def is_well(self, since: int) -> bool:
         """Tell whether the run trains on all nodes that it may have, and has saved since.

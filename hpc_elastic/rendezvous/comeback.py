@@ -5,7 +5,8 @@ because of a preemption, the time limit or a dead node, it may not requeue at al
 agent was killed. A task that leaves in good order sees to that itself. One that could not is
 *brought back* by the leader: once Slurm has shown it so for ``SURE_S``, and again every ``AGAIN_S``
 until it has moved: Slurm may not have answered. Tasks that the run itself has given back are to
-stay away, and are left alone.
+stay away, and are left alone, unless Slurm says that they have ended: the node died before the
+agent had asked for its next attempt.
 
 A task that was to be brought back and has not moved for ``GIVE_UP_S`` has ended for good.
 
@@ -101,7 +102,7 @@ class Comebacks:
 
         Args:
             view: Slurm's answer.
-            lost: Task -> attempt that was lost.
+            lost: Task -> attempt that was here, and is not any more (`last_here`).
             here: Task -> attempt that is here.
         """
         found: list[FailedStart] = []
@@ -161,6 +162,7 @@ class Comebacks:
         if not view:
             return ()
         gone = set(self._gone(view, lost, away))
+        last = last_here(lost, away)
         wanted = {key for key in gone if self._is_to_be_tried(key, now)}
         self._seen = {key: self._seen.get(key, now) for key in wanted}
         sure = {key for key, since in self._seen.items() if now - since >= SURE_S}
@@ -168,7 +170,7 @@ class Comebacks:
             del self._seen[key]
         self._brought = {**dict.fromkeys(sure, now), **self._brought}
         self._tried |= dict.fromkeys(sure, now)
-        self._over = frozenset(self._ended(view, lost, gone, now))
+        self._over = frozenset(self._ended(view, last, gone, now))
         self.look(lost)
         return tuple(sorted(task for task, _, _ in sure))
 
@@ -179,7 +181,12 @@ class Comebacks:
         return not given_up and now - self._tried[key] >= AGAIN_S
 
     def returning(self, view: Mapping[str, TaskState], lost: Mapping[str, int]) -> set[str]:
-        """Return the tasks that have ended, as Slurm says, and may yet run again."""
+        """Return the tasks that have ended, as Slurm says, and may yet run again.
+
+        Args:
+            view: Slurm's answer.
+            lost: Task -> attempt that was here, and is not any more (`last_here`).
+        """
         return {
             task
             for task, state in view.items()
@@ -207,10 +214,11 @@ class Comebacks:
         self, view: Mapping[str, TaskState], lost: Mapping[str, int], away: Mapping[str, int]
     ) -> Iterator[_Attempt]:
         """Yield the attempts that are to be brought back."""
+        last = last_here(lost, away)
         for task, state in view.items():
             attempt = lost.get(task)
             if state.phase is Phase.ENDED:
-                wanted = self._may_return(state, attempt) and queue_name(task) == task
+                wanted = self._may_return(state, last.get(task)) and queue_name(task) == task
             elif state.is_launch_held:
                 wanted = self._is_retried(state)
             else:
@@ -218,6 +226,11 @@ class Comebacks:
                 wanted = wanted and not slurms_word.is_lost(state, attempt)
             if wanted:
                 yield _attempt(state)
+
+
+def last_here(lost: Mapping[str, int], away: Mapping[str, int]) -> dict[str, int]:
+    """Return the last attempt of each task that was here, and was lost or given back."""
+    return {task: max(lost.get(task, -1), away.get(task, -1)) for task in {**lost, **away}}
 
 
 def _attempt(state: TaskState) -> _Attempt:

@@ -68,7 +68,7 @@ from hpc_elastic.rendezvous.actions import (
 )
 from hpc_elastic.rendezvous.agreement import Answer
 from hpc_elastic.rendezvous.blame import Blame
-from hpc_elastic.rendezvous.comeback import Comebacks
+from hpc_elastic.rendezvous.comeback import Comebacks, last_here
 from hpc_elastic.rendezvous.failures import Failure
 from hpc_elastic.rendezvous.growth import Outlook
 from hpc_elastic.rendezvous.muster import Muster
@@ -375,9 +375,13 @@ class Machine:
         """Judge the attempts that ended before they joined, as Slurm says."""
         agents = (*self.members, *self.joined)
         here = {a.task: a.attempt for a in agents if not self.muster.is_lost(a)}
-        starts = self.comebacks.failed_starts(view, self.muster.lost, here)
+        starts = self.comebacks.failed_starts(view, self._last_here, here)
         num_hosts = len({a.host for a in agents} - set(self.blame.excluded))
         return [action for s in starts for action in self.blame.start_failed(s, num_hosts)]
+
+    @property
+    def _last_here(self) -> dict[str, int]:
+        return last_here(self.muster.lost, self.patience.away)
 
     def _may_close(self, now: float) -> bool:
         if len(self.joined) < self.rules.min_nodes or now < self.not_before:
@@ -406,7 +410,7 @@ class Machine:
         return [StartRound(self.round, self.members, self.restarts)]
 
     def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
-        present = {a.task for a in self.joined} | self.comebacks.returning(view, self.muster.lost)
+        present = {a.task for a in self.joined} | self.comebacks.returning(view, self._last_here)
         rules, tried = self.rules, self.comebacks.tried
         return slurms_word.hopeless(view, present, rules.min_nodes, rules.max_nodes, tried)
 

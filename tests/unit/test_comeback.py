@@ -107,6 +107,17 @@ def test_a_task_that_failed_before_it_joined_starts_elsewhere(word, task):
     assert says(m, failed, 13.0) == []
 
 
+def test_a_task_whose_node_died_after_it_was_given_back_comes_back():
+    """It had no time to ask for its next attempt. Its start has not failed: it had joined."""
+    m = lost()
+    m.patience.away[D.task] = 0
+    died = TaskState(D.task, "FAILED", node="node9", restarts=0)
+    actions = m.slurm_says(view(died), 10.0, 10.0)
+    assert notes(actions, "start failed") == [] and m.blame.excluded == ()
+    assert says(m, died, 12.0) == [(D.task,)]
+    assert says(m, held(D.task), 30.0) == [], "it is to stay away otherwise"
+
+
 def view(*states: TaskState) -> dict[str, TaskState]:
     """Slurm's answer while A and C train."""
     return running(A, C) | {state.task: state for state in states}

@@ -18,7 +18,7 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            checkpoint, and the others form another round within
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
-           run has; nothing is brought back that the run itself has given back.
+           run has; nothing is brought back that the run itself has given back, and that waits.
 Files      Those that leaders share: see `shared.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.rendezvous.agreement import ANSWER_WITHIN_S
 from hpc_elastic.rendezvous.leader_effects import Announce
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.slurm.states import Phase
 from hpc_elastic.testing.simulation.rank import Doing, Rank
 from hpc_elastic.testing.simulation.scenario import Scenario
 from hpc_elastic.testing.simulation.world import World
@@ -309,7 +310,8 @@ class Monitor:
 
     def brought_back(self, tasks: Sequence[str], machine: Machine) -> None:
         """A leader lets tasks start that Slurm holds."""
-        away = [
-            t for t in tasks if machine.patience.away.get(t, -1) >= machine.muster.lost.get(t, 0)
-        ]
+        view = machine.muster.view or {}
+        waiting = [t for t in tasks if t not in view or view[t].phase is not Phase.ENDED]
+        lost, given_back = machine.muster.lost, machine.patience.away
+        away = [t for t in waiting if given_back.get(t, -1) >= lost.get(t, 0)]
         self.check(not away, "a task was brought back that was given back", away)

@@ -61,6 +61,8 @@ class Comebacks:
 
     unseen: dict[str, str] = field(default_factory=dict)
     """Task -> the node where it may run still, for nobody has seen its end."""
+    max_requeues: int | None = None
+    """How often a task may go back to the queue; None: as often as it has to."""
     are_awaited: bool = False
     """Whether Slurm should be asked about some of them."""
     _over: frozenset[str] = frozenset()
@@ -113,7 +115,8 @@ class Comebacks:
                 continue
             self._failed[task] = key
             self._tries.setdefault(_place(task), []).append(state.node)
-            found.append(FailedStart(state, self.tried(task), not self._may_be_tried(task)))
+            is_last = self._is_spent(state) or not self._may_be_tried(task)
+            found.append(FailedStart(state, self.tried(task), is_last))
         return found
 
     def tried(self, task: str) -> tuple[str, ...]:
@@ -193,7 +196,14 @@ class Comebacks:
             if self._may_return(state, lost.get(task)) and task not in self._over
         }
 
+    def _is_spent(self, state: TaskState) -> bool:
+        """Whether a task has ended, and may not be requeued any more."""
+        spent = self.max_requeues is not None and (state.restarts or 0) >= self.max_requeues
+        return spent and state.phase is Phase.ENDED
+
     def _may_return(self, state: TaskState, lost_attempt: int | None) -> bool:
+        if self._is_spent(state):
+            return False
         return slurms_word.may_return(state, lost_attempt) or self._is_retried(state)
 
     def _ended(

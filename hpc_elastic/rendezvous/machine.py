@@ -120,6 +120,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.regroup = Regroup(self.rules)
         self.blame = Blame(self.rules)
+        self.comebacks.max_requeues = self.rules.max_requeues
 
     @classmethod
     def resume(cls, record: Record, rules: Rules, now: float, rng: random.Random) -> Machine:

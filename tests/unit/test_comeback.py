@@ -16,9 +16,9 @@ def held(task: str, restarts: int = 1) -> TaskState:
     return TaskState(task, "PENDING", "BeginTime", restarts=restarts, starts_in_s=118.0)
 
 
-def lost() -> Machine:
+def lost(**changes) -> Machine:
     """A round of A and C, whose third member B was lost."""
-    m = training(A, B, C, max_nodes=3)
+    m = training(A, B, C, max_nodes=3, **changes)
     m.gone(B, "its connection closed", 5.0)
     m.join(A, 5.1)
     m.join(C, 5.1)
@@ -61,6 +61,27 @@ def test_a_task_that_does_not_move_is_brought_back_again():
     when = [now for now in range(10, 100) if says(m, state, float(now))]
     assert when == [12, 29, 46, 63]
     assert when[-1] - when[0] < GIVE_UP_S
+
+
+@pytest.mark.parametrize("state", ["FAILED", "NODE_FAIL", "PREEMPTED"])
+def test_a_task_that_may_not_be_requeued_any_more_has_ended_for_good(state):
+    """It is not said to be brought back; one that waits in the queue already is."""
+    m = lost(max_requeues=0)
+    over = TaskState(B.task, state, restarts=0)
+    assert [says(m, over, float(now)) for now in range(10, 40)] == [[]] * 30
+    assert m.comebacks.num_over == 1 and not m.comebacks.are_awaited
+    again = lost(max_requeues=1)
+    assert says(again, replace(over, restarts=1), 10.0) == []
+    assert says(again, replace(over, restarts=1), 12.0) == []
+    assert says(again, held(B.task), 14.0) == [] and says(again, held(B.task), 16.0)
+
+
+def test_a_task_that_fails_before_it_joins_is_not_tried_again_beyond_its_requeues():
+    """And not said to be."""
+    m = lost(max_requeues=0)
+    failed = TaskState(D.task, "FAILED", "NonZeroExitCode", "node9", restarts=0)
+    (note,) = notes(m.slurm_says(running(A, C) | {D.task: failed}, 10.0, 10.0), "start failed")
+    assert note.fields["again"] is False
 
 
 def test_a_task_that_is_not_held_any_more_was_only_just_queued():

@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -120,7 +120,8 @@ class Checkpointer:
             num_bytes = self._expected_bytes(flat)
             self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
         near = None if self._tier is None else self._tier.store
-        self._context = Context(
+        self._is_held = _is_held if self._options.boundary else lambda: False
+        self._context = Context(  # knows nothing of this Checkpointer, nor does a save that is done
             store, self._group, rule, self._options.timeout_s, near=near, is_held=self._is_held
         )
         self._snapshots = Snapshots()
@@ -260,11 +261,6 @@ class Checkpointer:
             if error is None:
                 raise
 
-    def _is_held(self) -> bool:
-        """Tell whether the agent has asked this worker to stay at one of these checkpoints."""
-        page = reports.own_page()
-        return self._options.boundary and page is not None and page.is_held
-
     # ---- one save -------------------------------------------------------------------------
 
     def _new_save(self, step: int, urgent: bool | None) -> Save:
@@ -329,39 +325,31 @@ class Checkpointer:
     def _begin(self, save: Save, *, waits: bool) -> None:
         self._save = save
         if waits and not save.looks_out:
-            self._run(save)
+            _carry_out([self._run], save)
             return
         # Not a daemon: the program's end waits for it.
         thread = threading.Thread(
-            target=self._run_behind, args=(save,), name=f"checkpoint-{save.step}"
+            target=_carry_out_behind, args=([self._run], save), name=f"checkpoint-{save.step}"
         )
         try:
             thread.start()
         except RuntimeError as e:
             _log.warning("%s: step %d is written at once", e, save.step)
             save.looks_out = False
-            self._run(save)
+            _carry_out([self._run], save)
         if waits:
             save.wait()
 
-    def _run_behind(self, save: Save) -> None:
-        os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
-        self._run(save)
-
     def _run(self, save: Save) -> None:
-        try:
-            save.run()
-            if save.problem is not None:
-                self.failures += 1
-                _log.error("%s; the earlier ones are as they were", save.problem)
-                if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                    reports.note_not_saved(save.step, str(save.problem))
-            elif save.error is not None:
-                _log.info("%s", save.error)
-            save.look_out()
-        finally:
-            save.end()
-            save.clean_up()
+        save.run()
+        if save.problem is not None:
+            self.failures += 1
+            _log.error("%s; the earlier ones are as they were", save.problem)
+            if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
+                reports.note_not_saved(save.step, str(save.problem))
+        elif save.error is not None:
+            _log.info("%s", save.error)
+        save.look_out()
 
     def _note_commit(self, step: int) -> None:
         self._committed = step
@@ -410,6 +398,32 @@ class Checkpointer:
         whole = sum(tensor.nbytes for tensor in flat.tensors.values())
         coming = sum(_coming_bytes(item) for item in self._state.values())
         return planned + (coming * planned // whole if whole else coming)
+
+
+def _is_held() -> bool:
+    """Tell whether the agent has asked this worker to stay at its next checkpoint."""
+    page = reports.own_page()
+    return page is not None and page.is_held
+
+
+def _carry_out(run: list[Callable[[Save], None]], save: Save) -> None:
+    """Run a save and end it.
+
+    Args:
+        run: The Checkpointer's `_run`. It is taken out: a Checkpointer that nobody has any more is
+            not kept by a save that has ended, and whose old checkpoints are still being removed.
+        save: The save.
+    """
+    try:
+        run.pop()(save)
+    finally:
+        save.end()
+        save.clean_up()
+
+
+def _carry_out_behind(run: list[Callable[[Save], None]], save: Save) -> None:
+    os.nice(_NICENESS)  # of this thread only: nice(2), "C library/kernel differences"
+    _carry_out(run, save)
 
 
 def _coming_bytes(item: object) -> int:

@@ -184,8 +184,8 @@ class Save:
             self.leave_mark(str(self.error or "it is at a later step"))
 
     def end(self) -> None:
-        """Let those go on who wait."""
-        self.image = None
+        """Let those go on who wait; nothing is committed any more."""
+        self.image, self.committed = None, lambda step: None
         self._done.set()
         self._over.set()
 

@@ -31,8 +31,9 @@ _ALONE_S = 600.0
 """For the undisturbed training; it bounds hanging."""
 _LATE_LINES = 2
 """Lines of one append, at most."""
-_LEAVE_S = 120.0
-"""For the last processes to end; it bounds hanging."""
+_LEAVE_S = 200.0
+"""For the last processes to end; it bounds hanging. Slurm holds a task for two minutes that went
+back to the queue and ended slowly; it starts then, finds that its run has ended, and leaves."""
 
 
 @dataclass(frozen=True)

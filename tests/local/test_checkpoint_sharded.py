@@ -216,7 +216,6 @@ def test_a_sharded_training_goes_on_under_other_world_sizes(tmp_path, tp):
 
 
 def read_by_torch(rank: int, folder: str) -> None:
-    collect(Path(folder), rank, 2, {"a": whole("a")})
     manifest = collect(Path(folder), rank, 2, {"a": whole("a")})
     into = {"a": distribute_tensor(blank(whole("a")), init_device_mesh("cpu", (2,)), [Shard(1)])}
     dcp_load(into, storage_reader=ManifestReader(manifest, Path(folder)))

@@ -24,7 +24,7 @@ class Queue:
     Attributes:
         listed: The tasks, by the scheduler's names.
         silent: Why Slurm did not answer; None if it did, or had not to be asked.
-        damaged: Why the tasks of a submission are not known: its files can not be read, or are not
+        damaged: Why the tasks of a submission are not known: its files cannot be read, or are not
             where they were made.
     """
 

@@ -79,7 +79,7 @@ class RunFiles:
     def new_notices(self) -> list[str]:
         """Return the files in ``notice/``; none is the usual case.
 
-        What is longer than any name, so that it can not be claimed, keeps no other from that.
+        What is longer than any name, so that it cannot be claimed, keeps no other from that.
         """
         try:
             with os.scandir(self.run.notices) as entries:

@@ -83,7 +83,7 @@ def require_killable(task: str) -> None:
     """Refuse a node of a gang.
 
     Raises:
-        RunDirectoryError: it can not be killed alone.
+        RunDirectoryError: it cannot be killed alone.
     """
     if "." in task:
         remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"

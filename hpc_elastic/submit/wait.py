@@ -305,7 +305,7 @@ def _status(run: RunDir) -> dict[str, Any] | None:
     """Return what is shown of the run's status.json, as far as it is what it should be.
 
     Returns:
-        None if there is none, or it can not be read just now.
+        None if there is none, or it cannot be read just now.
     """
     try:
         status = read_json(run.status)

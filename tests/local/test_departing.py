@@ -281,7 +281,7 @@ def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch)
 
 
 def test_a_file_whose_name_is_none_keeps_no_notice_from_its_node(tmp_path, claimed):
-    """It can not be claimed; others are, whatever their names."""
+    """It cannot be claimed; others are, whatever their names."""
     found = RunFiles(RunDir(tmp_path)).new_notices
     too_long = tmp_path / "notice" / ("4" * 255)
     too_long.touch()

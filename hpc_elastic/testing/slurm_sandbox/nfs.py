@@ -287,7 +287,7 @@ def remove(state: State) -> None:
     left = mounted_below(state.layout.nfs)
     _unmount(left)
     if mounted_below(state.layout.nfs):
-        raise SandboxError(f"can not be unmounted: {', '.join(map(str, left))}")
+        raise SandboxError(f"cannot be unmounted: {', '.join(map(str, left))}")
 
 
 def mounted_below(folder: Path) -> list[Path]:

@@ -29,6 +29,16 @@ class Liveness:
     heartbeat_s: float
     lost_after_s: float
 
+    @property
+    def lease_s(self) -> float:
+        """Between two renewals of a lease: each is an operation of a shared file system."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def lapse_s(self) -> float:
+        """A lease that was not renewed for so long has lapsed."""
+        return 5 * self.heartbeat_s
+
     @classmethod
     def of(cls, heartbeat_s: float, lost_after_s: float, max_nodes: int) -> Liveness:
         """Return a run's, from its settings: in a large one each agent beats more seldom.
@@ -91,6 +101,11 @@ class Attendance:
         for agent in overdue:
             del self._expected[agent.task]
         return overdue
+
+    @property
+    def misses_somebody(self) -> bool:
+        """Whether members are unheard that may live, and try to lead."""
+        return bool(self._silent or self._expected)
 
     def hears_half(self, num_members: int) -> bool:
         """Tell whether this leader is on the side of the last round's members that may go on."""

@@ -4,10 +4,13 @@ An agent that can not reach the leader takes it for dead when
 
 - its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
 - Slurm says that its task does not run (the first few members ask); or
-- it was out of reach for ``lost_after_s``, and its lease on the shared file system was not renewed
-  for four heartbeats either (or for ``lost_after_s``, if this agent never followed it). A lease
-  that is renewed says that the leader lives and others follow it: then it is this agent that is cut
-  off, and it keeps trying.
+- it was out of reach for ``lost_after_s``, and its lease on the shared file system has lapsed
+  (`Liveness.lapse_s`, or ``lost_after_s`` if this agent never followed it). A lease that is renewed
+  says that the leader lives and others follow it: then it is this agent that is cut off, and it
+  keeps trying.
+
+That takes two reads of the lease, the second begun so long after the first had ended, and none in
+between that differs. A lease that can not be read proves nothing, however long.
 
 A record that does not verify counts as a leader out of reach without a lease.
 """
@@ -19,7 +22,6 @@ from dataclasses import dataclass
 from hpc_elastic.rendezvous.attendance import Liveness
 
 CONFIRM_REFUSAL_S = 0.2
-_LEASE_BEATS = 4
 
 
 @dataclass
@@ -38,10 +40,14 @@ class Watch:
     inquired: bool = False
     slurm_says_dead: bool = False
 
-    def saw_lease(self, lease: int | None, now: float) -> None:
-        """The lease has this value."""
+    lease_until: float = 0.0
+    """When the last look began that found this value."""
+
+    def saw_lease(self, lease: int | None, asked: float, now: float) -> None:
+        """A look that began at ``asked`` has found this value."""
         if self.lease_since is None or lease != self.lease:
             self.lease, self.lease_since = lease, now
+        self.lease_until = asked
 
     def slept(self, for_s: float) -> None:
         """This agent was not running for so long: what it has seen before proves nothing."""
@@ -57,7 +63,6 @@ class Watch:
             return now - self.refused_since >= CONFIRM_REFUSAL_S
         if now - self.since <= liveness.lost_after_s:
             return False
-        quiet_s = max(
-            _LEASE_BEATS * liveness.heartbeat_s, 0.0 if self.followed else liveness.lost_after_s
-        )
-        return damaged or (self.lease_since is not None and now - self.lease_since >= quiet_s)
+        lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.lost_after_s)
+        seen_s = self.lease_until - self.lease_since if self.lease_since is not None else 0.0
+        return damaged or seen_s >= lapse_s

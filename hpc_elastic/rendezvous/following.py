@@ -105,6 +105,8 @@ class Following:
         """Whether it has a place in a round that was not stopped."""
         self._notice: Notice | None = None
         self._looking = self._claiming = False
+        self._asked = now
+        """When the last look began."""
         self._look_due = now
         self._look_pause_s = _LOOK_AGAIN_S
         self._dead_since: float | None = None
@@ -175,7 +177,7 @@ class Following:
         if record is not None and record.ending is not None:
             return [Publish(record), *self._end(record.ending.message)]
         self._note_epoch(number, record, now)
-        self._watch.saw_lease(lease, now)
+        self._watch.saw_lease(lease, self._asked, now)
         if self._link is _Link.UP:
             deposed = self._record is not None and number > 0 and self._is_newer(record)
             return self._lost("another agent leads", now) if deposed else []
@@ -278,7 +280,7 @@ class Following:
         silence_s = now - self._heard
         if silence_s > self.liveness.lost_after_s:
             return effects + self._lost(f"silent for {silence_s:.1f} s", now)
-        if silence_s > 2 * self.liveness.heartbeat_s:
+        if silence_s > 1.5 * self.liveness.heartbeat_s:
             effects += self._look_if_due(now)  # watch the lease, to know by when to claim
         return effects
 
@@ -354,7 +356,7 @@ class Following:
     def _look_if_due(self, now: float) -> list[Effect]:
         if self._looking or self._claiming or self._over or now < self._look_due:
             return []
-        self._looking = True
+        self._looking, self._asked = True, now
         return [Look()]
 
     def _plan_look(self, now: float) -> None:

@@ -105,8 +105,8 @@ class Leader:
         self._store: StoreAddress | None = None
         """Where the workers of the last round meet."""
         self._readmitting: asyncio.Task[None] | None = None
+        self._lease = office.register.make_lease(claim.epoch)
         self._renewing = False
-        self._beats = 0
 
     # ---- life ---------------------------------------------------------------------------
 
@@ -180,6 +180,7 @@ class Leader:
         while self._visitors:  # a second at most (`Visitor.close`)
             await asyncio.sleep(0.01)
         await self._journal.close()
+        self._lease.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(
@@ -388,14 +389,15 @@ class Leader:
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang
             self._renewing = True
-            self._beats += 1
-            self._start(self._renew(self._beats), self._duties)
+            self._start(self._renew(), self._duties)
 
-    async def _renew(self, beats: int) -> None:
+    async def _renew(self) -> None:
         try:
-            await self._in_thread(self._office.register.renew_lease, self._claim.epoch, beats)
+            await self._in_thread(self._lease.renew)
         except OSError as e:
             _log.info("lease not renewed: %s", e)
+        else:
+            self._term.handle(self._leadership.renewed)
         finally:
             self._renewing = False
 

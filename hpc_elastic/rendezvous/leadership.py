@@ -18,6 +18,8 @@ Lease      The leader renews a lease on the shared file system while it hears at
            off does not depose a leader that the others follow. A leader that hears fewer may be
            the one that is cut off: it renews no lease and closes no round for as long as the
            others need to elect, ``2 * lost_after_s``. If nobody did, they are dead, and it goes on.
+           A leader that can not renew its lease steps down before members that it does not hear
+           may elect another; and where it can not record a decision either, at any rate.
 
 Reports    of members are numbered by the record of the round that they belong to: what is said of
            an earlier one is old news. Requests for a place are numbered by the agent.
@@ -112,6 +114,9 @@ class Leadership:
         self.liveness = liveness
         self._attendance = Attendance(liveness, self.machine.muster.unsettled, now)
         self._yielding = False
+        self._lease_due = now
+        self._unrenewed_since: float | None = None
+        """When the renewal of the lease was asked for that has not been done yet."""
         self._wanted: Record | None = None
         self._asks: dict[Agent, int] = {}
         """The number of each agent's last request for a place."""
@@ -226,9 +231,13 @@ class Leadership:
         effects += self._do(self.machine.tick(now), now)
         effects += self._do(self._inquest.tick(self.machine, now), now)
         effects += self._beat(now)
-        if self._hears_half() and not self._is_below_min():
-            effects.append(RenewLease())
+        effects += self._renew_lease(now)
         return [*effects, *self._ask_slurm(now), *self._see_to_sweep(now)]
+
+    def renewed(self) -> list[Effect]:
+        """The lease was renewed."""
+        self._unrenewed_since = None
+        return []
 
     @property
     def is_deciding(self) -> bool:
@@ -422,7 +431,25 @@ class Leadership:
             self._yielding = True
             self.machine.not_before = now + 2 * self.liveness.lost_after_s
 
-    # ---- heartbeats and Slurm -----------------------------------------------------------
+    # ---- heartbeats, the lease, and Slurm -----------------------------------------------
+
+    def _renew_lease(self, now: float) -> list[Effect]:
+        """Renew the lease where that is due; step down where it is in vain."""
+        if not self._hears_half() or self._is_below_min():
+            self._unrenewed_since = None
+            return []
+        if now < self._lease_due:
+            return []
+        if self._unrenewed_since is None:
+            self._unrenewed_since = now
+        vain_s = now - self._unrenewed_since
+        lapses = vain_s > self.liveness.lapse_s - self.liveness.lease_s
+        if lapses and self._attendance.misses_somebody:
+            return self._step_down()
+        if self.is_deciding and vain_s > 2 * self.liveness.lost_after_s:
+            return self._step_down()
+        self._lease_due = now + self.liveness.lease_s - self.liveness.heartbeat_s / 2
+        return [RenewLease()]
 
     def _beat(self, now: float) -> list[Effect]:
         return self._tell(tuple(self._attendance.heard), {"type": "beat"})

@@ -5,8 +5,8 @@ exists, on NFS too, so that exactly one agent creates each number (`record` says
 that). Where the answer to link(2) is lost, the record that is there tells whose it is: it names its
 leader, and what that one has decided.
 
-A lease is a counter that the leader of an epoch writes anew with every heartbeat. Only whether it
-changes matters, seen on the reader's own clock: no two clocks are ever compared.
+A lease is a counter that the leader of an epoch raises as long as it lives. Only whether it changes
+matters, seen on the reader's own clock: no two clocks are ever compared.
 
 Everything here may block for as long as the file system likes; callers use threads.
 """
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import secrets
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,14 +83,9 @@ class Register:
                 staged.unlink()
         return True
 
-    def renew_lease(self, epoch: int, beats: int) -> None:
-        """Show that the leader of an epoch lives; ``beats`` is another number each time.
-
-        Raises:
-            OSError: the file system does not answer.
-        """
-        text = f"{epoch}|{beats}"
-        self._lease_file(epoch).write_text(f"{text}|{sign(self.secret, f'lease|{text}')}")
+    def make_lease(self, epoch: int) -> Lease:
+        """Return the lease of an epoch, for its leader."""
+        return Lease(self._lease_file(epoch), self.secret, epoch)
 
     def lease(self, epoch: int) -> int | None:
         """Return what the leader of an epoch wrote last; None if nothing of his is there.
@@ -116,6 +112,53 @@ class Register:
             return None  # damaged: its number is taken all the same
         record = unseal(text, self.secret)
         return record if record is not None and record.number == number else None
+
+
+class Lease:
+    """The lease of one leader. Its file stays open, so a renewal is one operation."""
+
+    def __init__(self, path: Path, secret: bytes, epoch: int) -> None:
+        self._path = path
+        self._secret = secret
+        self._epoch = epoch
+        self._beats = 0
+        self._fd: int | None = None
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def renew(self) -> None:
+        """Show that the leader lives.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        self._beats += 1
+        text = f"{self._epoch}|{self._beats:012d}"
+        content = f"{text}|{sign(self._secret, f'lease|{text}')}".encode()
+        with self._lock:
+            try:
+                if self._fd is None:
+                    self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                os.pwrite(self._fd, content, 0)
+                os.fdatasync(self._fd)
+            except OSError:  # such as ESTALE: the server was restarted
+                self._release()
+                raise
+            if self._is_over:
+                self._release()
+
+    def close(self) -> None:
+        """Release the file; where a renewal hangs, once that is over."""
+        self._is_over = True
+        if self._lock.acquire(blocking=False):
+            self._release()
+            self._lock.release()
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def _write(path: Path, text: str) -> None:

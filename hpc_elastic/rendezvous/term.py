@@ -62,9 +62,8 @@ class Gate:
         """Carry effects out, in order."""
         remaining = iter(effects)
         for effect in remaining:
-            if isinstance(effect, StepDown):
+            if isinstance(effect, StepDown) or self.is_over:
                 self.end()
-            if self.is_over:
                 return
             if isinstance(effect, Publish):
                 self._hands.publish(effect.record, list(remaining))

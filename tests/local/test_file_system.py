@@ -24,7 +24,7 @@ from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.rendezvous import journal
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.record import Endpoint, Record, claim, unseal
-from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.register import Lease, Register
 from hpc_elastic.rendezvous.session import Session, Verdict
 
 NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
@@ -89,10 +89,17 @@ class FaultyRegister(Register):
         self.weather.meet("create")
         return super().create(record)
 
-    def renew_lease(self, epoch: int, beats: int) -> None:
+    def make_lease(self, epoch: int) -> Lease:
         """See `Register`."""
-        self.weather.meet("renew_lease")
-        super().renew_lease(epoch, beats)
+        lease = super().make_lease(epoch)
+        renew = lease.renew
+
+        def renew_in_weather() -> None:
+            self.weather.meet("renew")
+            renew()
+
+        lease.renew = renew_in_weather
+        return lease
 
     def lease(self, epoch: int) -> int | None:
         """See `Register`."""

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leader_effects import Create, Effect, Tell
+from hpc_elastic.rendezvous.leader_effects import Create, Effect, RenewLease, Tell
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
 from hpc_elastic.rendezvous.rules import Rules
@@ -73,12 +73,12 @@ def training(*agents: Agent, **rules) -> Leadership:
 
 def meanwhile(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
     """Let time pass, with the beats of these agents; return all effects of it."""
-    effects, now = leader.tick(since), since
+    effects, now = tick(leader, since), since
     while now < until:
         now += 0.5
         for agent in alive:
             say(leader, agent, "beat", now, progress={})
-        effects += leader.tick(now)
+        effects += tick(leader, now)
     return effects
 
 
@@ -87,4 +87,12 @@ def passed(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) 
     meanwhile(leader, until - 0.5, *alive, since=since)
     for agent in alive:
         say(leader, agent, "beat", until, progress={})
-    return leader.tick(until)
+    return tick(leader, until)
+
+
+def tick(leader: Leadership, now: float) -> list[Effect]:
+    """Let a leader look around; its file system answers at once."""
+    effects = leader.tick(now)
+    if of(effects, RenewLease):
+        leader.renewed()
+    return effects

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from followers import (
     LEADER,
+    LIVENESS,
     MANY,
     RECORD,
     REFUSED,
@@ -16,9 +17,9 @@ from followers import (
 )
 from groups import A, B, C, D
 
-from hpc_elastic.rendezvous.agent_effects import Claim, HangUp, Inquire
+from hpc_elastic.rendezvous.agent_effects import Claim, Connect, HangUp, Inquire, Look
 from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S
+from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S, Watch
 from hpc_elastic.rendezvous.record import Agent, Record
 
 # ---- taking its place ---------------------------------------------------------------------
@@ -158,7 +159,8 @@ def test_an_attempt_to_connect_ends_with_the_claim():
     while not of(effects, Claim):
         now += 0.1
         assert now < 10.0
-        effects = f.looked(5, RECORD, 1, now)
+        looks = of(f.tick(now), Look)
+        effects = f.looked(5, RECORD, 1, now) if looks else []
     assert effects == [HangUp(), Claim(6, RECORD, unseen=True)]
     assert f.not_connected("no route", now, refused=UNREACHABLE) == []
 
@@ -252,3 +254,25 @@ def test_an_agent_that_slept_through_refusals_confirms_them_anew():
     f.not_connected("refused", 0.0, refused=REFUSED)
     f.tick(600.0)
     assert not of(f.looked(5, RECORD, 2, 600.0), Claim)
+
+
+def test_a_look_that_took_long_proves_nothing_of_that_time():
+    """The lease may have been read when it began: two looks have to be so far apart."""
+    watch = Watch(epoch=2, since=0.0, followed=True)
+    watch.saw_lease(7, 3.0, 3.1)
+    watch.saw_lease(7, 3.2, 60.0)
+    assert not watch.is_dead(LIVENESS, 60.0, damaged=False)
+    watch.saw_lease(7, 60.1, 60.2)
+    assert watch.is_dead(LIVENESS, 60.2, damaged=False)
+
+
+def test_a_lease_that_can_not_be_read_has_not_lapsed():
+    """Nobody is deposed because the file system of others does not answer."""
+    f = following(B)
+    now = 0.0
+    while now < 60.0:
+        now = round(now + 0.1, 1)
+        looks = of(f.tick(now), Look)
+        effects = f.blind("input/output error", now) if looks else []
+        assert not of(effects, Claim)
+    assert f.looked(5, RECORD, 1, now) == [Connect(RECORD)]

@@ -230,8 +230,7 @@ def test_a_leader_that_another_has_replaced_is_left():
     """It is paused or cut off, and does not know."""
     f = following()
     f.tick(0.5)
-    f.tick(1.0)
-    assert of(f.tick(1.2), Look) == [Look()], "it has been silent for longer than two beats"
+    assert of(f.tick(0.8), Look) == [Look()], "it has been silent for longer than a beat and a half"
     newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.looked(6, newer, 1, 1.4)
     assert of(effects, HangUp) and told(effects, "stop")

@@ -5,11 +5,31 @@ from itertools import pairwise
 
 import pytest
 from groups import A, B, C, D, running
-from leaders import HERE, after, join, leading, meanwhile, of, passed, rejoin, say, told, training
+from leaders import (
+    HERE,
+    LIVENESS,
+    after,
+    join,
+    leading,
+    meanwhile,
+    of,
+    passed,
+    rejoin,
+    say,
+    told,
+    training,
+)
 
 from hpc_elastic.rendezvous.actions import Note
 from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leader_effects import AskSlurm, Create, Drop, Effect, RenewLease
+from hpc_elastic.rendezvous.leader_effects import (
+    AskSlurm,
+    Create,
+    Drop,
+    Effect,
+    RenewLease,
+    StepDown,
+)
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.machine import Phase
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
@@ -140,24 +160,58 @@ def test_a_member_that_finds_the_new_leader_is_not_lost():
 # ---- the lease, and which side may go on --------------------------------------------------
 
 
-def renews(effects: list[Effect]) -> bool:
-    """Whether the lease is renewed."""
-    return RenewLease() in effects
+def renews(leader: Leadership, now: float, *alive: Agent) -> bool:
+    """Whether the lease is renewed in the next second."""
+    return RenewLease() in meanwhile(leader, now + 1.0, *alive, since=now)
 
 
-def test_the_lease_is_renewed_with_every_tick():
+def test_the_lease_is_renewed_with_every_second_tick():
     """While a leader hears its members, or enough for the first round."""
     leader = leading()
     join(leader, A, 0.1)
-    assert renews(leader.tick(0.5))
-    assert renews(training(A, B).tick(1.5))
+    assert of(meanwhile(leader, 5.0, A, since=0.5), RenewLease) == 5 * [RenewLease()]
+    assert of(meanwhile(training(A, B), 5.5, A, B), RenewLease) == 5 * [RenewLease()]
 
 
 @pytest.mark.parametrize(("heard", "renewed"), [((A, B, C), True), ((A, B), True), ((A,), False)])
 def test_a_leader_that_hears_less_than_half_renews_no_lease(heard, renewed):
     """The others have fallen silent: it may be the one that is cut off."""
     leader = training(A, B, C, D)
-    assert renews(passed(leader, 5.0, *heard)) is renewed
+    passed(leader, 5.0, *heard)
+    assert renews(leader, 5.5, *heard) is renewed
+
+
+def unrenewed(leader: Leadership, until: float, *alive: Agent) -> list[Effect]:
+    """Let time pass in which no renewal of the lease is done; return all effects."""
+    effects, now = [], 1.0
+    while now < until:
+        now += 0.5
+        for agent in alive:
+            say(leader, agent, "beat", now, progress={})
+        effects += leader.tick(now)
+    return effects
+
+
+def test_a_leader_that_can_not_renew_its_lease_steps_down_before_others_may_take_over():
+    """One of its members is not heard: it may be alive, and see that the lease has lapsed."""
+    leader = training(A, B, C)
+    assert of(unrenewed(leader, 4.0, A, B, C), StepDown) == []
+    assert of(meanwhile(leader, 8.0, A, B, since=4.5), StepDown) == [], "it is renewed"
+    leader = training(A, B, C)
+    effects = unrenewed(leader, 1.0 + 3.0 + LIVENESS.lapse_s, A, B)
+    assert of(effects, StepDown) == [StepDown()]
+    assert leader.fenced
+
+
+def test_a_leader_all_of_whose_members_are_heard_may_wait_for_its_file_system():
+    """Nobody looks at its lease; a decision that can not be recorded is another matter."""
+    leader = training(A, B)
+    assert of(unrenewed(leader, 60.0, A, B), StepDown) == []
+    leader = training(A, B)
+    say(leader, A, "leave", 1.2, why="test")
+    rejoin(leader, B, 1.3)
+    assert of(leader.slurm_says(running(B), 1.4), Create)
+    assert of(unrenewed(leader, 12.0, B), StepDown) == [StepDown()]
 
 
 def test_a_leader_whose_members_hung_up_renews_its_lease():
@@ -165,7 +219,8 @@ def test_a_leader_whose_members_hung_up_renews_its_lease():
     leader = training(A, B, C, D)
     for agent in (B, C, D):
         leader.disconnected(agent, "its connection closed", 2.0)
-    assert renews(passed(leader, 5.0, A))
+    passed(leader, 5.0, A)
+    assert renews(leader, 5.5, A)
 
 
 def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
@@ -188,9 +243,9 @@ def test_a_leader_that_hears_them_again_goes_on():
     effects = rejoin(leader, A, 4.5)
     for agent in (B, C):
         effects += join(leader, agent, 4.6, ask=2)
-    last = leader.tick(4.7)
-    assert renews(last)
-    assert of([*effects, *last], Create), "nobody waits for an election that nobody needs"
+    effects += leader.tick(4.7)
+    assert renews(leader, 5.0, A, B, C)
+    assert of(effects, Create), "nobody waits for an election that nobody needs"
 
 
 def test_slurm_may_say_that_the_silent_ones_have_ended():
@@ -198,18 +253,18 @@ def test_slurm_may_say_that_the_silent_ones_have_ended():
     leader = training(A, B, C)
     passed(leader, 4.5, A)
     rejoin(leader, A, 4.6)
-    assert not renews(leader.tick(4.7))
+    assert not renews(leader, 4.7, A)
     leader.slurm_says(running(A, s1="NODE_FAIL", s2="COMPLETED"), 4.8)
-    assert renews(leader.tick(4.9))
+    assert renews(leader, 4.9, A)
 
 
 def test_a_leader_below_min_nodes_renews_no_lease():
     """It could decide nothing: whoever can not reach it may try to lead."""
     leader = training(A, B, min_nodes=2)
     leader.disconnected(B, "its connection closed", 2.0)
-    assert not renews(leader.tick(2.1))
+    assert not renews(leader, 2.1, A)
     join(leader, B, 2.2, ask=2)
-    assert renews(leader.tick(2.3))
+    assert renews(leader, 2.3, A, B)
 
 
 # ---- heartbeats ---------------------------------------------------------------------------

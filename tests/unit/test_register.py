@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -231,26 +232,28 @@ def test_where_no_record_verifies_the_numbers_still_count(register):
 def test_a_lease_shows_each_renewal(register):
     """Readers see another number, and need no clock but their own."""
     assert register.lease(1) is None
+    lease = register.make_lease(1)
     for beats in (1, 2):
-        register.renew_lease(1, beats)
+        lease.renew()
         assert register.lease(1) == beats
 
 
 def test_each_epoch_has_a_lease_of_its_own(register):
     """A fenced leader that renews its lease on does not speak for the present one."""
-    register.renew_lease(1, 5)
+    first, second = register.make_lease(1), register.make_lease(2)
+    first.renew()
     assert register.lease(2) is None
-    register.renew_lease(2, 1)
-    register.renew_lease(1, 6)
-    assert (register.lease(1), register.lease(2)) == (6, 1)
+    second.renew()
+    first.renew()
+    assert (register.lease(1), register.lease(2)) == (2, 1)
 
 
 def test_a_lease_that_does_not_verify_is_none(register):
     """Of another run, of another epoch, cut short, or garbage."""
     lease = register.path / "lease.2"
-    Register(register.path, b"other").renew_lease(2, 7)
+    Register(register.path, b"other").make_lease(2).renew()
     assert register.lease(2) is None
-    register.renew_lease(1, 7)
+    register.make_lease(1).renew()
     lease.write_text((register.path / "lease.1").read_text())
     assert register.lease(2) is None
     for garbage in (b"", b"2|7|", b"\xff\xfe", b"2|7", b"||"):
@@ -258,7 +261,35 @@ def test_a_lease_that_does_not_verify_is_none(register):
         assert register.lease(2) is None
 
 
+def test_a_lease_whose_file_went_stale_is_opened_anew(register):
+    """As after a restart of the file server: one renewal fails, the next one does not."""
+    lease = register.make_lease(1)
+    lease.renew()
+    os.close(lease._fd)
+    with pytest.raises(OSError, match="Bad file"):
+        lease.renew()
+    lease.renew()
+    assert register.lease(1) == 3
+
+
+def test_a_lease_is_closed_behind_a_renewal_that_hangs(register, monkeypatch):
+    """Its descriptor may be another file's by then."""
+    lease, goes_on, closed = register.make_lease(1), threading.Event(), []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: closed or goes_on.wait(10))
+    thread = threading.Thread(target=lease.renew)
+    thread.start()
+    while lease._fd is None:
+        time.sleep(0.01)
+    fd = lease._fd
+    lease.close()
+    os.fstat(fd)
+    goes_on.set()
+    thread.join(10)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
 def test_a_lease_is_no_record(register):
     """It takes no number."""
-    register.renew_lease(9, 1)
+    register.make_lease(9).renew()
     assert register.last() == (0, None)

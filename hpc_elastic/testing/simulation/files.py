@@ -60,7 +60,12 @@ class Files:
         self._world.after(before, None, self._create, *args)
 
     def renew(
-        self, access: Access, process: Process, epoch: int, beats: int, answer: Callable[[], None]
+        self,
+        access: Access,
+        process: Process,
+        epoch: int,
+        beats: int,
+        answer: Callable[[bool], None],
     ) -> None:
         """Renew a lease; a request that is under way outlives whoever made it."""
         args = (access, process, epoch, beats, answer)
@@ -134,8 +139,13 @@ class Files:
         return True
 
     def _renew(
-        self, access: Access, process: Process, epoch: int, beats: int, answer: Callable[[], None]
+        self,
+        access: Access,
+        process: Process,
+        epoch: int,
+        beats: int,
+        answer: Callable[[bool], None],
     ) -> None:
         if not access.failing:
             self._leases[epoch] = beats
-        process.call(answer)
+        process.call(answer, not access.failing)

@@ -249,8 +249,10 @@ class Leader:
             args = (self.host.access, self.process, self._epoch, self._beats)
             self._sim.files.renew(*args, self._renewed)
 
-    def _renewed(self) -> None:
+    def _renewed(self, done: bool) -> None:
         self._renewing = False
+        if done:
+            self.term.handle(self.leadership.renewed)
 
     def _announce(self, announce: Announce) -> None:
         self._sim.monitor.announced(self.endpoint, announce)

@@ -78,18 +78,21 @@ class Server:
         stopped: The clients that get no answer, or ``*``.
         rules: The operations that fail.
         last_rule: The highest number that a rule has had.
+        traced: Whether its operations are written down; see `trace`.
     """
 
     epoch: int = 0
     stopped: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = field(default_factory=tuple)
     last_rule: int = 0
+    traced: bool = False
 
 
 def to_text(server: Server) -> str:
     """Return the text of the file that the clients read; pure."""
     lines = [f"epoch {server.epoch}", f"last {server.last_rule}"]
     lines += [f"stopped {client}" for client in server.stopped]
+    lines += ["trace"] * server.traced
     lines += [
         f"rule {rule.number} {rule.client} {rule.error} {rule.times} "
         f"{','.join(rule.operations)} {rule.pattern}"
@@ -107,6 +110,8 @@ def from_text(text: str) -> Server:
             server = replace(server, epoch=int(rest))
         elif kind == "last":
             server = replace(server, last_rule=int(rest))
+        elif kind == "trace":
+            server = replace(server, traced=True)
         elif kind == "stopped":
             server = replace(server, stopped=(*server.stopped, rest))
         elif kind == "rule":
@@ -204,6 +209,22 @@ def operations(layout: Layout, client: str) -> dict[str, int]:
         return {}
     records = _RECORD.iter_unpack(content)
     return {name.rstrip(b"\0").decode(): number for name, number in records}
+
+
+def trace(state: State, on: bool) -> None:
+    """Begin to write down what all clients ask the server for, from nothing; or end that."""
+    for client in clients(state.config) if on else ():
+        _trace(state.layout, client).unlink(missing_ok=True)
+    set_server(state, replace(server_of(state), traced=on))
+
+
+def traced(layout: Layout, client: str) -> list[tuple[str, str]]:
+    """Return what a client has asked for while that was written down: operations and paths."""
+    try:
+        lines = _trace(layout, client).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [(operation, path) for operation, _, path in (line.partition(" ") for line in lines)]
 
 
 def view(state: State, client: str, path: Path) -> Path:
@@ -304,6 +325,10 @@ def _unmount(points: Iterable[Path]) -> None:
 
 def _faults(layout: Layout) -> Path:
     return layout.nfs_control / "faults"
+
+
+def _trace(layout: Layout, client: str) -> Path:
+    return layout.nfs_control / f"{client}.trace"
 
 
 def _counts(layout: Layout, client: str) -> Path:

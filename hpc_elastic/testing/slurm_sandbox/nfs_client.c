@@ -35,10 +35,11 @@
  *     epoch N                                     files opened under another number are ESTALE
  *     stopped CLIENT                              no operation of that client ends
  *     rule ID CLIENT ERRNO TIMES OPERATIONS PATTERN   these operations on these paths fail
+ *     trace                                       write operations down in CLIENT.trace
  *
  * CLIENT may be `*`. ERRNO 0 means a reply that is lost: the deed is done, and done again. TIMES 0
  * means always. And it holds `CLIENT.counts`, shared memory with the number of operations: records
- * of a name of 16 bytes and a number of 8.
+ * of a name of 16 bytes and a number of 8. A line of `CLIENT.trace` is an operation and its path.
  */
 
 #define _GNU_SOURCE
@@ -177,7 +178,7 @@ static struct {
     pthread_rwlock_t lock;
     struct stat file;
     long epoch;
-    bool stopped;
+    bool stopped, traced;
     int num_rules;
     struct rule rules[MAX_RULES];
 } faults = {.lock = PTHREAD_RWLOCK_INITIALIZER};
@@ -210,6 +211,10 @@ static void parse_fault(char *line)
         faults.stopped |= concerns_us(client);
         return;
     }
+    if (!strcmp(line, "trace\n")) {
+        faults.traced = true;
+        return;
+    }
     if (sscanf(line, "rule %ld %63s %d %ld %255s %n", &rule.id, client, &rule.error, &rule.times,
                ops, &at) < 5 || !at || !concerns_us(client) || faults.num_rules == MAX_RULES)
         return;
@@ -231,7 +236,7 @@ static void refresh_faults(void)
     if (same)
         return;
     pthread_rwlock_wrlock(&faults.lock);
-    faults.stopped = false;
+    faults.stopped = faults.traced = false;
     faults.num_rules = 0;
     int fd = openat(control_fd, "faults", O_RDONLY | O_CLOEXEC);
     FILE *stream = fd < 0 ? NULL : fdopen(fd, "r");
@@ -273,13 +278,14 @@ static bool is_killed(fuse_req_t req)
     return killed;
 }
 
-static bool is_stopped(void)
+/* Tell whether the server is stopped, or (traced) operations are to be written down. */
+static bool is_set(const bool *flag)
 {
     refresh_faults();
     pthread_rwlock_rdlock(&faults.lock);
-    bool stopped = faults.stopped;
+    bool set = *flag;
     pthread_rwlock_unlock(&faults.lock);
-    return stopped;
+    return set;
 }
 
 /* Write the path of an inode, or of a name in it, relative to the folder. */
@@ -326,11 +332,23 @@ static void count(enum op op, uint64_t number)
     atomic_fetch_add_explicit(&counts[op].value, number, memory_order_relaxed);
 }
 
+static void write_down(enum op op, const struct inode *where, const char *name)
+{
+    char path[PATH_MAX], file[128];
+    path_of(where, name, path);
+    snprintf(file, sizeof file, "%s.trace", settings.client);
+    int fd = openat(control_fd, file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    dprintf(fd, "%s %s\n", OP_NAMES[op], path);
+    close(fd);
+}
+
 /* Ask the server for an operation: wait while it is stopped; return an error or what fault_of says. */
 static int ask(enum op op, const struct inode *where, const char *name)
 {
     count(op, 1);
-    while (is_stopped()) {
+    if (is_set(&faults.traced))
+        write_down(op, where, name);
+    while (is_set(&faults.stopped)) {
         if (is_killed(current))
             return EINTR;
         nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);

@@ -230,6 +230,19 @@ class SlurmSandbox:
         """
         return nfs.operations(self._nfs_state().layout, self._client(client))
 
+    def trace_files(self, on: bool = True) -> None:
+        """Begin to write down what all clients ask the file server for, anew; or end that."""
+        with self._locked_nfs() as state:
+            nfs.trace(state, on)
+
+    def file_trace(self, client: str | int) -> list[tuple[str, str]]:
+        """Return what a client has asked for while that was written down, in order.
+
+        Returns:
+            Names of `nfs.OPERATIONS`, each with the path below the folder.
+        """
+        return nfs.traced(self._nfs_state().layout, self._client(client))
+
     def stop_server(self, client: str | int | None = None) -> None:
         """Let no operation on the shared folder end, of one client or of all."""
         with self._locked_nfs() as state:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hpc_elastic.doctor.findings import Finding, fail, ok, unknown, warn
 from hpc_elastic.doctor.folder import Folder
-from hpc_elastic.doctor.judge_host import LOCAL_FS
+from hpc_elastic.mount import LOCAL
 from hpc_elastic.words import duration
 
 SHARED_FS = (
@@ -70,7 +70,7 @@ def _shared(folder: Folder) -> Finding:
     if folder.fs.startswith(SHARED_FS):
         return ok(check, f"{folder.path} on {folder.fs}", why)
     found = f"{folder.path} on {folder.fs or 'an unknown file system'}"
-    if folder.fs in LOCAL_FS:
+    if folder.fs in LOCAL:
         found += ", usually of one machine"
     remedy = f"--probe finds out whether the nodes see it; if not, {_CHOOSE}"
     return warn(check, found, why, remedy)

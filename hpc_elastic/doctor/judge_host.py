@@ -6,20 +6,13 @@ from collections.abc import Iterator
 
 from hpc_elastic.doctor.findings import Finding, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.host import Host
+from hpc_elastic.mount import LOCAL
 from hpc_elastic.slurm.nodelist import compress
 
 _MIN_FILES = 4096
 """An agent that leads holds a connection for each node, a worker's loaders several for each CPU."""
 _MIN_PROCESSES = 4096
 _MIN_LOCKED_BYTES = 1 << 30
-
-LOCAL_FS = frozenset(
-    [
-        *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs"),
-        *("vfat", "f2fs", "bcachefs", "jfs", "reiserfs", "devtmpfs"),
-    ]
-)
-"""File systems that belong to one machine, unless it exports them."""
 
 
 def judge(host: Host, *, own_python: bool = True) -> Iterator[Finding]:
@@ -52,7 +45,7 @@ def _commands(host: Host) -> Finding:
 def _python(host: Host) -> Finding:
     check, why = "host.python", "the nodes start this very interpreter, by its path"
     found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
-    if host.python_fs in LOCAL_FS:
+    if host.python_fs in LOCAL:
         remedy = (
             "harmless where the nodes have the same at the same path (--probe finds out); else "
             "make the environment on the shared file system, or set launcher.python"

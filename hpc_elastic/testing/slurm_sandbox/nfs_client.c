@@ -1824,7 +1824,12 @@ int main(int argc, char **argv)
     }
     if (prepare(argv))
         return 1;
-    char option[] = "allow_other,default_permissions,fsname=sandbox,subtype=nfs_client";
+    char option[PATH_MAX]; /* the options stand in the place of the source, for all to read */
+    snprintf(option, sizeof option,
+             "allow_other,default_permissions,subtype=hpc_elastic_nfs,fsname=%s\\,acregmin=%g"
+             "\\,acregmax=%g\\,acdirmin=%g\\,acdirmax=%g",
+             settings.cto ? "cto" : "nocto", settings.acregmin, settings.acregmax,
+             settings.acdirmin, settings.acdirmax);
     char *fuse_argv[] = {argv[0], "-o", option, NULL};
     struct fuse_args args = FUSE_ARGS_INIT(3, fuse_argv);
     session = fuse_session_new(&args, &OPERATIONS, sizeof OPERATIONS, NULL);

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +95,17 @@ def is_there(path: Path) -> bool:
 
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     """Write to a hidden file of a folder, beside the one that it is for as a rule."""
-    fd, staged = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
+    staged = folder / f".{path.name}.{secrets.token_hex(8)}"
+    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as f:
             f.write(content.encode() if isinstance(content, str) else content)
-            os.fchmod(f.fileno(), mode)
+            if os.fstat(fd).st_mode & 0o777 != mode:  # the umask is stricter
+                os.fchmod(fd, mode)
     except BaseException:
-        Path(staged).unlink(missing_ok=True)
+        staged.unlink(missing_ok=True)
         raise
-    return Path(staged)
+    return staged
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -68,6 +68,11 @@ class Mount:
         return cls()
 
     @property
+    def is_local(self) -> bool:
+        """Whether its operations ask no server."""
+        return self.kind in LOCAL
+
+    @property
     def is_nfs(self) -> bool:
         """Whether the options of nfs(5) hold for it."""
         return self.kind in _NFS
@@ -101,7 +106,7 @@ class Mount:
         return 0.0 if self.options.get("lookupcache") == "none" else self._nfs_s("acdirmax")
 
     def _bound_s(self) -> float:
-        return 0.0 if self.kind in LOCAL else _BOUNDS_S.get(self.kind, _UNKNOWN_S)
+        return 0.0 if self.is_local else _BOUNDS_S.get(self.kind, _UNKNOWN_S)
 
     def _nfs_s(self, name: str) -> float:
         """Return the value of one of the four times for which NFS keeps attributes."""

@@ -1,7 +1,8 @@
 """OpenMetrics of one node: a text file that is always written, and a port if one is asked for.
 
-    <run>/metrics/<task>.prom    replaced in one step every `EVERY_S`; as node_exporter's textfile
-                                 collector reads it, by a link into its folder
+    <run>/metrics/<task>.prom    replaced in one step every `EVERY_S`, where a server has the files
+                                 every `SELDOM_S`; as node_exporter's textfile collector reads it,
+                                 by a link into its folder
     http://127.0.0.1:<port>/metrics   with `launcher.agent.metrics_port`
 
 Every metric has the labels run, task and node. All work is on a thread of its own: a file system
@@ -11,6 +12,7 @@ that hangs delays the file, and nothing else. The names are documented in docs/w
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from hpc_elastic.progress import Progress
 _log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
+SELDOM_S = 120.0
 LOOPBACK = "127.0.0.1"
 LABELS = ("run", "task", "node")
 _PREFIX = "hpc_elastic_"
@@ -132,6 +135,7 @@ class Exporter:
         labels: The values of `LABELS`.
         look: Returns what is known now; called every `EVERY_S`, on another thread.
         port: To serve on, at 127.0.0.1; None: none. One that is taken is logged, and is no error.
+        is_local: Whether the file is on a file system of this node.
     """
 
     def __init__(
@@ -140,8 +144,11 @@ class Exporter:
         labels: tuple[str, str, str],
         look: Callable[[], Sample],
         port: int | None = None,
+        *,
+        is_local: bool = True,
     ) -> None:
         self._file = file
+        self._file_every_s = EVERY_S if is_local else SELDOM_S
         self._labels = labels
         self._look = look
         self._registry = CollectorRegistry(auto_describe=False)
@@ -173,11 +180,14 @@ class Exporter:
         return server
 
     def _run(self) -> None:
-        last = False
+        last, written = False, -math.inf
         while not last:
             last = self._over.wait(EVERY_S)
             try:
                 self._sample = self._look()
+                if not last and now_s() - written < self._file_every_s:
+                    continue
+                written = now_s()
                 self._file.parent.mkdir(exist_ok=True)
                 text = generate_latest(self._registry).decode()  # type: ignore[no-untyped-call]
                 write_atomic(self._file, text)

@@ -41,12 +41,13 @@ from hpc_elastic.config import Nproc
 from hpc_elastic.control import DIRECTORY_VARIABLE
 from hpc_elastic.errors import ConfigError, HpcElasticError, RunDirectoryError, SlurmCommandError
 from hpc_elastic.events import EventLog
+from hpc_elastic.mount import Mount
 from hpc_elastic.net.keys import of_generation
 from hpc_elastic.rendezvous import address
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.office import Office, Pace
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
@@ -182,6 +183,7 @@ class _Node:
         self._tasks = tasks_of(task.spec)
         self._sweep = _sweep_of(task)
         self._interface = _interface(task)
+        self._mount = Mount.of(task.run.path)
         cpus, is_local = task.slurm.cpus_on_node, task.spec.launcher == "local"
         self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
         self._observer = Observer(self._sample)
@@ -320,6 +322,7 @@ class _Node:
             notices=RunFiles(run),
             make_keeper=keepers(spec.min_nodes),
             generation=spec.generation,
+            pace=Pace.of(self._mount),
         )  # fmt: skip
 
     def _exporter(self) -> Exporter:
@@ -331,7 +334,8 @@ class _Node:
             self._events.append([])
             return self._observer.look()
 
-        return Exporter(task.run.metrics(task.name), labels, look, port)
+        file = task.run.metrics(task.name)
+        return Exporter(file, labels, look, port, is_local=self._mount.is_local)
 
     def _sample(self) -> Sample:
         """Return what is known of this node beside its workers."""

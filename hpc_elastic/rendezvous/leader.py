@@ -64,7 +64,6 @@ _RETRY_S = 0.5
 _GARBAGE = 50_000
 """Objects between two looks for garbage: with ten thousand agents each look is long, and there is
 next to none."""
-_WATCH_S = 1.0
 _READMIT_S = 10.0
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
@@ -82,7 +81,7 @@ class Leader:
         rng = random.Random()
         kind = ReplicaLeadership if office.rules.ft else Leadership
         self._leadership = kind(claim, office.rules, office.liveness, now, rng)
-        self._term = Term(self._leadership, self)
+        self._term = Term(self._leadership, self, office.pace.show_s)
         notices = office.notices
         self._folder = TermFolder(claim.epoch, notices) if notices is not None else None
         self._is_notice_confirmed = asyncio.Event()
@@ -414,7 +413,7 @@ class Leader:
             with contextlib.suppress(OSError):
                 number = await self._in_thread(self._office.register.last_number)
                 self._term.handle(self._leadership.saw, number)
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(self._office.pace.look_s)
 
     async def _watch_notices(self, folder: TermFolder) -> None:
         """Pass on who is asked to leave."""
@@ -424,7 +423,7 @@ class Leader:
                 claimed = await self._in_thread(carried_out, folder.claim_notices())
                 self._term.handle(self._leadership.asked_to_leave, claimed)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WATCH_S):
+                async with asyncio.timeout(self._office.pace.look_s):
                     await self._is_notice_confirmed.wait()
 
     async def _remove_confirmed(self, folder: TermFolder) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hpc_elastic.mount import Mount
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.journal import Journal
 from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper
@@ -15,6 +16,21 @@ from hpc_elastic.rendezvous.term_folder import SharedFiles
 from hpc_elastic.slurm.states import TaskState
 
 StoreAddress = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often a leader that trains undisturbed turns to the run's files; seconds."""
+
+    look_s: float = 1.0
+    """Between two looks for a later leader, and for notices."""
+    show_s: float = 0.0
+    """Between two statuses that differ in their numbers alone; 0: each second."""
+
+    @classmethod
+    def of(cls, mount: Mount) -> Pace:
+        """Return that of a run on a mount: a server of files is asked more seldom."""
+        return cls() if mount.is_local else cls(look_s=3.0, show_s=6.0)
 
 
 class World(Protocol):
@@ -83,6 +99,7 @@ class Office:
     """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""
     generation: int = 0
     """The run's, as this agent's task was submitted."""
+    pace: Pace = Pace()
 
 
 @dataclass(frozen=True)

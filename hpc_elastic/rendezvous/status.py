@@ -13,6 +13,8 @@ _PHASES = {
     Phase.RUNNING: "training",
     Phase.DISBANDED: "given back",
 }
+NUMBERS = frozenset(["step", "loss", "samples", "blocked_s"])
+"""What changes with every step."""
 
 
 def status_of(leadership: Leadership) -> dict[str, Any]:

@@ -14,11 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from hpc_elastic.rendezvous.leader_effects import Effect, Publish, Readmit, Show, StepDown
+from hpc_elastic.rendezvous.leader_effects import (
+    Effect,
+    Message,
+    Publish,
+    Readmit,
+    Show,
+    StepDown,
+)
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.record import Record
 from hpc_elastic.rendezvous.series import Series
-from hpc_elastic.rendezvous.status import status_of
+from hpc_elastic.rendezvous.status import NUMBERS, status_of
 
 
 class Hands(Protocol):
@@ -79,18 +86,34 @@ class Gate:
 
 
 class Term(Gate):
-    """The term of one leader, with its duties."""
+    """The term of one leader, with its duties.
 
-    def __init__(self, leadership: Leadership, hands: Hands) -> None:
+    Args:
+        leadership: The leader.
+        hands: What carries its effects out.
+        show_s: So long a status is not shown again that differs in its numbers alone.
+    """
+
+    def __init__(self, leadership: Leadership, hands: Hands, show_s: float = 0.0) -> None:
         super().__init__(leadership, hands)
         self._leadership = leadership
         self._series = Series()
+        self._show_s = show_s
+        self._shown: tuple[float, dict[str, Any]] = (0.0, {})
+        """When a status was shown last, and what was in it beside its numbers."""
+        self._lines: list[Message] = []
+        """Lines of the progress that go with the next status."""
 
     def show(self, now: float) -> None:
-        """Show how the run is; ``now`` in Unix seconds."""
+        """Show how the run is, if that is due; ``now`` in Unix seconds."""
         status = status_of(self._leadership)
-        lines = self._series.look(status, now, self._leadership.at.started)
-        self.do([Show({**status, **self._series.rates}, tuple(lines))])
+        self._lines += self._series.look(status, now, self._leadership.at.started)
+        rest = {name: value for name, value in status.items() if name not in NUMBERS}
+        shown, before = self._shown
+        if rest == before and abs(now - shown) < self._show_s:
+            return
+        self._shown, lines, self._lines = (now, rest), tuple(self._lines), []
+        self.do([Show({**status, **self._series.rates}, lines)])
 
     def readmit(self) -> None:
         """See whether tasks that are gone may start again on the nodes that they were lost with."""

@@ -89,6 +89,8 @@ class TermFolder:
         self._files = files
         self._has_shown = False
         self._confirmed: set[str] = set()
+        self._claimed: Mapping[str, float] | None = None
+        """The notices in the folder; None: they have to be looked for."""
 
     def enter(self) -> Steps[None]:
         """Make sure that the folder is this leader's.
@@ -148,22 +150,28 @@ class TermFolder:
     def claim_notices(self) -> Steps[Mapping[str, float]]:
         """Remove what is confirmed, claim what is new; return what is left, with its seconds.
 
-        A notice of a name that is claimed already waits until that one is removed.
+        A notice of a name that is claimed already waits until that one is removed. Where nothing is
+        new, nothing but the notices' own folder is looked at.
 
         Raises:
             TermOverError: another leads.
             OSError: it may be tried again.
         """
-        yield from self.remove_confirmed()
-        claimed: Mapping[str, float] = yield partial(self._files.claimed_notices, self.epoch)
+        if self._confirmed or self._claimed is None:
+            yield from self.remove_confirmed()
+            self._claimed = yield partial(self._files.claimed_notices, self.epoch)
+        claimed: Mapping[str, float] = self._claimed
         new = [name for name in (yield self._files.new_notices) if name not in claimed]
+        if new:
+            self._claimed = None
+            yield from self.enter()
         for name in new:
             try:
                 yield partial(self._files.claim_notice, self.epoch, name)
             except FileNotFoundError:  # withdrawn meanwhile, or the folder is gone
                 yield from self.enter()
         if new:
-            claimed = yield partial(self._files.claimed_notices, self.epoch)
+            self._claimed = claimed = yield partial(self._files.claimed_notices, self.epoch)
         return {name: left_s for name, left_s in claimed.items() if name not in self._confirmed}
 
 

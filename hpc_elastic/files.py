@@ -9,18 +9,33 @@ path's last name are answered from memory, for up to a minute. So:
 **Absence is never concluded from a path. The folder is listed first, and what the listing names is
 opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits for a file of a run
 uses them. The same holds for the folder itself where others may rename or make it: list its parent.
+
+On a mount without close-to-open consistency (``nocto``) not even opening asks the server. There
+`refresh` makes the client do so, by statx(2) with AT_STATX_FORCE_SYNC. What was seen on Linux's NFS
+client: of a folder, before it is listed, it brings all names up to date at once, and of a file its
+content; of a path whose absence is remembered it does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
+from hpc_elastic.mount import Mount
+
+_AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000, 0x7FF, 256
+_LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
+"""None: a C library older than statx(2)."""
+_TICK_S = 0.02
+"""Longer than a tick of any kernel's coarse clock."""
 
 
 def write_atomic(
@@ -42,6 +57,7 @@ def write_atomic(
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
+    make_known(path.parent)
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
@@ -68,6 +84,7 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
+    make_known(path.parent)
     return True
 
 
@@ -78,10 +95,43 @@ def names_in(folder: Path) -> frozenset[str]:
         OSError: the file system does not answer.
     """
     try:
+        refresh(folder)
         with os.scandir(folder) as entries:
             return frozenset(entry.name for entry in entries)
     except FileNotFoundError:
         return frozenset()
+
+
+def refresh(path: Path) -> None:
+    """Have the client ask the server for a file or folder, where opening it would not.
+
+    Raises:
+        OSError: it is not there, or the file system does not answer.
+    """
+    if _mount_of(path).opened_is_fresh or _LIBC is None:
+        return
+    args = (_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS)
+    if _LIBC.statx(*args, ctypes.create_string_buffer(_STATX_BYTES)):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(path))
+
+
+def make_known(folder: Path) -> None:
+    """Let those notice a change of a folder who have listed it shortly before.
+
+    A client of NFS 3 knows a change by the folder's time alone. What happened within the same tick
+    of the server's clock as its last look, it would not see before the next change: so there is one
+    more, after that tick. Other clients count changes.
+    """
+    if _mount_of(folder).changes_by_time:
+        time.sleep(_TICK_S)
+        with contextlib.suppress(OSError):
+            os.utime(folder)
+
+
+@functools.lru_cache(4096)
+def _mount_of(path: Path) -> Mount:
+    return Mount.of(path)
 
 
 def is_there(path: Path) -> bool:
@@ -126,6 +176,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def _read_listed(path: Path) -> str | None:
     """Return the text of a file; None if it is not there."""
     try:
+        refresh(path)
         return path.read_text()
     except FileNotFoundError:
         if not is_there(path):

@@ -78,6 +78,11 @@ class Mount:
         return self.kind in _NFS
 
     @property
+    def changes_by_time(self) -> bool:
+        """Whether a change of a folder is known by its time alone, which has coarse ticks."""
+        return self.kind == "nfs" and self.options.get("vers", "").startswith("3")
+
+    @property
     def opened_is_fresh(self) -> bool:
         """Whether a file or folder that is opened anew is as its server has it."""
         return self.stale_s == 0

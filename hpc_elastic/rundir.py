@@ -51,7 +51,6 @@ of a later epoch: `story.points` reads it.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -60,7 +59,7 @@ from typing import Any, Literal
 
 from hpc_elastic.config import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.files import create_atomic, read_json, write_atomic
+from hpc_elastic.files import create_atomic, names_in, read_json, write_atomic
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -242,11 +241,7 @@ class RunDir:
         The folder is opened anew, which makes a client of NFS ask the server.
         """
         ends = (self.result.name, self.cancelled.name)
-        try:
-            with os.scandir(self.path) as entries:
-                return any(entry.name in ends for entry in entries)
-        except FileNotFoundError:
-            return False
+        return not names_in(self.path).isdisjoint(ends)
 
     @property
     def excluded(self) -> Path:

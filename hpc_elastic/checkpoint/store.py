@@ -27,6 +27,7 @@ from hpc_elastic.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
+from hpc_elastic.files import make_known, names_in
 
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that nobody can tell to be over is removed after this long."""
@@ -52,11 +53,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Return the committed steps, newest first; none if there is no such directory."""
-        try:
-            with os.scandir(self.directory) as entries:
-                found = [_STEP.fullmatch(entry.name) for entry in entries]
-        except FileNotFoundError:
-            return []
+        found = [_STEP.fullmatch(name) for name in names_in(self.directory)]
         return sorted((int(m[1]) for m in found if m), reverse=True)
 
     def folder(self, step: int) -> Path:
@@ -131,7 +128,7 @@ class Store:
 
     def empty_trash(self) -> None:
         """Delete what was set aside; a file that a dead node holds open can take minutes (NFS)."""
-        for name in self._names():
+        for name in names_in(self.directory):
             if name.startswith(TRASH):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
@@ -142,7 +139,7 @@ class Store:
             token: Of the group.
             number: Of the save that begins. Another rank may be at a later one already.
         """
-        for name in self._names():
+        for name in names_in(self.directory):
             staged = STAGING.fullmatch(name)
             if staged and staged["token"] == token:
                 if int(staged["number"]) < number:
@@ -161,10 +158,6 @@ class Store:
             touched = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
             return time.time() - touched > LEFTOVER_AGE_S
         return False
-
-    def _names(self) -> list[str]:
-        with os.scandir(self.directory) as entries:
-            return [entry.name for entry in entries]
 
 
 def record_of(token: str) -> int | None:
@@ -240,4 +233,5 @@ def _rename_to_new(source: Path, target: Path) -> bool:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
+    make_known(target.parent)
     return True

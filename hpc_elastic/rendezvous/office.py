@@ -30,7 +30,7 @@ class Pace:
     @classmethod
     def of(cls, mount: Mount) -> Pace:
         """Return that of a run on a mount: a server of files is asked more seldom."""
-        return cls() if mount.is_local else cls(look_s=3.0, show_s=6.0)
+        return cls() if mount.is_local else cls(look_s=4.0, show_s=6.0)
 
 
 class World(Protocol):

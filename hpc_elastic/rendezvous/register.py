@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.fence import last_record, record_path
-from hpc_elastic.files import is_there
+from hpc_elastic.files import is_there, make_known, refresh
 from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.record import Record, unseal
 
@@ -81,6 +81,7 @@ class Register:
         finally:
             with contextlib.suppress(OSError):
                 staged.unlink()
+        make_known(self.path)
         return True
 
     def make_lease(self, epoch: int) -> Lease:
@@ -93,8 +94,10 @@ class Register:
         Raises:
             OSError: the file system does not answer.
         """
+        file = self._lease_file(epoch)
         try:
-            text, _, mac = self._lease_file(epoch).read_text().rpartition("|")
+            refresh(file)
+            text, _, mac = file.read_text().rpartition("|")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         if not is_signed(self.secret, f"lease|{text}", mac):

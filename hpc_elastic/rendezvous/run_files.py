@@ -8,6 +8,7 @@ left, or nothing for ten minutes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.files import make_known, names_in, read_json, refresh, write_atomic
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ class RunFiles:
 
     def term(self) -> int:
         """Return the epoch of the term folder."""
-        with os.scandir(self.run.rdzv) as entries:
-            epochs = [int(m[1]) for e in entries if (m := _TERM.fullmatch(e.name))]
+        names = names_in(self.run.rdzv)
+        epochs = [int(m[1]) for name in names if (m := _TERM.fullmatch(name))]
         if not epochs:
             raise FileNotFoundError(2, "there is no term folder", str(self.run.rdzv))
         return max(epochs)
@@ -48,6 +49,7 @@ class RunFiles:
         """Rename the folder; remove what the leader before has staged and not put in place."""
         mine = self._folder(epoch)
         self._folder(before).rename(mine)
+        make_known(self.run.rdzv)
         for left in mine.iterdir():
             if not left.name.startswith(_NOTICE):
                 left.unlink(missing_ok=True)
@@ -65,14 +67,19 @@ class RunFiles:
         text = json.dumps(status, indent=2) + "\n"
         write_atomic(self.run.status, text, staged_in=self._folder(epoch))
 
-    def append_progress(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append below a line that another leader may not have finished."""
+    def append_progress(self, lines: Sequence[dict[str, Any]], *, maybe_torn: bool) -> None:
+        """Append, below the end of a line where that is missing."""
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        with self.run.progress.open("a+b") as f:
-            end = f.seek(0, os.SEEK_END)
-            f.seek(max(0, end - 1))
-            torn = f.read(1) not in (b"", b"\n")
-            f.write((b"\n" if torn else b"") + text.encode())
+        path = self.run.progress
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            end = os.lseek(fd, 0, os.SEEK_END) if maybe_torn else 0
+            if end and os.pread(fd, 1, end - 1) != b"\n":
+                text = f"\n{text}"
+            if os.write(fd, text.encode()) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(fd)
 
     # ---- notices --------------------------------------------------------------------------
 
@@ -82,6 +89,7 @@ class RunFiles:
         What is longer than any name, so that it cannot be claimed, keeps no other from that.
         """
         try:
+            refresh(self.run.notices)
             with os.scandir(self.run.notices) as entries:
                 names = (e.name for e in entries if e.is_file() and e.name[0] != ".")
                 return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)

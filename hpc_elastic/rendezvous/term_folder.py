@@ -60,8 +60,8 @@ class SharedFiles(Protocol):
     def replace_status(self, epoch: int, status: Message) -> None:
         """Put another status.json in its place."""
 
-    def append_progress(self, lines: Sequence[Message]) -> None:
-        """Append lines to progress.jsonl."""
+    def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
+        """Append lines to progress.jsonl, whose last line may be one that was not finished."""
 
     def new_notices(self) -> list[str]:
         """Return the names of the notices that nobody has claimed."""
@@ -88,6 +88,8 @@ class TermFolder:
         self.epoch = epoch
         self._files = files
         self._has_shown = False
+        self._maybe_torn = True
+        """Whether the last line of the progress may be torn: it is not this leader's, or failed."""
         self._confirmed: set[str] = set()
         self._claimed: Mapping[str, float] | None = None
         """The notices in the folder; None: they have to be looked for."""
@@ -129,7 +131,9 @@ class TermFolder:
         yield partial(self._files.replace_status, self.epoch, status)
         self._has_shown = True
         if lines:
-            yield partial(self._files.append_progress, lines)
+            maybe_torn, self._maybe_torn = self._maybe_torn, True
+            yield partial(self._files.append_progress, lines, maybe_torn=maybe_torn)
+            self._maybe_torn = False
 
     def confirm(self, name: str) -> None:
         """A notice is confirmed, or has named nobody for long: it is to be removed."""

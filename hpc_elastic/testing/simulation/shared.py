@@ -188,7 +188,7 @@ class NodeFiles:
         self.files.shown = status
         self.files.monitor.replaced(status)
 
-    def append_progress(self, lines: Sequence[Message]) -> None:
+    def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
         """Append; nothing guards it."""
         self.files.monitor.appended(lines)
 

@@ -25,7 +25,10 @@
  *
  * The kernel keeps pages, and names and attributes for as long as they are valid here. So a look-up
  * that arrives early is one that must not be answered from a cache (exclusive creation, the second
- * try after ESTALE), and goes to the server. Names that lose their validity early are expired in
+ * try after ESTALE), and goes to the server. So is, without cto, a getattr
+ * (statx with AT_STATX_FORCE_SYNC) by a thread that does not have the file or directory open: those
+ * of the C library between opening and reading are not meant to. A stat after reading, and after a
+ * change by this client, can not be told from it. Names that lose their validity early are expired in
  * the kernel: at once when a directory is opened, and by a thread of its own after a change, since
  * the kernel holds the directory's lock then. The kernel's own write-back cache is not used: with
  * it the kernel would never take a file's size from the server.
@@ -116,6 +119,7 @@ struct inode {
     struct stat attr;
     bool known, gone;
     double until, life, grown;
+    _Atomic pid_t opener; /* the thread that is about to read it, having opened it */
     long epoch;
 
     uint64_t names_version;
@@ -667,8 +671,8 @@ static void drop_listing(struct inode *dir)
 /* ---- asking the server for attributes ---- */
 
 /* Fetch the attributes of an inode; `op` says what for. Names and listing of a directory that has
- * changed are dropped, before this returns. */
-static int fetch_attr(struct inode *inode, enum op op, bool *changed)
+ * changed are dropped, before this returns; by the kernel, too, if it holds no lock (`at_once`). */
+static int fetch_attr(struct inode *inode, enum op op, bool at_once, bool *changed)
 {
     struct stat st;
     int error = ask(op, inode, NULL);
@@ -691,7 +695,7 @@ static int fetch_attr(struct inode *inode, enum op op, bool *changed)
         drop_listing(inode);
     }
     pthread_mutex_unlock(&inode->lock);
-    if (op == OPENDIR)
+    if (at_once)
         expire_names(number_of(inode), names);
     else if (names)
         expire_names_later(number_of(inode), names);
@@ -705,7 +709,7 @@ static int freshen(struct inode *inode)
     pthread_mutex_lock(&inode->lock);
     bool fresh = is_fresh(inode);
     pthread_mutex_unlock(&inode->lock);
-    return fresh ? 0 : fetch_attr(inode, GETATTR, &changed);
+    return fresh ? 0 : fetch_attr(inode, GETATTR, false, &changed);
 }
 
 /* ---- written data ---- */
@@ -775,7 +779,7 @@ static void send_written(struct inode *inode)
     if (!fstatat(inode->path_fd, "", &st, AT_EMPTY_PATH))
         keep_attr(inode, &st);
     pthread_mutex_unlock(&inode->lock);
-    if (operations > 1) {
+    if (operations > 1) { /* a single one is written to the disk at once, as by a kernel */
         count(WRITE, operations - 1);
         count(COMMIT, 1);
     }
@@ -968,7 +972,11 @@ static void do_getattr(fuse_req_t req, fuse_ino_t number, struct fuse_file_info 
     struct inode *inode = inode_of(number);
     (void)fi;
     current = req;
-    int error = freshen(inode);
+    bool changed;
+    pthread_mutex_lock(&inode->lock);
+    bool forced = !settings.cto && is_fresh(inode) && inode->opener != fuse_req_ctx(req)->pid;
+    pthread_mutex_unlock(&inode->lock);
+    int error = forced ? fetch_attr(inode, GETATTR, true, &changed) : freshen(inode);
     if (error)
         fuse_reply_err(req, error);
     else
@@ -1349,7 +1357,7 @@ static void do_open(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *fi
     struct inode *inode = inode_of(number);
     bool changed = false;
     current = req;
-    int error = settings.cto ? fetch_attr(inode, OPEN, &changed) : freshen(inode);
+    int error = settings.cto ? fetch_attr(inode, OPEN, false, &changed) : freshen(inode);
     if (!error && writes(fi->flags) && fault_of(WRITE, inode, NULL) == EROFS)
         error = EROFS;
     if (!error) {
@@ -1364,6 +1372,7 @@ static void do_open(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *fi
     if (changed)
         fuse_lowlevel_notify_inval_inode(session, number, -1, 0);
     give_handle(inode, fi);
+    inode->opener = fuse_req_ctx(req)->pid;
     fi->keep_cache = !changed;
     if (fuse_reply_open(req, fi)) {
         remove_opener(inode);
@@ -1433,6 +1442,7 @@ static void do_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_
         return;
     }
     give_handle(inode, fi);
+    inode->opener = fuse_req_ctx(req)->pid;
     fi->keep_cache = !changed;
     if (fuse_reply_create(req, &entry, fi)) {
         remove_opener(inode);
@@ -1531,6 +1541,7 @@ static int write_back(struct inode *inode, const struct file *file)
 static void do_flush(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *fi)
 {
     current = req;
+    inode_of(number)->opener = 0;
     fuse_reply_err(req, write_back(inode_of(number), file_of(fi)));
 }
 
@@ -1544,10 +1555,7 @@ static void do_fsync(fuse_req_t req, fuse_ino_t number, int datasync, struct fus
         fuse_reply_err(req, ESTALE);
         return;
     }
-    int error = write_back(inode, file_of(fi));
-    int fault = ask(COMMIT, inode, NULL);
-    if (!error && fault > 0)
-        error = fault;
+    int error = write_back(inode, file_of(fi)); /* which commits, too */
     if (!error && fdatasync(inode->write_fd >= 0 ? inode->write_fd : inode->read_fd))
         error = errno;
     fuse_reply_err(req, error);
@@ -1629,7 +1637,7 @@ static void do_opendir(fuse_req_t req, fuse_ino_t number, struct fuse_file_info 
     struct inode *dir = inode_of(number);
     bool changed = false;
     current = req;
-    int error = settings.cto ? fetch_attr(dir, OPENDIR, &changed) : freshen(dir);
+    int error = settings.cto ? fetch_attr(dir, OPENDIR, true, &changed) : freshen(dir);
     if (error) {
         fuse_reply_err(req, error);
         return;
@@ -1637,6 +1645,7 @@ static void do_opendir(fuse_req_t req, fuse_ino_t number, struct fuse_file_info 
     struct folder *folder = make(sizeof *folder);
     folder->inode = dir;
     fi->fh = (uintptr_t)folder;
+    dir->opener = fuse_req_ctx(req)->pid;
     if (fuse_reply_open(req, fi))
         free(folder);
 }
@@ -1689,6 +1698,8 @@ static void do_readdir(fuse_req_t req, fuse_ino_t number, size_t size, off_t off
             break;
         used += needed;
     }
+    if (!used)
+        folder->inode->opener = 0;
     fuse_reply_buf(req, buffer, used);
     free(buffer);
 }

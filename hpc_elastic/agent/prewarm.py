@@ -179,8 +179,11 @@ def _receive(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     first, outputs, _, _ = socket.recv_fds(channel, 1 << 16, len(_OUTPUTS))
     if not first:
         os._exit(0)
-    rest = iter(partial(channel.recv, 1 << 16), b"")
-    return json.loads(b"".join([first, *rest]))["env"], outputs
+    message = bytearray(first)
+    with contextlib.suppress(ConnectionResetError):  # closed before our report was read
+        for part in iter(partial(channel.recv, 1 << 16), b""):
+            message += part
+    return json.loads(message)["env"], outputs
 
 
 def _take_environment(env: dict[str, str]) -> None:

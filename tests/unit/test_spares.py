@@ -14,7 +14,7 @@ import pytest
 from ended import is_gone
 from torch.distributed.elastic.multiprocessing import start_processes
 
-from hpc_elastic.agent.prewarm import fits
+from hpc_elastic.agent.prewarm import _receive, fits
 from hpc_elastic.agent.processes import RoundLogs, made_from
 from hpc_elastic.agent.report import WorkerFiles
 from hpc_elastic.agent.spares import Spares
@@ -206,6 +206,18 @@ def test_a_spare_that_still_imports_is_used(node, make_spares):
     (node.folder / "go").touch()
     node.finish(processes)
     assert node.value() is False
+
+
+def test_a_report_that_nobody_reads_keeps_no_spare_from_its_work():
+    """The agent closes the socket behind its message, and may do so before it has looked."""
+    agent, spare = socket.socketpair()
+    spare.sendall(b"{}\n")
+    with agent:
+        socket.send_fds(agent, [b'{"env": {"A": "1"}}'], [1, 2])
+    env, outputs = _receive(spare)
+    assert env == {"A": "1"}
+    for descriptor in (*outputs, spare.detach()):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(("qualname", "args", "code"), [("exit_with", [7], 7), ("fail", [], 1)])

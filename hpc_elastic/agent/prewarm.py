@@ -7,18 +7,23 @@ first in the worker's log.
 Imports must not slow the training beside them, and an ordinary user can not take back a higher nice
 value, nor SCHED_IDLE (sched(7)): a spare rests between imports, and is SCHED_BATCH, which wakes up
 without pushing others aside and can be taken back.
+
+Before any training the agent imports torch too, and is needed first: where no CPU is free
+meanwhile, a spare begins after it, or is a worker by then that has imported nothing, which costs no
+more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -29,6 +34,8 @@ _OUTPUTS = (1, 2)
 _REST = 2.0
 """Seconds of rest for each second of CPU time."""
 _SLICE_S = 0.005
+_WINDOW_S = 0.2
+"""Over so long a spare sees whether a CPU is free."""
 _ALONG = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
 """The first optimizer of a process imports the former, which takes as long as torch itself."""
 _READ_AT_START = (
@@ -82,7 +89,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     channel = socket.socket(fileno=int(number))
     channel.set_inheritable(False)
     _keep_output()
-    with _in_the_background(channel) if pace == "paced" else contextlib.nullcontext():
+    with uncollected(), _in_the_background(channel) if pace == "paced" else _later(channel):
         failed = _import_ahead(modules, channel)
     with channel:
         with contextlib.suppress(OSError):  # handed over before, and the socket closed since
@@ -118,6 +125,51 @@ def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
 def _holds_gpu() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector from what is imported, here and later: its looks take a tenth of a second.
+
+    All that there is then is taken for what lasts as long as the process (`gc.freeze`).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _later(channel: socket.socket) -> Iterator[None]:
+    """Begin once a CPU is free, or the agent, which imports as well, does without; or at need."""
+    agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with contextlib.suppress(OSError):  # a kernel that does not count
+        looked = time.monotonic(), _wanted_s(agent), _free_s(cpus)
+        while not _is_needed(channel, _WINDOW_S):
+            before, looked = looked, (time.monotonic(), _wanted_s(agent), _free_s(cpus))
+            passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
+            if free > 0.8 * passed or wanted < 0.5 * passed:
+                break
+    yield
+
+
+def _wanted_s(pid: int) -> float:
+    """Return how long a main thread has run, or was ready to (proc(5), schedstat)."""
+    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return (int(ran) + int(waited)) / 1e9
+
+
+def _free_s(cpus: Collection[str]) -> float:
+    """Return how long these CPUs were idle, or busy with niced processes (proc(5), stat)."""
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *times = line.split()
+        if name in cpus:
+            _, niced, _, idle, waits = map(int, times[:5])
+            ticks += niced + idle + waits
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class _Rests(MetaPathFinder):

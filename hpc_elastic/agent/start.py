@@ -15,6 +15,7 @@ from hpc_elastic.agent import gang, preflight
 from hpc_elastic.agent.background_log import BackgroundLog
 from hpc_elastic.agent.lookup import Task, find_task
 from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent.prewarm import uncollected
 from hpc_elastic.agent.signals import Caught
 from hpc_elastic.agent.surroundings import first_spares
 from hpc_elastic.errors import HpcElasticError
@@ -58,7 +59,8 @@ def _run(task: Task, caught: Caught, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
     spares = first_spares(task)  # they import torch while this process does
     checks = preflight.begin(task) if task.spec.agent.preflight else None
-    from hpc_elastic.agent.supervise import supervise
+    with uncollected():
+        from hpc_elastic.agent.supervise import supervise
 
     exit_code = supervise(task, caught, spares, times, checks)
     if task.in_gang:

@@ -208,6 +208,24 @@ def test_a_spare_that_still_imports_is_used(node, make_spares):
     assert node.value() is False
 
 
+def test_a_spare_gives_way_to_its_agent(node, make_spares):
+    """Where both have one CPU, it imports once the agent does without."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        (node.folder / "waits.py").write_text(WAITS)
+        node.entry("who", preload=("waits",))
+        (pid,) = pids(make_spares(ready=False))
+        output, deadline = Path(f"/proc/{pid}/fd/1"), None
+        while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
+            if deadline is None and "hpc_elastic-spare" in str(output.readlink()):
+                deadline = time.monotonic() + 1
+        assert not (node.folder / "began").exists()
+        until((node.folder / "began").exists)
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
 def test_a_report_that_nobody_reads_keeps_no_spare_from_its_work():
     """The agent closes the socket behind its message, and may do so before it has looked."""
     agent, spare = socket.socketpair()

@@ -36,7 +36,7 @@ from evidence.show import options, present
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
 
-TARGET_ABOVE_BARE_S = 2.0
+TARGET_ABOVE_BARE_S = 1.5
 OURS, PEER = "hpc_elastic", "hydra-submitit-launcher"
 ABOUT = About(
     title="Submission of a sweep",

@@ -148,10 +148,14 @@ def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     staged = folder / f".{path.name}.{secrets.token_hex(8)}"
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(content.encode() if isinstance(content, str) else content)
+        try:
+            remaining = memoryview(content.encode() if isinstance(content, str) else content)
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
             if os.fstat(fd).st_mode & 0o777 != mode:  # the umask is stricter
                 os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise

@@ -7,9 +7,11 @@ about 50 ms a job, and does so twice, since the sweeper composes every job to va
 the same groups share that merge, and neighbours the values that they have in common: what remains
 is a copy of what a job changes, and its own values.
 
-That this gives what Hydra gives is checked, not believed: the second job with the same groups
-is composed both ways, and where the two differ, or where anything is unusual about the overrides,
-every job goes the long way.
+The sweeper's validation changes nothing, so that the launcher is given the same config again.
+
+That this gives what Hydra gives is checked, not believed: once there is a second job with the same
+groups, the first is composed both ways, and where the two differ, or where anything is unusual
+about the overrides, every job goes the long way.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_d
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
 
+_REMEMBERED = 1000
+"""Configs that are kept from the sweeper's validation for the launcher."""
 _PLAIN = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
@@ -41,7 +45,10 @@ class SweepComposer:
         self._parser = OverridesParser.create()
         self._parsed: dict[str, Override] = {}
         self._groups: dict[str, bool] = {}
-        self._seen: set[tuple[str, ...]] = set()
+        self._first: dict[tuple[str, ...], tuple[tuple[str, ...], object]] = {}
+        """The overrides of the first job with these groups, and what Hydra made of them."""
+        self._given: dict[tuple[str, ...], DictConfig] = {}
+        """The configs that were given once, by their overrides."""
         self._shared: dict[tuple[str, ...], DictConfig | None] = {}
         self._before: tuple[str, ...] = ()
         self._common: tuple[DictConfig, tuple[str, ...], DictConfig] | None = None
@@ -55,19 +62,43 @@ class SweepComposer:
         Raises:
             HydraException: Hydra's own errors about the overrides.
         """
+        before, self._before = self._before, tuple(overrides)
+        config = self._given.pop(self._before, None)
+        if config is None:
+            config = self._composed(overrides, before)
+            if len(self._given) < _REMEMBERED:
+                self._given[self._before] = config
+        elif self._is_short(config):
+            self._own(config, overrides)
+        return config
+
+    def _is_short(self, config: DictConfig) -> bool:
+        """Tell whether a config has nodes that others have as well."""
+        hydra = config._get_node("hydra")
+        return any(s is not None and s._get_node("hydra") is hydra for s in self._shared.values())
+
+    def _own(self, config: DictConfig, overrides: Sequence[str]) -> None:
+        """Let a config that was given before have the nodes that others have used since."""
+        for key in config:
+            node = config._get_node(key)
+            assert isinstance(node, Node)
+            node._set_parent(config)
+        self._name(config, overrides)
+
+    def _composed(self, overrides: Sequence[str], before: tuple[str, ...]) -> DictConfig:
         split = self._split(overrides)
         if split is None:
             return self._in_full(overrides)
         groups, values = split
-        if groups not in self._seen:
-            self._seen.add(groups)
-            return self._in_full(overrides)
+        if groups not in self._first:
+            full = self._in_full(overrides)
+            self._first[groups] = (tuple(overrides), _raw(full))
+            return full
         if groups not in self._shared:
-            return self._share(groups, overrides, values)
+            self._shared[groups] = self._share(groups)
         shared = self._shared[groups]
         if shared is None:
             return self._in_full(overrides)
-        before, self._before = self._before, tuple(overrides)
         common, own = _divide(values, before)
         return self._name(self._set(self._with_common(shared, common), own), overrides)
 
@@ -75,19 +106,16 @@ class SweepComposer:
         config: DictConfig = self._loader.load_sweep_config(self._master, list(overrides))
         return config
 
-    def _share(
-        self, groups: tuple[str, ...], overrides: Sequence[str], values: list[Override]
-    ) -> DictConfig:
-        """Compose a job both ways, and keep the short one if it gives the same."""
-        full = self._in_full(overrides)
+    def _share(self, groups: tuple[str, ...]) -> DictConfig | None:
+        """Return what jobs with these groups share; None if the first would be another with it."""
+        overrides, full = self._first[groups]
         try:
             shared = self._in_full(groups)
-            short = self._name(self._set(shared, values), overrides)
-            same = _raw(short) == _raw(full)
+            _, values = self._split(overrides) or ((), [])
+            same = _raw(self._name(self._set(shared, values), overrides)) == full
         except HydraException:
             same = False
-        self._shared[groups] = shared if same else None
-        return full
+        return shared if same else None
 
     def _with_common(self, shared: DictConfig, common: list[Override]) -> DictConfig:
         """Return the shared merge with these values; the same as last time if they are."""

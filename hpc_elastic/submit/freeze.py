@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode, open_dict, read_write
 
 from hpc_elastic.config import RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
@@ -175,13 +175,22 @@ def require_writable(folder: Path) -> None:
 
 def _enter_job(config: DictConfig, number: int) -> dict[str, Any]:
     """Set what Hydra's own launchers set for a job; return ``hydra.sweep``, resolved."""
-    with read_write(config.hydra), open_dict(config.hydra):
-        hydra = config.hydra
-        hydra.job.num = number
-        hydra.job.id = str(number)
-        sweep = {"dir": str(hydra.sweep.dir), "subdir": str(hydra.sweep.subdir)}
-        hydra.runtime.output_dir = str(Path(sweep["dir"], sweep["subdir"]).absolute())
+    hydra = config.hydra
+    _set(hydra.job, "num", number)
+    _set(hydra.job, "id", str(number))
+    sweep = {"dir": str(hydra.sweep.dir), "subdir": str(hydra.sweep.subdir)}
+    _set(hydra.runtime, "output_dir", str(Path(sweep["dir"], sweep["subdir"]).absolute()))
     return sweep
+
+
+def _set(parent: DictConfig, name: str, value: object) -> None:
+    """Set a value; to let a config be changed costs ten times as much as to change it."""
+    node = parent._get_node(name)
+    if isinstance(node, ValueNode) and not node._get_flag("readonly"):
+        node._set_value(value)
+        return
+    with read_write(parent), open_dict(parent):
+        parent[name] = value
 
 
 def _sweep_params(config: DictConfig) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from hpc_elastic.submit.snapshot import link_snapshot, take_snapshot
 T = TypeVar("T")
 
 _WRITERS = 16
+_SLOW_S = 0.01
+"""For the files of one run: where they take longer, those of several are written at a time."""
 _TRIES = 20
 
 
@@ -260,6 +262,8 @@ def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]
 def several_at_once(write: Callable[..., None], *of_each_run: Sequence[Any]) -> None:
     """Write the files of all runs: a shared file system takes its time for each, but takes many.
 
+    Where it takes none, threads would only wait for the interpreter's lock.
+
     Args:
         write: Writes those of one run.
         of_each_run: What it is called with, for each run.
@@ -267,8 +271,14 @@ def several_at_once(write: Callable[..., None], *of_each_run: Sequence[Any]) -> 
     Raises:
         Exception: what the first call raised that did; later ones may not have been made.
     """
+    remaining = zip(*of_each_run, strict=True)
+    began = time.monotonic()
+    for number, arguments in enumerate(remaining, 1):
+        write(*arguments)
+        if time.monotonic() - began > number * _SLOW_S:
+            break
     with ThreadPoolExecutor(_WRITERS, "hpc_elastic-files") as pool:
-        for _ in pool.map(write, *of_each_run):
+        for _ in pool.map(lambda arguments: write(*arguments), remaining):
             pass
 
 

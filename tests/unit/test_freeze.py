@@ -38,6 +38,7 @@ from hpc_elastic.submit.prepare import (
     overlapping,
     prepare,
     remove_rendered,
+    several_at_once,
     with_free_numbers,
 )
 from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
@@ -145,7 +146,7 @@ def test_shared_composition_gives_what_hydra_gives(sweep, jobs):
     """Jobs that share the merge of their groups have the config that Hydra composes for each."""
     loader, master = sweep
     composer = SweepComposer(loader, master)
-    for overrides in jobs:
+    for overrides in (*jobs, *jobs):  # the sweeper validates them, then the launcher asks again
         ours = OmegaConf.to_container(composer.compose(overrides))
         assert ours == OmegaConf.to_container(loader.load_sweep_config(master, overrides))
 
@@ -163,21 +164,25 @@ def test_wrong_overrides_fail_as_in_hydra(sweep):
 
 
 def test_alike_jobs_are_not_composed_again(sweep, monkeypatch):
-    """However long the sweep, Hydra composes three configs for one choice of groups."""
+    """Hydra composes two configs for a choice of groups, however long the sweep; one for a job."""
     loader, master = sweep
     composed = []
     full = loader.load_sweep_config
     monkeypatch.setattr(loader, "load_sweep_config", lambda *a: composed.append(a) or full(*a))
     composer = SweepComposer(loader, master)
-    for lr in range(20):
+    assert [composer.compose(["lr=0"]).lr for _ in range(2)] == [0, 0]
+    assert len(composed) == 1
+    for lr in (*range(20), *range(20)):
         assert composer.compose([f"lr={lr}"]).lr == lr
-    assert len(composed) == 3
+    assert len(composed) == 2
 
 
 def test_a_job_is_frozen_with_what_hydras_launchers_set(sweep):
     """hydra.job.num, id and output_dir are those of the job, and resolved wherever used."""
     loader, master = sweep
     composer = SweepComposer(loader, master)
+    for n in range(4):
+        composer.compose([f"lr={n}"])
     jobs = [freeze_job(composer.compose([f"lr={n}"]), n) for n in range(4)]
     names = [job.task["name"].split("-") for job in jobs]
     assert [(first, last) for first, _, last in names] == [(str(n), str(n)) for n in range(4)]
@@ -496,3 +501,20 @@ def test_run_ids_are_unique_and_readable():
     """Two runs that start in the same second differ."""
     assert len({make_run_id("train") for _ in range(100)}) == 100
     assert make_run_id("train").startswith("train-2")
+
+
+def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monkeypatch):
+    """A file server takes its time for each; a local disk is written to by this thread alone."""
+    together = threading.Barrier(3)
+    writers = []
+
+    def write(number):
+        writers.append(threading.current_thread())
+        if number and slow_s < 0:
+            together.wait(60)  # or it raises: the others do not come
+
+    for slow_s in (-1.0, 60.0):
+        monkeypatch.setattr("hpc_elastic.submit.prepare._SLOW_S", slow_s)
+        writers.clear()
+        several_at_once(write, range(4))
+        assert len(set(writers)) == (4 if slow_s < 0 else 1)

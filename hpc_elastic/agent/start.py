@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from hpc_elastic.files import is_there
 from hpc_elastic.rundir import Submission, task_name
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
+
+_LOOK_S = 0.5
+"""Between two looks for the run's end, while this node gets ready: torch's import takes seconds."""
 
 
 def start(argv: Sequence[str], caught: Caught) -> int:
@@ -59,13 +64,33 @@ def _run(task: Task, caught: Caught, times: OutputTimes) -> int:
     print(f"{task.run.path}: logs of this task are in {task.logs}")
     spares = first_spares(task)  # they import torch while this process does
     checks = preflight.begin(task) if task.spec.agent.preflight else None
-    with uncollected():
+    with uncollected(), _unless_it_ends(task):
         from hpc_elastic.agent.supervise import supervise
 
     exit_code = supervise(task, caught, spares, times, checks)
     if task.in_gang:
         _leave_gang(task)
     return exit_code
+
+
+@contextlib.contextmanager
+def _unless_it_ends(task: Task) -> Iterator[None]:
+    """End this process at once if its run ends meanwhile: no agent has heard of this node yet."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_S):
+            with contextlib.suppress(OSError):
+                if task.run.is_over:
+                    os.write(1, f"{task.run.path}: the run has ended\n".encode())
+                    os._exit(0)
+
+    if not task.in_gang:  # its first nodes see to the end of the job
+        threading.Thread(target=look, name="run's end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _leave_gang(task: Task) -> None:

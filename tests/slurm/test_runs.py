@@ -41,6 +41,32 @@ def test_starts_on_the_free_nodes_and_grows(slurm, sweep):
     assert max(max(epochs) for epochs in logged.values() if epochs) == 7
 
 
+def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path, monkeypatch):
+    """Though it has not imported yet: it holds no node on when the launcher has returned."""
+    started = tmp_path / "started"
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(
+        "import pathlib, sys, time\n"
+        "def find(self, name, *_):\n"
+        "    if name == 'torch' and 'hpc_elastic.agent.task' in sys.orig_argv:\n"
+        f"        started = pathlib.Path({str(started)!r})\n"
+        "        is_first, _ = not started.exists(), started.touch()\n"
+        "        time.sleep(0 if is_first else 300)\n"
+        "sys.meta_path.insert(0, type('Slow', (), {'find_spec': find})())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'slow'}:{ROOT}")
+    job = busy(slurm, 3)
+    s = sweep("nodes=1:2", "launcher.agent.spares=false", *SLOWLY)
+    eventually(lambda: s.group_sizes() == [1], "one node trains")
+    slurm.run(["scancel", job])
+    run = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
+    eventually(lambda: len(slurm.run(run).stdout.split()) == 2, "the other one starts")
+    eventually(lambda: len(list(s.run().glob("tasks/*/attempt-0/agent.log"))) == 2, "it begins")
+    output = s.output()
+    assert s.result()["status"] == "succeeded" and s.group_sizes() == [1], output
+    eventually(lambda: not slurm.run(["squeue", "-h"]).stdout.strip(), "it has left")
+
+
 @pytest.mark.long
 def test_a_follower_that_dies_is_dropped(slurm, sweep):
     """The others go on at the smaller size, spend no restart, and the model is as good."""

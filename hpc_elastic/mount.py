@@ -101,6 +101,11 @@ class Mount:
         return max(self._nfs_s("acregmax"), self._nfs_s("acdirmax"))
 
     @property
+    def refreshed_stale_s(self) -> float:
+        """The same of one that is opened after `files.refresh`, which an NFS client obeys."""
+        return 0.0 if self.is_nfs else self.stale_s
+
+    @property
     def path_stale_s(self) -> float:
         """How long a path may be answered from memory, its absence too, if no folder is opened.
 

@@ -313,7 +313,8 @@ class _Node:
                 ft=spec.ft, in_sweep=self._sweep is not None,
             ),
             liveness=Liveness.of(
-                settings.heartbeat_s, settings.lost_after_s, spec.max_nodes
+                settings.heartbeat_s, settings.lost_after_s, spec.max_nodes,
+                self._mount.refreshed_stale_s,
             ),
             secret=of_generation(secret, spec.generation),
             register=Register(run.rdzv, secret),

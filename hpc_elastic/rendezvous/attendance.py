@@ -3,7 +3,7 @@
 An agent lives as long as it is heard: a broken connection is a loss at once, silence is one after
 ``lost_after_s``. Where a tick comes late it was the leader that slept or was busy, and nobody's
 silence counts for that long. A member of the last round that does not find a new leader within
-``2 * lost_after_s`` is lost too.
+`Liveness.election_s` is lost too.
 
 A leader that hears fewer than half of the last round's members, because the others have fallen
 silent (and not because their connections closed), may itself be the one that is cut off.
@@ -28,6 +28,8 @@ class Liveness:
 
     heartbeat_s: float
     lost_after_s: float
+    stale_s: float = 0.0
+    """How old a file may be that is read anew on the run's file system."""
 
     @property
     def lease_s(self) -> float:
@@ -37,17 +39,24 @@ class Liveness:
     @property
     def lapse_s(self) -> float:
         """A lease that was not renewed for so long has lapsed."""
-        return 5 * self.heartbeat_s
+        return 5 * self.heartbeat_s + self.stale_s
+
+    @property
+    def election_s(self) -> float:
+        """So long it may take others to elect a leader, and to find it."""
+        return 2 * self.lost_after_s + self.stale_s
 
     @classmethod
-    def of(cls, heartbeat_s: float, lost_after_s: float, max_nodes: int) -> Liveness:
+    def of(
+        cls, heartbeat_s: float, lost_after_s: float, max_nodes: int, stale_s: float = 0.0
+    ) -> Liveness:
         """Return a run's, from its settings: in a large one each agent beats more seldom.
 
         A leader is asked to take five thousand heartbeats a second, as long as three of each agent
         are due before its silence counts.
         """
         gentle_s = min(max_nodes / _BEATS_PER_S, lost_after_s / 3)
-        return cls(max(heartbeat_s, gentle_s), lost_after_s)
+        return cls(max(heartbeat_s, gentle_s), lost_after_s, stale_s)
 
 
 class Attendance:
@@ -57,7 +66,7 @@ class Attendance:
         self.liveness = liveness
         self.heard: dict[Agent, float] = {}
         """Agents that are connected, and when each was heard last."""
-        self._expected = {a.task: (a, now + 2 * liveness.lost_after_s) for a in expected}
+        self._expected = {a.task: (a, now + liveness.election_s) for a in expected}
         """Members of the last round that have not found this leader yet, and until when."""
         self._silent: set[str] = set()
         """Tasks of the last round's members that were lost by silence."""

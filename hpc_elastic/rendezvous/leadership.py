@@ -17,7 +17,7 @@ Lease      The leader renews a lease on the shared file system while it hears at
            not reach it elect another only once the lease has run out, so that one node that is cut
            off does not depose a leader that the others follow. A leader that hears fewer may be
            the one that is cut off: it renews no lease and closes no round for as long as the
-           others need to elect, ``2 * lost_after_s``. If nobody did, they are dead, and it goes on.
+           others need to elect. If nobody did, they are dead, and it goes on.
            A leader that can not renew its lease steps down before members that it does not hear
            may elect another; and where it can not record a decision either, at any rate.
 
@@ -429,7 +429,7 @@ class Leadership:
             self.machine.not_before = now
         elif not self._yielding:
             self._yielding = True
-            self.machine.not_before = now + 2 * self.liveness.lost_after_s
+            self.machine.not_before = now + self.liveness.election_s
 
     # ---- heartbeats, the lease, and Slurm -----------------------------------------------
 

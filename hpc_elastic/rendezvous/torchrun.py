@@ -24,13 +24,14 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.events import EventLog
+from hpc_elastic.mount import Mount
 from hpc_elastic.net.keys import user_folder, user_key
 from hpc_elastic.net.wire import sign
 from hpc_elastic.rendezvous import address
 from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
 from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Office
+from hpc_elastic.rendezvous.office import Office, Pace
 from hpc_elastic.rendezvous.record import Agent
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
@@ -66,13 +67,15 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     folder = _folder(parameters)
     run = _meeting_place(folder, run_id)
     secret = sign(user_key(folder), run_id).encode()
+    mount = Mount.of(run.path)
     office = Office(
         rules=Rules(
             parameters.min_nodes, parameters.max_nodes, 0,
             settings.start_timeout_s, settings.last_call_s, grow="now",
         ),
         liveness=Liveness.of(
-            settings.heartbeat_s, settings.lost_after_s, parameters.max_nodes
+            settings.heartbeat_s, settings.lost_after_s, parameters.max_nodes,
+            mount.refreshed_stale_s,
         ),
         secret=secret,
         register=Register(run.rdzv, secret),
@@ -80,6 +83,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             Journal, run, run_id, EventLog(run.path / f"events-{slurm.node_id}.jsonl", me.task)
         ),
         world=_Step(slurm, RoundStores(interface.address)),
+        pace=Pace.of(mount),
     )  # fmt: skip
     session = Session(me, Candidacy(interface.address, office, lambda _: None))
     return SlurmRendezvousHandler(session, parameters.run_id, settings.join_timeout_s)

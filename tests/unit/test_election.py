@@ -276,3 +276,15 @@ def test_a_lease_that_can_not_be_read_has_not_lapsed():
         effects = f.blind("input/output error", now) if looks else []
         assert not of(effects, Claim)
     assert f.looked(5, RECORD, 1, now) == [Connect(RECORD)]
+
+
+def test_a_lease_on_files_that_may_be_old_lapses_later():
+    """Where a file that is read anew may be 60 s old, its lease may be renewed all the while."""
+    old = Liveness.of(0.5, 3.0, 4, 60.0)
+    watch = Watch(epoch=2, since=0.0, followed=True)
+    watch.saw_lease(7, 3.0, 3.1)
+    watch.saw_lease(7, 65.0, 65.1)
+    assert not watch.is_dead(old, 65.1, damaged=False)
+    watch.saw_lease(7, 65.7, 65.8)
+    assert watch.is_dead(old, 65.8, damaged=False)
+    assert old.election_s > old.lapse_s

@@ -88,8 +88,8 @@ from hpc_elastic.rendezvous.stragglers import Stragglers
 from hpc_elastic.slurm.states import TaskState
 
 OVERDUE = "has not found the new leader"
-_SWEEP_EVERY_S = 5.0
-"""Between two looks at the other runs of the sweep."""
+_SWEEP_EVERY_S, _SWEEP_LONGEST_S = 5.0, 15.0
+"""Between two looks at the other runs of the sweep: longer each time, until one shows something."""
 
 
 class Leadership:
@@ -124,7 +124,7 @@ class Leadership:
         """The requests that each round answers that was decided and is not announced yet."""
         self._queue: list[Action] = []
         self._slurm = Questions()
-        self._sweep_due = now
+        self._sweep_due, self._sweep_pause_s = now, _SWEEP_EVERY_S
         self._inquest = Inquest()
         self._asked = Asked()
         self.stragglers = Stragglers()
@@ -198,7 +198,10 @@ class Leadership:
 
     def sweep_says(self, why: str | None, now: float) -> list[Effect]:
         """The run waits in vain for min nodes, and why; None: it may yet get them."""
-        self._sweep_due = now + _SWEEP_EVERY_S
+        longer_s = min(_SWEEP_LONGEST_S, 1.5 * self._sweep_pause_s)
+        if why is not None:  # to be seen again soon: then the nodes go back
+            self._sweep_pause_s = longer_s = _SWEEP_EVERY_S
+        self._sweep_due, self._sweep_pause_s = now + self._sweep_pause_s, longer_s
         return [] if self.fenced else self._do(self.machine.sweep_says(why, now), now)
 
     def created(self, now: float) -> list[Effect]:
@@ -469,6 +472,7 @@ class Leadership:
         if machine.is_short:
             self._sweep_due = math.inf  # until it is answered
             return [AskSweep(dict(machine.muster.lost))]
+        self._sweep_pause_s = _SWEEP_EVERY_S
         if machine.phase is Phase.RUNNING:
             self._sweep_due = now + _SWEEP_EVERY_S
             return [LetOthersStart(tuple(machine.muster.lost))]

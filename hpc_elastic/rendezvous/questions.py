@@ -1,17 +1,20 @@
 """When a leader may ask Slurm how the run's tasks are (pure).
 
-At once when a round begins to form or an agent has joined, else ever more seldom; more seldom from
-the start (*gently*) where nobody waits for the answer but a task that was lost. Never again within
-ten times the time that the answer took, nor faster than five thousand tasks a second: a run
-of ten thousand nodes may not hurt slurmctld.
+At once when a round begins to form, else ever more seldom, but soon when an agent has joined; more
+seldom from the start (*gently*) where nobody waits for the answer but a task that was lost. However
+many agents join, it is asked no more often than for one. Never again within ten times the time that
+the answer took, nor faster than five thousand tasks a second: a run of ten thousand nodes may not
+hurt slurmctld.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
 _GENTLY_S = 5.0
+_HURRIED_S = 5.0
 _TASKS_PER_S = 5000
 
 
@@ -24,12 +27,13 @@ class Questions:
     asked_at: float | None = None
     """When the question was put that is not answered yet."""
     pause_s: float = _SLURM_FIRST_S
+    answered_at: float = -math.inf
     due: float = 0.0
     not_before: float = 0.0
 
     def hurry(self) -> None:
-        """Something has changed: ask as soon as is polite."""
-        self.due = 0.0
+        """Something has changed: ask soon, the first times at once, then every `_HURRIED_S`."""
+        self.due = min(self.due, self.answered_at + min(self.pause_s, _HURRIED_S))
 
     def ask_within(self, pause_s: float, now: float) -> None:
         """Something is about to change: ask after so long, or as soon as is polite then."""
@@ -50,6 +54,7 @@ class Questions:
         assert self.asked_at is not None
         asked_at, self.asked_at = self.asked_at, None
         work_s = num_tasks / _TASKS_PER_S
+        self.answered_at = now
         self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at), work_s)
         self.due = now + self.pause_s
         self.pause_s = min(_SLURM_LONGEST_S, 1.5 * self.pause_s)

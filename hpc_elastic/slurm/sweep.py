@@ -22,8 +22,10 @@ from hpc_elastic.slurm.states import Phase, TaskState
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 10.0
-"""How often the first run that trains looks whether others may start; the n-th n times as seldom,
-so that any number of runs asks Slurm no more than a few do."""
+"""How often the first run that trains looks whether others may start that stay away; the n-th n
+times as seldom, so that any number of runs asks Slurm no more than a few do."""
+LOOK_SELDOM_S = 30.0
+"""The same, where at the last look none stayed away."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,10 @@ class SweepQueue:
             return
         runs, own = found
         earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
-        self._next_look = time.monotonic() + LOOK_EVERY_S * (1 + earlier)
-        if not any(run.away for run in runs):
+        are_away = any(run.away for run in runs)
+        every_s = LOOK_EVERY_S if are_away else LOOK_SELDOM_S
+        self._next_look = time.monotonic() + every_s * (1 + earlier)
+        if not are_away:
             return
         names = turns.let_start(runs, own, self._nodes(), ends=ends, lost=lost)
         now = followed(self._submission)

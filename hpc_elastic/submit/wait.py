@@ -8,9 +8,10 @@ A read that fails says nothing of the run: on NFS a file that is replaced every 
 before it is read, and a server may be away for minutes. The run is looked at again.
 
 The files of a run say nearly everything, so they are read at every poll. The scheduler is asked
-once in `ASK_S` while something is expected of it: tasks wait, or a group forms, or the leader has
-stopped writing. While all runs train it is asked once in `ASK_SETTLED_S`, and it never spends more
-than `ANSWER_SHARE` of the time on the answers.
+once in `ASK_S` while something is expected of it: tasks wait, or a group has changed, or the leader
+has stopped writing. While every run has a leader it is asked once in `ASK_LED_S`, for the leaders
+of those that form a group ask it themselves, and once in `ASK_SETTLED_S` while all train. It never
+spends more than `ANSWER_SHARE` of the time on the answers.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
 ASK_S = 3.0
 """Seconds between two questions to the scheduler while something is expected to change."""
+ASK_LED_S = 10.0
+"""Seconds between two questions while the leaders of all runs write, and no group has changed."""
 ASK_SETTLED_S = 60.0
 """Seconds between two questions while every run trains and its leader writes."""
 ANSWER_SHARE = 0.05
@@ -86,8 +89,8 @@ class _Memory:
     """The time in the status that was read last, by the leader's clock."""
     updated_at: float = -math.inf
     """When that was first read, by ours."""
-    group: tuple[object, object] = (None, None)
-    """The phase and the number of nodes in that status."""
+    group: tuple[object, ...] = ()
+    """The phase, the number of nodes and of those that wait, in that status."""
     group_since: float = -math.inf
     """When they were first read."""
 
@@ -95,19 +98,22 @@ class _Memory:
         """Remember what status.json says, and since when."""
         if status.get("updated") != self.updated:
             self.updated, self.updated_at = status.get("updated"), now
-        group = status.get("phase"), status.get("nodes")
+        group = tuple(status.get(name) for name in ("phase", "nodes", "joined"))
         if group != self.group:
             self.group, self.group_since = group, now
 
-    def is_settled(self, asked_at: float, now: float) -> bool:
-        """Tell whether the scheduler has nothing to add to the status that was read last.
+    def pause_s(self, asked_at: float, now: float) -> float:
+        """Return the time between two questions to the scheduler, for the sake of this run.
 
         Args:
             asked_at: When the scheduler was asked last.
             now: The time.
         """
-        trains = self.group[0] == "training" and now - self.updated_at < FRESH_S
-        return trains and self.group_since <= asked_at
+        if self.gone_since is not None:
+            return 0.0  # for `GRACE_S`: the run is lost, or its tasks come back
+        if now - self.updated_at >= FRESH_S or self.group_since > asked_at:
+            return ASK_S
+        return ASK_SETTLED_S if self.group[0] == "training" else ASK_LED_S
 
 
 class Waiter:
@@ -165,10 +171,7 @@ class Waiter:
     def _is_time_to_ask(self) -> bool:
         now = self._clock()
         going = [m for n, m in enumerate(self._memory) if n not in self._outcomes]
-        settled = all(memory.is_settled(self._asked_at, now) for memory in going)
-        pause_s = ASK_SETTLED_S if settled else ASK_S
-        if any(memory.gone_since is not None for memory in going):
-            pause_s = 0.0  # for `GRACE_S`: the run is lost, or its tasks come back
+        pause_s = min((memory.pause_s(self._asked_at, now) for memory in going), default=0.0)
         pause_s = max(pause_s, self._answer_s / ANSWER_SHARE)
         return now - self._asked_at >= pause_s
 
@@ -295,7 +298,8 @@ def _note_restarts(restarts: dict[int, Event], events: Iterable[Event]) -> None:
 _SHOWN: dict[str, tuple[type, ...]] = {
     "phase": (str,),
     "updated": (int, float),
-    **dict.fromkeys(("nodes", "step", "total_steps", "restarts", "max_restarts"), (int,)),
+    **dict.fromkeys(("nodes", "joined", "step", "total_steps"), (int,)),
+    **dict.fromkeys(("restarts", "max_restarts"), (int,)),
     **dict.fromkeys(("loss", "steps_per_s"), (int, float)),
 }
 """What is shown of status.json, and of what type it is."""

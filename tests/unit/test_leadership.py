@@ -9,6 +9,7 @@ from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, to
 from hpc_elastic.rendezvous.actions import StartRound
 from hpc_elastic.rendezvous.leader_effects import (
     Announce,
+    AskSlurm,
     AskSweep,
     Create,
     LetOthersStart,
@@ -220,6 +221,32 @@ def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     assert not of(leader.tick(4.0), AskSweep) and len(of(leader.tick(8.0), AskSweep)) == 1
     (create,) = of(leader.sweep_says("others hold it", 8.5), Create)
     assert create.record.given_back == 1
+
+
+def test_slurm_is_asked_seldom_while_a_run_waits():
+    """A dozen times in the first minute however many agents join, and four a minute for a sweep."""
+
+    def commands(agents: int, minutes: int, **rules: object) -> list[int]:
+        leader = leading(min_nodes=agents + 1, max_nodes=agents + 1, min_wait_s=9999.0, **rules)
+        asked = [0] * minutes
+        for tick in range(minutes * 60 * 4):
+            now = tick / 4
+            came = [Agent(f"7_{n}", 0, n, f"n{n}", 1) for n in range(min(tick + 1, agents))]
+            effects = join(leader, came[-1], now) if tick < agents else []
+            for agent in came:
+                effects += say(leader, agent, "beat", now, progress={})
+            effects += leader.tick(now)
+            asked[tick // 240] += len(of(effects, AskSlurm)) + 2 * len(of(effects, AskSweep))
+            if of(effects, AskSlurm):
+                leader.slurm_says({}, now)
+            if of(effects, AskSweep):
+                leader.sweep_says(None, now)
+        return asked
+
+    few = commands(4, 3)
+    assert few[0] <= 12 and max(few[1:]) <= 2
+    assert commands(200, 1)[0] <= 20
+    assert max(commands(4, 4, in_sweep=True)[1:]) <= 10
 
 
 def test_a_run_of_a_sweep_that_trains_lets_others_start():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -234,6 +235,26 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
     assert client.num_asked == asked, "ten seconds later"
     queue.let_others_start(ends=True)
     assert client.num_asked > asked, "the end waits for nothing"
+
+
+def test_a_sweep_of_which_no_run_stays_away_is_looked_at_seldom(two_runs, monkeypatch):
+    """Twice a minute; six times once there is something to be started."""
+    now = [0.0]
+    monkeypatch.setattr("hpc_elastic.slurm.sweep.time", SimpleNamespace(monotonic=lambda: now[0]))
+    client = FakeClient()
+    queue, away = queue_of(two_runs[0], client), client.second
+
+    def looks(second: TaskState) -> int:
+        client.second, before = second, client.num_asked
+        for _ in range(60):
+            now[0] += 1.0
+            queue.let_others_start()
+        return client.num_asked - before
+
+    looks(TaskState("7_2", "RUNNING", node="n3"))
+    assert looks(TaskState("7_2", "RUNNING", node="n3")) == 2
+    looks(away)
+    assert looks(away) == 6
 
 
 def test_a_run_that_is_short_of_nodes_is_told_by_the_queue(two_runs):

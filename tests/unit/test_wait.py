@@ -240,7 +240,7 @@ def test_waits_until_every_run_has_a_result(run, tmp_path):
 
 
 def test_the_scheduler_is_asked_seldom_while_the_run_trains(run):
-    """Often while tasks wait; once when the group has changed; again when the leader is silent."""
+    """Often while tasks wait; once when a group has changed; again when the leader is silent."""
     script, shown = Script([[RUNNING, PENDING]]), Shown()
     watch = waiter(script, [run], shown)
 
@@ -254,6 +254,8 @@ def test_the_scheduler_is_asked_seldom_while_the_run_trains(run):
         return script.asked - before
 
     assert asked_in(60) == 20
+    assert asked_in(60, phase="waiting", nodes=0, joined=1) <= 7
+    assert asked_in(4, phase="waiting", nodes=0, joined=2) == 1
     assert asked_in(600, phase="training", nodes=1) <= 12
     assert asked_in(4, phase="training", nodes=2) == 1
     assert asked_in(60, phase="training", nodes=2) <= 1

@@ -116,6 +116,8 @@ class RunSpec:
     """Each node is a replica group of its own (`hpc_elastic.ft`)."""
     partition: str | None = None
     """As given to sbatch: a name, or several with commas; None: the default one."""
+    time_s: float | None = None
+    """Wall time that each task was submitted with; None: none, or not known exactly."""
     whole_nodes: bool = False
     """Whether each task asks for whole nodes, so that it shares none with other jobs."""
     env: dict[str, str] = field(default_factory=dict)

@@ -168,14 +168,16 @@ class Scheduler:
         foresee: How the task would go now; None where Slurm does not answer.
         time_left_s: What is left of its wall time, None where it has no end; raises
             `SlurmCommandError` where Slurm does not answer.
-        told_left_s: What Slurm told of it when it started the task; None: nothing.
-        spread_s: All tasks together ask within so many seconds.
+        told_left_s: What is known of it without asking; None: nothing.
+        spread_s: All tasks together ask within so many seconds whether their limit was changed.
+        first_spread_s: And for it, where nothing is known.
     """
 
     foresee: Callable[[], Departure | None]
     time_left_s: Callable[[], float | None]
     told_left_s: float | None = None
     spread_s: float = 0.0
+    first_spread_s: float = 0.0
 
 
 class Watch:
@@ -235,7 +237,7 @@ class Watch:
         if self._scheduler is None:
             return
         if self._scheduler.told_left_s is None:
-            self._ask_at = self._started_at + self._random_s()
+            self._ask_at = self._started_at + random.uniform(0.0, self._scheduler.first_spread_s)
         else:
             self._plan(self._started_at + self._scheduler.told_left_s)
 

@@ -124,6 +124,14 @@ class TimeLimit:
         return within(Reason.TIME_LIMIT, self.ahead_s(notice_s), self.notice_at(notice_s))
 
 
+def first_spread_s(num_tasks: int) -> float:
+    """Return over how many seconds the tasks of an array ask for a time limit of Slurm's own.
+
+    Five a minute, in ten minutes at most: where nobody has asked for a limit it is hours or days.
+    """
+    return min(600.0, 12.0 * (num_tasks - 1))
+
+
 def spread_s(num_tasks: int) -> float:
     """Return over how many seconds the tasks of an array ask Slurm, not to do it all at once."""
     return min(30.0, num_tasks / 100)

@@ -27,7 +27,7 @@ from hpc_elastic.agent.metrics import Exporter, Sample
 from hpc_elastic.agent.notices import Notices, Scheduler, Watch
 from hpc_elastic.agent.observer import Observer
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.agent.preemption import Terms, spread_s
+from hpc_elastic.agent.preemption import Terms, first_spread_s, spread_s
 from hpc_elastic.agent.preflight import Preflight, keep_away
 from hpc_elastic.agent.replica import Replica, keepers
 from hpc_elastic.agent.report import Place
@@ -90,7 +90,7 @@ def supervise(
         "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
     )
     notices = Notices(events)
-    watch = Watch(caught, _terms(task.spec), notices, _scheduler(task))
+    watch = Watch(caught, _terms(task.spec), notices, _scheduler(task, time.time() - started))
     watch.start()
     with agent_folder() as folder:
         try:
@@ -115,9 +115,12 @@ def _terms(spec: RunSpec) -> Terms:
     return Terms(spec.notice_s, spec.grace_s, spec.kill_wait_s, user_signal)
 
 
-def _scheduler(task: Task) -> Scheduler:
-    """Return what can be asked about this task."""
+def _scheduler(task: Task, age_s: float) -> Scheduler:
+    """Return what can be asked about this task, whose process has that age."""
     scheduler, end_s = scheduler_of(task.spec), task.slurm.end_time_s
+    told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
+    if end_s is not None:
+        told_left_s = end_s - time.time()
 
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
@@ -129,8 +132,9 @@ def _scheduler(task: Task) -> Scheduler:
     return Scheduler(
         foresee=lambda: foresee(task.name, scheduler, attempt=task.attempt),
         time_left_s=time_left_s,
-        told_left_s=None if end_s is None else end_s - time.time(),
+        told_left_s=told_left_s,
         spread_s=spread_s(task.num_in_array),
+        first_spread_s=first_spread_s(task.num_in_array),
     )
 
 

@@ -24,6 +24,7 @@ from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.files import create_atomic, is_there, read_json, write_atomic
 from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.settings import as_config
+from hpc_elastic.slurm.site import time_limit_s
 from hpc_elastic.submit import sbatch
 from hpc_elastic.submit.grace import Grace
 from hpc_elastic.submit.plan import Plan, PlannedArray, PlannedRun, has_gang
@@ -206,6 +207,7 @@ def make_spec(
         gang=has_gang(settings),
         ft=settings.ft,
         partition=_partition(settings.launcher),
+        time_s=_time_s(settings.launcher),
         whole_nodes=sbatch.has_whole_nodes(settings.launcher),
         env=dict(settings.launcher.env),
         rendezvous=settings.launcher.rendezvous,
@@ -215,6 +217,14 @@ def make_spec(
 
 def _partition(launcher: LauncherSettings) -> str | None:
     return launcher.partition if isinstance(launcher, SlurmSettings) else None
+
+
+def _time_s(launcher: LauncherSettings) -> float | None:
+    by_hand = launcher.dry_run  # perhaps with another time
+    if not isinstance(launcher, SlurmSettings) or by_hand or "time-min" in launcher.sbatch:
+        return None
+    time_limit = launcher.sbatch.get("time", launcher.time)
+    return None if time_limit is None else time_limit_s(str(time_limit))
 
 
 def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -503,6 +503,22 @@ def test_run_ids_are_unique_and_readable():
     assert make_run_id("train").startswith("train-2")
 
 
+@pytest.mark.parametrize(
+    ("launcher", "time_s"),
+    [
+        ({"time": "1:30:00"}, 5400.0),
+        ({"time": 60, "sbatch": {"time": "2"}}, 120.0),
+        ({"time": 60, "sbatch": {"time-min": "1"}}, None),
+        ({"time": 60, "dry_run": True}, None),
+        ({}, None),
+    ],
+)
+def test_a_run_knows_its_time_limit_where_it_is_sure(tmp_path, launcher, time_s):
+    """Then no task asks Slurm for it; a script that is submitted by hand may be given another."""
+    prepare(plan_in(tmp_path, launcher=SlurmSettings(**launcher)), ENTRY, name="train")
+    assert RunDir(tmp_path / "0").load().time_s == time_s
+
+
 def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monkeypatch):
     """A file server takes its time for each; a local disk is written to by this thread alone."""
     together = threading.Barrier(3)

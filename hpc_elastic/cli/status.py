@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from hpc_elastic.cli.queues import Queue
     from hpc_elastic.rundir import RunSpec
 
-_SLURM_EVERY_S = 10.0
-"""A watch asks Slurm no more often: many users have one open all day."""
+_SLURM_EVERY_S, _SLURM_SELDOM_S = 10.0, 60.0
+"""A watch asks Slurm no more often, or so seldom once it knows how a run trains: many users have
+one open all day."""
 _GONE_S = 12.0
 """A run without a result has ended once its tasks were gone for so long, as Slurm said twice."""
 _LINE_EVERY_S = 10.0
@@ -83,10 +85,10 @@ def command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
     """
     from hpc_elastic.cli.looking import look
 
-    asks = patient_asks()
+    asks = PatientAsks()
     facts = look(run, asks)
     if watch:
-        return _watch(lambda: look(run, asks), facts, every_s, as_json=as_json)
+        return _watch(lambda: asks.saw(look(run, asks)), facts, every_s, as_json=as_json)
     if as_json:
         print(json.dumps(facts.to_json(), indent=2))
     else:
@@ -97,19 +99,34 @@ def command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
     return 0
 
 
-def patient_asks(every_s: float = _SLURM_EVERY_S) -> Callable[[Sequence[RunSpec]], Queue]:
-    """Return what asks the scheduler, Slurm not more often than every so many seconds."""
-    from hpc_elastic.cli.queues import ask
+class PatientAsks:
+    """Asks the scheduler, but Slurm only now and then."""
 
-    last: list[tuple[float, Queue]] = []
+    def __init__(self) -> None:
+        self._asked_at = -math.inf
+        self._answer: Queue | None = None
+        self._group: object = None
+        self._changed_at = 0.0
 
-    def asks(specs: Sequence[RunSpec]) -> Queue:
+    def __call__(self, specs: Sequence[RunSpec]) -> Queue:
+        """Return the queue of these runs as it was when it was asked for last."""
+        from hpc_elastic.cli.queues import ask
+
+        settled = self._group is not None and self._changed_at < self._asked_at
+        every_s = _SLURM_SELDOM_S if settled else _SLURM_EVERY_S
         local = all(spec.launcher == "local" for spec in specs)
-        if local or not last or time.monotonic() - last[0][0] >= every_s:
-            last[:] = [(time.monotonic(), ask(specs))]
-        return last[0][1]
+        if local or self._answer is None or time.monotonic() - self._asked_at >= every_s:
+            self._asked_at, self._answer = time.monotonic(), ask(specs)
+        return self._answer
 
-    return asks
+    def saw(self, facts: Facts) -> Facts:
+        """Take note of the group, and return the facts: one that trains changes in the files."""
+        trains = facts.phase == "training" and facts.status is not None
+        fresh = facts.now - (facts.updated or 0.0) < _SLURM_EVERY_S
+        group = (facts.round, facts.status.nodes) if trains and fresh and facts.status else None
+        if group != self._group:
+            self._group, self._changed_at = group, time.monotonic()
+        return facts
 
 
 def _watch(look: Callable[[], Facts], facts: Facts, every_s: float, *, as_json: bool) -> int:

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helps import not_in_help
@@ -16,6 +17,7 @@ from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.looking import look, phase_of
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.queues import Queue
+from hpc_elastic.cli.status import PatientAsks
 from hpc_elastic.cli.status_text import line, page
 from hpc_elastic.cli.words import clock, number, sparkline
 from hpc_elastic.errors import RunDirectoryError
@@ -354,3 +356,27 @@ def test_a_line_of_blocks_is_the_mean_over_time():
     changes = [(10.0, 4.0), (20.0, 2.0)]
     assert sparkline(changes, 0.0, 40.0, 4, 4.0) == " █▄▄"
     assert sparkline(changes, 5.0, 5.0, 4, 4.0) == ""
+
+
+def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
+    """Once a minute, and again soon when the group has changed or its leader is silent."""
+    now, asked = [0.0], []
+    spec = SimpleNamespace(launcher="slurm")
+    monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hpc_elastic.cli.queues.ask", lambda specs: asked.append(now[0]) or Queue())
+    asks = PatientAsks()
+
+    def asked_in(seconds: int, phase: str, nodes: int, silent_s: float = 1.0) -> int:
+        before = len(asked)
+        for _ in range(seconds):
+            now[0] += 1.0
+            asks([spec])
+            status = SimpleNamespace(nodes=nodes)
+            seen = {"phase": phase, "round": 1, "status": status, "updated": now[0] - silent_s}
+            asks.saw(SimpleNamespace(now=now[0], **seen))
+        return len(asked) - before
+
+    assert asked_in(60, "waiting", 0) == 6
+    assert asked_in(300, "training", 2) <= 6
+    assert asked_in(15, "training", 1) == 1
+    assert asked_in(60, "training", 1, silent_s=30.0) >= 5

@@ -17,6 +17,7 @@ from hpc_elastic.cli.looking import label_of
 from hpc_elastic.cli.queues import local_tasks
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.files import is_there
+from hpc_elastic.known_runs import user
 from hpc_elastic.rundir import SUBMISSION, RunDir, Submission
 from hpc_elastic.slurm.states import TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
@@ -79,14 +80,17 @@ def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
     job_ids = read_job_ids(submission)
     runs, launcher = read_runs(submission, job_ids)
     handle: Handle
+    specs = [run.paths.load() for run in runs]
     if launcher == "slurm":
         from hpc_elastic.slurm.client import SlurmClient
         from hpc_elastic.submit.slurm_backend import SlurmHandle
 
-        handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient())
+        me = user()
+        is_own = all(spec.provenance.get("user", me) == me for spec in specs)
+        handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient(), is_own)
     else:
         handle = LocalView(submission, list(job_ids.values()))
-    run_ids = [run.paths.load().run_id for run in runs]
+    run_ids = [spec.run_id for spec in specs]
     out = sys.stderr if as_json else sys.stdout
     outcomes = session.wait(session.Submitted(handle, runs, poll_s), out)
     failed = [outcome.error for outcome in outcomes if outcome.error]

@@ -142,7 +142,7 @@ def followed(submission: Submission) -> dict[str, str]:
 
 
 def list_followed(
-    client: SlurmClient, submission: Submission, job_ids: Iterable[str]
+    client: SlurmClient, submission: Submission, job_ids: Iterable[str], *, is_own: bool = True
 ) -> dict[str, TaskState]:
     """Return what squeue lists of a submission, each replaced task as what stands in its place.
 
@@ -150,12 +150,13 @@ def list_followed(
         client: How to reach Slurm; it is asked once.
         submission: The submission.
         job_ids: The job ids of its arrays and gangs, as they were at first.
+        is_own: Whether this user has submitted it. Slurm is asked for each job of another one's.
 
     Raises:
         SlurmCommandError: Slurm does not answer.
     """
     now = followed(submission)
-    listed = client.tasks([*job_ids, *map(job_of, now.values())])
+    listed = client.tasks([*job_ids, *map(job_of, now.values())], once=is_own)
     later = {
         first: dataclasses.replace(listed[name], task=first)
         for first, name in now.items()

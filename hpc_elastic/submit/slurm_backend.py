@@ -30,17 +30,21 @@ class SlurmHandle:
         job_ids: The job ids of the arrays and gangs.
         sweep: The sweep directory, which `hpc-elastic attach` takes.
         client: The caller of Slurm's commands.
+        is_own: Whether this user has submitted them.
     """
 
     job_ids: Sequence[str]
     sweep: Path
     client: SlurmClient
+    is_own: bool = True
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Ask squeue once for all tasks of all runs; a replacement stands for the task before."""
         if not self.job_ids:
             return {}
-        return replacement.list_followed(self.client, self._submission, self.job_ids)
+        return replacement.list_followed(
+            self.client, self._submission, self.job_ids, is_own=self.is_own
+        )
 
     def cancel(self) -> None:
         """Cancel the arrays, running tasks and replacements included."""

@@ -58,7 +58,8 @@ def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
     replacement.replace(run, "70_1", client)
     asked = []
 
-    def tasks(job_ids):
+    def tasks(job_ids, *, once):
+        assert once, "or it is asked for each of a hundred jobs that it has forgotten"
         asked.append(list(job_ids))
         words = {"70_0": "RUNNING", "70_1": "NODE_FAIL", "90_1": "PENDING"}
         return {name: TaskState(name, word) for name, word in words.items()}

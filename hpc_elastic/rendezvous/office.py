@@ -13,6 +13,7 @@ from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.term_folder import SharedFiles
+from hpc_elastic.rundir import STATUS_SELDOM_S
 from hpc_elastic.slurm.states import TaskState
 
 StoreAddress = tuple[str, int]
@@ -30,7 +31,7 @@ class Pace:
     @classmethod
     def of(cls, mount: Mount) -> Pace:
         """Return that of a run on a mount: a server of files is asked more seldom."""
-        return cls() if mount.is_local else cls(look_s=4.0, show_s=6.0)
+        return cls() if mount.is_local else cls(look_s=4.0, show_s=STATUS_SELDOM_S)
 
 
 class World(Protocol):

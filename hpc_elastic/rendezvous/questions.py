@@ -27,13 +27,16 @@ class Questions:
     asked_at: float | None = None
     """When the question was put that is not answered yet."""
     pause_s: float = _SLURM_FIRST_S
-    answered_at: float = -math.inf
+    is_hurried: bool = False
+    hurried_at: float = -math.inf
+    """When the last question was put that was hurried."""
     due: float = 0.0
     not_before: float = 0.0
 
     def hurry(self) -> None:
         """Something has changed: ask soon, the first times at once, then every `_HURRIED_S`."""
-        self.due = min(self.due, self.answered_at + min(self.pause_s, _HURRIED_S))
+        self.due = min(self.due, self.hurried_at + min(self.pause_s, _HURRIED_S))
+        self.is_hurried = True
 
     def ask_within(self, pause_s: float, now: float) -> None:
         """Something is about to change: ask after so long, or as soon as is polite then."""
@@ -47,6 +50,8 @@ class Questions:
         if self.asked_at is not None or now < max(self.due, self.not_before):
             return False
         self.asked_at = now
+        if self.is_hurried:
+            self.is_hurried, self.hurried_at = False, now
         return True
 
     def answered(self, num_tasks: int, now: float) -> float:
@@ -54,7 +59,6 @@ class Questions:
         assert self.asked_at is not None
         asked_at, self.asked_at = self.asked_at, None
         work_s = num_tasks / _TASKS_PER_S
-        self.answered_at = now
         self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at), work_s)
         self.due = now + self.pause_s
         self.pause_s = min(_SLURM_LONGEST_S, 1.5 * self.pause_s)

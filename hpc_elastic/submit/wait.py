@@ -26,7 +26,8 @@ from hpc_elastic.agent.gang import states_of
 from hpc_elastic.errors import SlurmError
 from hpc_elastic.events import Event, EventReader
 from hpc_elastic.files import read_json
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.mount import Mount
+from hpc_elastic.rundir import STATUS_SELDOM_S, RunDir
 from hpc_elastic.slurm.reasons import remedy
 from hpc_elastic.slurm.states import Phase, TaskState
 from hpc_elastic.submit.backend import Handle, TrackedRun
@@ -44,7 +45,8 @@ ASK_SETTLED_S = 60.0
 ANSWER_SHARE = 0.05
 """The share of the time that the scheduler may take to answer."""
 FRESH_S = 5.0
-"""A leader writes status.json about once a second; after this time it is expected to be gone."""
+"""A leader writes status.json about once a second, or every `STATUS_SELDOM_S` and that much later;
+after this time it is expected to be gone."""
 UNREADABLE_S = 30.0
 """How long a run may be unreadable before the user is told."""
 
@@ -102,16 +104,17 @@ class _Memory:
         if group != self.group:
             self.group, self.group_since = group, now
 
-    def pause_s(self, asked_at: float, now: float) -> float:
+    def pause_s(self, asked_at: float, now: float, fresh_s: float) -> float:
         """Return the time between two questions to the scheduler, for the sake of this run.
 
         Args:
             asked_at: When the scheduler was asked last.
             now: The time.
+            fresh_s: So old the status of a leader that lives may be.
         """
         if self.gone_since is not None:
             return 0.0  # for `GRACE_S`: the run is lost, or its tasks come back
-        if now - self.updated_at >= FRESH_S or self.group_since > asked_at:
+        if now - self.updated_at >= fresh_s or self.group_since > asked_at:
             return ASK_S
         return ASK_SETTLED_S if self.group[0] == "training" else ASK_LED_S
 
@@ -147,6 +150,8 @@ class Waiter:
         self._outcomes: dict[int, Outcome] = {}
         self._rows: dict[int, Row] = {}
         self._memory = [_Memory() for _ in self._runs]
+        seldom = any(not Mount.of(run.dir).is_local for run in self._runs[:1])
+        self._fresh_s = FRESH_S + seldom * STATUS_SELDOM_S
         self._asked_at, self._answer_s = -math.inf, 0.0
         self._silent = ""
         self._blind = False
@@ -171,7 +176,7 @@ class Waiter:
     def _is_time_to_ask(self) -> bool:
         now = self._clock()
         going = [m for n, m in enumerate(self._memory) if n not in self._outcomes]
-        pause_s = min((memory.pause_s(self._asked_at, now) for memory in going), default=0.0)
+        pause_s = min((m.pause_s(self._asked_at, now, self._fresh_s) for m in going), default=0.0)
         pause_s = max(pause_s, self._answer_s / ANSWER_SHARE)
         return now - self._asked_at >= pause_s
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import CheckpointFencedError
-from hpc_elastic.files import refresh
+from hpc_elastic.files import names_listed
 
 VARIABLE = "HPC_ELASTIC_FENCE"
 """Path of the record that formed the worker's group."""
@@ -108,9 +108,7 @@ def last_record(folder: Path) -> int:
 
     The folder is opened anew, which makes a client of NFS ask the server.
     """
-    refresh(folder)
-    with os.scandir(folder) as entries:
-        return max((number(entry.name) for entry in entries), default=0)
+    return max(map(number, names_listed(folder)), default=0)
 
 
 def number(name: str) -> int:

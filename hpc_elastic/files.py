@@ -10,10 +10,11 @@ path's last name are answered from memory, for up to a minute. So:
 opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits for a file of a run
 uses them. The same holds for the folder itself where others may rename or make it: list its parent.
 
-On a mount without close-to-open consistency (``nocto``) not even opening asks the server. There
-`refresh` makes the client do so, by statx(2) with AT_STATX_FORCE_SYNC. What was seen on Linux's NFS
-client: of a folder, before it is listed, it brings all names up to date at once, and of a file its
-content; of a path whose absence is remembered it does nothing.
+Two kinds of mounts need more than that; what is said of them was seen on Linux's NFS client.
+Without close-to-open consistency (``nocto``) not even opening asks the server: `refresh` makes the
+client do so, by statx(2) with AT_STATX_FORCE_SYNC. And a client of NFS 3 knows a change of a folder
+by its time alone, so that it may never see what happened within the same tick of the server's clock
+as its last look: it forgets what it knows of a folder by posix_fadvise(2) with POSIX_FADV_DONTNEED.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import functools
 import json
 import os
 import secrets
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from hpc_elastic.mount import Mount
 _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000, 0x7FF, 256
 _LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
 """None: a C library older than statx(2)."""
-_TICK_S = 0.02
-"""Longer than a tick of any kernel's coarse clock."""
 
 
 def write_atomic(
@@ -57,7 +55,6 @@ def write_atomic(
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    make_known(path.parent)
 
 
 def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
@@ -84,7 +81,6 @@ def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
     finally:
         with contextlib.suppress(OSError):
             staged.unlink()
-    make_known(path.parent)
     return True
 
 
@@ -95,11 +91,27 @@ def names_in(folder: Path) -> frozenset[str]:
         OSError: the file system does not answer.
     """
     try:
-        refresh(folder)
-        with os.scandir(folder) as entries:
-            return frozenset(entry.name for entry in entries)
+        return frozenset(names_listed(folder))
     except FileNotFoundError:
         return frozenset()
+
+
+def names_listed(folder: Path) -> list[str]:
+    """Return what a folder holds, as its server says.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: the file system does not answer.
+    """
+    mount = _mount_of(folder)
+    refresh(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if mount.changes_by_time or not mount.opened_is_fresh:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.listdir(fd)  # noqa: PTH208 - not by its path
+    finally:
+        os.close(fd)
 
 
 def refresh(path: Path) -> None:
@@ -114,19 +126,6 @@ def refresh(path: Path) -> None:
     if _LIBC.statx(*args, ctypes.create_string_buffer(_STATX_BYTES)):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(path))
-
-
-def make_known(folder: Path) -> None:
-    """Let those notice a change of a folder who have listed it shortly before.
-
-    A client of NFS 3 knows a change by the folder's time alone. What happened within the same tick
-    of the server's clock as its last look, it would not see before the next change: so there is one
-    more, after that tick. Other clients count changes.
-    """
-    if _mount_of(folder).changes_by_time:
-        time.sleep(_TICK_S)
-        with contextlib.suppress(OSError):
-            os.utime(folder)
 
 
 @functools.lru_cache(4096)

@@ -27,7 +27,7 @@ from hpc_elastic.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
-from hpc_elastic.files import make_known, names_in
+from hpc_elastic.files import names_in
 
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that nobody can tell to be over is removed after this long."""
@@ -233,5 +233,4 @@ def _rename_to_new(source: Path, target: Path) -> bool:
         if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
-    make_known(target.parent)
     return True

@@ -24,7 +24,6 @@ from hpc_elastic.checkpoint.block_file import BLOCK_BYTES, PAGE_BYTES, BlockFile
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Part, TensorEntry
 from hpc_elastic.checkpoint.sharding import Piece, dtype_of
 from hpc_elastic.errors import CheckpointError
-from hpc_elastic.files import make_known
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -117,7 +116,6 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
             f.flush()
             os.fsync(f.fileno())
     staged.rename(path)
-    make_known(path.parent)
 
 
 def header_of(layout: Layout) -> bytes:

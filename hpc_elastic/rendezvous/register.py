@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.fence import last_record, record_path
-from hpc_elastic.files import is_there, make_known, refresh
+from hpc_elastic.files import is_there, refresh
 from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.record import Record, unseal
 
@@ -81,7 +81,6 @@ class Register:
         finally:
             with contextlib.suppress(OSError):
                 staged.unlink()
-        make_known(self.path)
         return True
 
     def make_lease(self, epoch: int) -> Lease:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.files import make_known, names_in, read_json, refresh, write_atomic
+from hpc_elastic.files import names_in, read_json, write_atomic
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class RunFiles:
         """Rename the folder; remove what the leader before has staged and not put in place."""
         mine = self._folder(epoch)
         self._folder(before).rename(mine)
-        make_known(self.run.rdzv)
         for left in mine.iterdir():
             if not left.name.startswith(_NOTICE):
                 left.unlink(missing_ok=True)
@@ -88,13 +87,9 @@ class RunFiles:
 
         What is longer than any name, so that it cannot be claimed, keeps no other from that.
         """
-        try:
-            refresh(self.run.notices)
-            with os.scandir(self.run.notices) as entries:
-                names = (e.name for e in entries if e.is_file() and e.name[0] != ".")
-                return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)
-        except FileNotFoundError:
-            return []
+        folder = self.run.notices
+        names = (n for n in names_in(folder) if n[0] != "." and (folder / n).is_file())
+        return sorted(n for n in names if len(os.fsencode(n)) <= _LONGEST_NAME)
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""

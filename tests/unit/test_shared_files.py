@@ -85,7 +85,7 @@ def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, m
     path = tmp_path / "result.json"
     path.write_text('{"status": "succeeded"}')
     memory = {str(path)}
-    open_, scandir = Path.open, os.scandir
+    open_, listdir = Path.open, os.listdir
 
     def remembered(self, *args, **kwargs):
         if str(self) in memory:
@@ -94,9 +94,9 @@ def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, m
 
     def revalidating(folder):
         memory.clear()
-        return scandir(folder)
+        return listdir(folder)
 
     monkeypatch.setattr(Path, "open", remembered)
-    monkeypatch.setattr(os, "scandir", revalidating)
+    monkeypatch.setattr(os, "listdir", revalidating)
     assert files.read_json(path) == {"status": "succeeded"}
     assert files.read_json(tmp_path / "none.json") is None

@@ -9,6 +9,7 @@ path's last name are answered from memory, for up to a minute. So:
 **Absence is never concluded from a path. The folder is listed first, and what the listing names is
 opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits for a file of a run
 uses them. The same holds for the folder itself where others may rename or make it: list its parent.
+Whether a file or a folder has changed is seen by `status_of`, which opens it.
 
 Two kinds of mounts need more than that; what is said of them was seen on Linux's NFS client.
 Without close-to-open consistency (``nocto``) not even opening asks the server: `refresh` makes the
@@ -104,7 +105,8 @@ def names_listed(folder: Path) -> list[str]:
         OSError: the file system does not answer.
     """
     mount = _mount_of(folder)
-    refresh(folder)
+    if not mount.opened_is_fresh:
+        _ask_about(folder)
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if mount.changes_by_time or not mount.opened_is_fresh:
@@ -115,12 +117,20 @@ def names_listed(folder: Path) -> list[str]:
 
 
 def refresh(path: Path) -> None:
-    """Have the client ask the server for a file or folder, where opening it would not.
+    """Have the client ask the server for a file, where opening it would not.
+
+    Args:
+        path: A file, or a folder that is no mount point.
 
     Raises:
         OSError: it is not there, or the file system does not answer.
     """
-    if _mount_of(path).opened_is_fresh or _LIBC is None:
+    if not _mount_of(path.parent).opened_is_fresh:
+        _ask_about(path)
+
+
+def _ask_about(path: Path) -> None:
+    if _LIBC is None:
         return
     args = (_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS)
     if _LIBC.statx(*args, ctypes.create_string_buffer(_STATX_BYTES)):
@@ -140,6 +150,20 @@ def is_there(path: Path) -> bool:
         OSError: the file system does not answer.
     """
     return path.name in names_in(path.parent)
+
+
+def status_of(path: Path) -> os.stat_result:
+    """Return the attributes of a file or folder, as its server says.
+
+    Raises:
+        OSError: it is not there, or may not be read.
+    """
+    refresh(path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:

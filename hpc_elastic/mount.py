@@ -115,6 +115,11 @@ class Mount:
             return self._bound_s()
         return 0.0 if self.options.get("lookupcache") == "none" else self._nfs_s("acdirmax")
 
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether a node may keep what it writes into an open file, unseen by others, for long."""
+        return self.is_nfs or self._bound_s() > 0
+
     def _bound_s(self) -> float:
         return 0.0 if self.is_local else _BOUNDS_S.get(self.kind, _UNKNOWN_S)
 

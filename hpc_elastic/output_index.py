@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from hpc_elastic.files import refresh
+
 SUFFIX = ".times"
 
 _RECORD = struct.Struct("<Qd")
@@ -57,6 +59,14 @@ class IndexWriter:
         if os.pwrite(self._fd, record, self._at) < len(record):
             raise OSError("no space for a whole record")
         self._at += len(record)
+
+    def send(self) -> None:
+        """Have the server of the file have what was appended.
+
+        Raises:
+            OSError: it has not.
+        """
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
         """Release the file."""
@@ -115,6 +125,7 @@ class Index:
 
     def _look(self, what: Callable[[BinaryIO, int], list[Record]]) -> list[Record]:
         try:
+            refresh(self._path)
             with self._path.open("rb", buffering=0) as f:
                 return what(f, os.fstat(f.fileno()).st_size // _RECORD.size)
         except OSError:

@@ -1,10 +1,15 @@
-"""Writes down when the output of this node was written: one thread for all files of a task.
+"""Writes down when the output of this node was written, and lets other nodes see it soon.
 
-It looks at the sizes only, a few times a second, so that neither the workers nor their files know
-of it, and the death of a worker loses nothing: what it has written is in its file. A look is one
-lseek a file. A stat would, on NFS, send the file's dirty pages to the server first.
+One thread looks at the sizes only, a few times a second, so that neither the workers nor their
+files know of it, and the death of a worker loses nothing: what it has written is in its file. A
+look is one lseek a file. A stat would, on NFS, send the file's dirty pages to the server first.
 
-It never fails the run. What can not be written is logged once; the times are less exact then.
+A client of NFS keeps what is written until the file is closed, which a worker does at its end, or
+for half a minute. So a second thread has it sent: an fdatasync sends what all processes of a node
+have written to a file. Only files that have grown are sent, and none of a local file system.
+
+Neither fails the run, nor waits for the other. What can not be written is logged once; the times
+are less exact then, or others see the output late.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from hpc_elastic.mount import Mount
 from hpc_elastic.output_index import IndexWriter
 
 _log = logging.getLogger(__name__)
@@ -24,6 +30,12 @@ LOOK_S = 0.1
 """Seconds between two looks, and so the exactness of the times."""
 _RARELY_S = 2.0
 """A file that is not there yet is looked for ever more rarely, down to this."""
+SEND_S = 2.0
+"""Seconds between two times that what has grown is sent."""
+_SEND_SHARE = 10
+"""A server that is slow is asked less often: at most a tenth of the time is spent on it."""
+_SEND_AT_LEAST_S = 30.0
+"""About as often a client sends by itself."""
 _JOIN_S = 1.0
 """A file system that hangs does not keep the task from its end."""
 
@@ -43,11 +55,15 @@ class OutputTimes:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="output-times", daemon=True)
-        self._complained = False
+        self._sender = threading.Thread(
+            target=self._keep_sending, name="output-sender", daemon=True
+        )
+        self._complaints: set[str] = set()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Begin to look, and to send."""
         self._thread.start()
+        self._sender.start()
 
     def new_round(self, files: Iterable[Path]) -> None:
         """Look at the files of another round; those of the one before are seen one last time."""
@@ -75,28 +91,53 @@ class OutputTimes:
             try:
                 file.look()
             except OSError as e:
-                self._complain(file, e)
+                self._complain("the times of %s, and others, are less exact: %s", file, e)
         for file in over:
             try:
-                file.close()
+                if not file.close():
+                    self._close_later(file)
             except OSError as e:  # where a quota is told of at the close (NFS)
-                self._complain(file, e)
+                self._complain("the times of %s, and others, are less exact: %s", file, e)
 
-    def _complain(self, file: _Watched, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
-            _log.warning("the times of %s, and others, are less exact: %s", file.path, error)
+    def _close_later(self, file: _Watched) -> None:
+        with self._lock:
+            self._over.append(file)
+
+    def _keep_sending(self) -> None:
+        pause_s = SEND_S
+        while not self._stop.wait(pause_s):
+            began = time.monotonic()
+            self._send()
+            took_s = time.monotonic() - began
+            pause_s = min(max(SEND_S, _SEND_SHARE * took_s), _SEND_AT_LEAST_S)
+
+    def _send(self) -> None:
+        with self._lock:
+            watched = [*self._always, *self._round]
+        for file in watched:
+            try:
+                file.send()
+            except OSError as e:
+                self._complain("other nodes see %s, and other output, late: %s", file, e)
+
+    def _complain(self, what: str, file: _Watched, error: OSError) -> None:
+        if what not in self._complaints:
+            self._complaints.add(what)
+            _log.warning(what, file.path, error)
 
 
 class _Watched:
-    """One file of output."""
+    """One file of output; two threads use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd: int | None = None
         self._index: IndexWriter | None = None
-        self._size = 0
+        self._size = self._sent = 0
+        self._is_kept = False
+        """Whether others see what is written only when it is sent."""
         self._look_at, self._patience_s = 0.0, LOOK_S
+        self._looking, self._sending = threading.Lock(), threading.Lock()
 
     def look(self) -> None:
         """Write down how long the file is, if it has grown.
@@ -104,16 +145,33 @@ class _Watched:
         Raises:
             OSError: that failed; the next look tries again.
         """
-        if self._fd is None and not self._open():
-            return
-        assert self._fd is not None
-        size = os.lseek(self._fd, 0, os.SEEK_END)
-        if size <= self._size:
-            return
-        if self._index is None:
-            self._index = IndexWriter(self.path)
-        self._index.append(size, time.time())
-        self._size = size
+        with self._looking:
+            if self._fd is None and not self._open():
+                return
+            assert self._fd is not None
+            size = os.lseek(self._fd, 0, os.SEEK_END)
+            if size <= self._size:
+                return
+            if self._index is None:
+                self._index = IndexWriter(self.path)
+            self._index.append(size, time.time())
+            self._size = size
+
+    def send(self) -> None:
+        """Send what was seen to be written, and when; return when the server has it.
+
+        Raises:
+            OSError: it has not; the next time tries again.
+        """
+        with self._sending:
+            if not self._is_kept or self._fd is None or self._size == self._sent:
+                return
+            os.fdatasync(self._fd)
+            self.look()  # the index reaches as far as what is sent
+            assert self._index is not None
+            size = self._size
+            self._index.send()
+            self._sent = size
 
     def _open(self) -> bool:
         now = time.monotonic()
@@ -125,16 +183,23 @@ class _Watched:
             self._patience_s = min(2 * self._patience_s, _RARELY_S)
             self._look_at = now + self._patience_s
             return False
+        self._is_kept = Mount.of(self.path).keeps_writes
         return True
 
-    def close(self) -> None:
-        """Release what is open.
+    def close(self) -> bool:
+        """Release what is open; return False, and do nothing, while it is being sent.
 
         Raises:
             OSError: what was written last has come to nothing.
         """
-        fd, index, self._fd, self._index = self._fd, self._index, None, None
-        if fd is not None:
-            os.close(fd)
-        if index is not None:
-            index.close()
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            fd, index, self._fd, self._index = self._fd, self._index, None, None
+            if fd is not None:
+                os.close(fd)
+            if index is not None:
+                index.close()
+        finally:
+            self._sending.release()
+        return True

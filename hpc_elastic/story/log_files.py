@@ -6,11 +6,14 @@ not be read, is like an empty one: what the others hold is shown.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpc_elastic.files import status_of
 from hpc_elastic.output_index import Index
 from hpc_elastic.rundir import RunDir, Submission
 from hpc_elastic.slurm.replacement import current_names
@@ -21,10 +24,12 @@ from hpc_elastic.story.logs import Keep, Line, Source, source_of
 BLOCK = 1 << 16
 _LATE_S = 60.0
 """The clock of a file server, by which files are dated, may be wrong by so much."""
+_TICK_S = 1.0
+"""Two changes within so much may have one date."""
 
 
 class Discovery:
-    """Finds the sources of a run, again and again; folders that have not changed are not read.
+    """Finds the sources of a run, again and again; what has not changed is not read.
 
     Args:
         run: The run.
@@ -36,7 +41,7 @@ class Discovery:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._spec = run.load()
-        self._folders: dict[Path, tuple[int, list[str]]] = {}
+        self._folders: dict[Path, tuple[int, float, list[str]]] = {}
         self._attempts: dict[Path, tuple[list[str], str, list[Source]]] = {}
         self._hosts: dict[str, tuple[int, dict[int, str]]] = {}
 
@@ -51,7 +56,7 @@ class Discovery:
         for name in self._names(folder):
             number = name.removeprefix("attempt-")
             if number.isdecimal():
-                host = self._hosts_of(task).get(int(number), "")
+                host = self._host_of(task, int(number))
                 yield from self._of_attempt(folder / name, task, int(number), host)
 
     def _of_attempt(self, folder: Path, task: str, attempt: int, host: str) -> list[Source]:
@@ -70,32 +75,37 @@ class Discovery:
         for name in dict.fromkeys(n for task in names for n in (task, queue_name(task))):
             path = submission.log(name)
             if path.name in there:
-                hosts = set(self._hosts_of(name).values())
+                hosts = set(self._hosts.get(name, (0, {}))[1].values())
                 host = hosts.pop() if len(hosts) == 1 else ""
                 yield Source(path, self._spec.launcher, name, host=host)
 
     def _names(self, folder: Path) -> list[str]:
-        """Return the names in a folder; of a changed one anew."""
+        """Return the names in a folder; of a changed one anew, and a tick later once more."""
+        now = time.monotonic()
         try:
-            changed = folder.stat().st_mtime_ns
+            changed = status_of(folder).st_mtime_ns
             known = self._folders.get(folder)
-            if known is None or known[0] != changed:
-                known = self._folders[folder] = (changed, os.listdir(folder))  # noqa: PTH208
+            is_new = known is None or known[0] != changed
+            if known is None or is_new or now >= known[1]:
+                again_at = now + _TICK_S if is_new else math.inf
+                known = self._folders[folder] = (changed, again_at, os.listdir(folder))  # noqa: PTH208
         except OSError:
             return []
-        return known[1]
+        return known[2]
 
-    def _hosts_of(self, task: str) -> dict[int, str]:
-        """Return on which node each attempt of a task was; read anew when events came."""
+    def _host_of(self, task: str, attempt: int) -> str:
+        """Return on which node an attempt of a task is; empty as long as no event says so."""
         path = self._run.events(task)
-        try:
-            size = path.stat().st_size
-            known = self._hosts.get(task)
-            if known is None or known[0] != size:
-                known = self._hosts[task] = (size, _hosts_in(path))
-        except OSError:
-            return {}
-        return known[1]
+        size, hosts = self._hosts.get(task, (0, {}))
+        if attempt not in hosts and path.name in self._names(path.parent):
+            try:
+                now = status_of(path).st_size
+                if now != size:
+                    hosts = _hosts_in(path)
+                    self._hosts[task] = (now, hosts)
+            except OSError:
+                return ""
+        return hosts.get(attempt, "")
 
 
 def _hosts_in(events: Path) -> dict[int, str]:
@@ -272,7 +282,7 @@ def line_start(path: Path, offset: int) -> int:
 def size_of(path: Path) -> int:
     """Return the length of a file; 0 if it can not be read."""
     try:
-        return path.stat().st_size
+        return status_of(path).st_size
     except OSError:
         return 0
 
@@ -280,7 +290,7 @@ def size_of(path: Path) -> int:
 def changed(path: Path) -> float:
     """Return when a file was last written to; 0 if it can not be read."""
     try:
-        return path.stat().st_mtime
+        return status_of(path).st_mtime
     except OSError:
         return 0.0
 

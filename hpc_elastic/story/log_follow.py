@@ -27,8 +27,11 @@ _FIND_S = 0.5
 """Seconds between two looks for new files."""
 _BAR_S = 10.0
 """Seconds between two looks at a progress bar."""
-_FIND_SHARE = 10
-"""In a run with very many files, at most a tenth of the time is spent on looking for more."""
+_IDLE_S = 0.5
+"""At most so many seconds between two looks at a file that does not grow."""
+_SHARE = 10
+"""In a run with very many files, at most a tenth of the time is spent on looking for more, and as
+much on looking whether they have grown."""
 _OVER_AFTER_S = 5.0
 """A file whose task has gone on is given up when it has not grown for so long."""
 
@@ -52,7 +55,7 @@ class Follower:
         self._files: dict[Path, _Followed] = {}
         self._settling = Settling()
         self._newest: dict[str, Source] = {}
-        self._find_at = 0.0
+        self._find_at = self._read_at = 0.0
         self.last_news = time.monotonic()
         """When something was last read, in monotonic seconds."""
 
@@ -77,10 +80,10 @@ class Follower:
         if now >= self._find_at:
             self._find()
             took_s = time.monotonic() - now
-            self._find_at = now + max(_FIND_S, _FIND_SHARE * took_s)
-        for file in self._files.values():
-            if not file.is_closed:
-                self._read(file, now)
+            self._find_at = now + max(_FIND_S, _SHARE * took_s)
+        if now >= self._read_at:
+            in_vain_s = sum(self._read(file, now) for file in self._files.values())
+            self._read_at = now + _SHARE * in_vain_s
         return self._settling.take(now)
 
     def finish(self) -> list[Line]:
@@ -101,14 +104,20 @@ class Follower:
             else:
                 known.reader.source = source  # its host may be known by now
 
-    def _read(self, file: _Followed, now: float) -> None:
+    def _read(self, file: _Followed, now: float) -> float:
+        """Read what a file has to show now; return how many seconds that took in vain."""
+        if file.is_closed or now < file.read_at:
+            return 0.0
+        began = time.monotonic()
         found = file.read(now)
+        in_vain_s = 0.0 if found else time.monotonic() - began
         source = file.reader.source
         if found is not None:
             self.last_news = now
         elif file.idle_s(now) > _OVER_AFTER_S and self._is_over(source):
             found = file.drain()
         self._settling.add(filter(self._keep, [*(found or ()), *file.bar(now)]), now)
+        return in_vain_s
 
     def _is_over(self, source: Source) -> bool:
         return source.task in self._newest and is_over(source, self._newest[source.task])
@@ -120,6 +129,8 @@ class _Followed:
     def __init__(self, source: Source, offset: int = 0) -> None:
         self.reader = Reader(source, offset)
         self.is_closed = False
+        self.read_at = 0.0
+        """When it is to be looked at again, in monotonic seconds."""
         self._grew_at = time.monotonic()
         self._waits_since: float | None = None
         self._bar, self._bar_at = "", time.monotonic()
@@ -145,6 +156,7 @@ class _Followed:
         size = reader.size()
         if size <= reader.offset:
             self._waits_since = None
+            self.read_at = now + min(self.idle_s(now) / 4, _IDLE_S)
             return None
         self._waits_since = now if self._waits_since is None else self._waits_since
         waited_s = now - self._waits_since

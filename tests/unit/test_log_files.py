@@ -157,6 +157,19 @@ def test_all_files_of_a_run_are_found_with_their_nodes(run):
     ]  # fmt: skip
 
 
+def test_files_that_came_within_a_tick_of_the_servers_clock_are_found(run, monkeypatch):
+    """The folder is dated as it was when it was listed; it is listed once more."""
+    now = [100.0]
+    monkeypatch.setattr(log_files.time, "monotonic", lambda: now[0])
+    folder = run.attempt("7_0", 0)
+    found = Discovery(run)
+    before, date = found.sources(), folder.stat().st_mtime_ns
+    (folder / "round-2.rank-0.out").touch()
+    os.utime(folder, ns=(date, date))
+    now[0] += 2.0
+    assert len(found.sources()) == len(before) + 1
+
+
 def test_following_finds_what_appears(run):
     """Lines that are complete, of new files and old; at the end also what has no end."""
     follower = Follower(Discovery(run), Selection(), lambda _: True)
@@ -174,6 +187,28 @@ def test_following_finds_what_appears(run):
     assert {line.text for line in found} == {"of a new attempt", "added"}
     assert [line.text for line in follower.finish()] == ["not ended"]
     assert until[old] == 4
+
+
+def test_a_file_that_does_not_grow_is_looked_at_twice_a_second(run, monkeypatch):
+    """Each look opens it, which asks the server."""
+    now, looks = [100.0], []
+    status_of = log_files.status_of
+    monkeypatch.setattr(log_files, "status_of", lambda p: (looks.append(p), status_of(p))[1])
+    monkeypatch.setattr(log_follow.time, "monotonic", lambda: now[0])
+    follower = Follower(Discovery(run), Selection(), lambda _: True)
+    follower.skip(Discovery(run).sources())
+    for _ in range(100):
+        now[0] += 0.1
+        follower.poll()
+    quiet = run.attempt("7_0", 0) / "round-1.rank-0.err"
+    assert 15 < looks.count(quiet) < 30
+    with quiet.open("a") as f:
+        f.write("at last\n")
+    found = []
+    for _ in range(30):
+        now[0] += 0.1
+        found += follower.poll()
+    assert [line.text for line in found] == ["at last"]
 
 
 def test_of_a_progress_bar_it_is_told_now_and_then_how_far_it_is(run, monkeypatch):

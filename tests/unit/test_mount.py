@@ -102,3 +102,10 @@ def test_no_file_is_left_open():
     before = psutil.Process().num_fds()
     Mount.of(Path("/proc"))
     assert psutil.Process().num_fds() == before
+
+
+def test_a_mount_that_may_keep_what_is_written_is_known():
+    """NFS in any version, and what is not known to be coherent."""
+    numbers = [line.split()[0] for line in TABLE.strip().splitlines()]
+    keeps = [number for number in numbers if find(TABLE, int(number)).keeps_writes]
+    assert keeps == ["40", "41", "42", "43", "44", "45", "46", "51", "53", "54", "55"]

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from bisect import bisect_left
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from hpc_elastic.agent import output_times
 from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.mount import Mount
 from hpc_elastic.output_index import Index, IndexWriter, index_of
 
 
@@ -180,3 +182,57 @@ def test_files_that_do_not_come_are_looked_for_ever_more_rarely(tmp_path, monkey
         watched.look()
         now[0] += output_times.LOOK_S
     assert 20 < len(asked) < 40
+
+
+@pytest.fixture
+def sends(monkeypatch):
+    """Every file is on NFS, and what grows is sent at once; yields the answers of its server."""
+    answers = threading.Event()
+    answers.set()
+    monkeypatch.setattr(Mount, "keeps_writes", True)
+    monkeypatch.setattr(output_times, "SEND_S", 0.01)
+    monkeypatch.setattr(os, "fdatasync", lambda _: answers.wait(20))
+    yield answers
+    answers.set()
+
+
+def test_while_a_server_does_not_answer_the_times_go_on(times, tmp_path, sends):
+    """And the files of a round that is over are let go when it does."""
+    sends.clear()
+    keeper, out = times(), tmp_path / "out"
+    keeper.new_round([out])
+    out.write_bytes(b"first\n")
+    eventually(lambda: keeper._round and keeper._round[0]._sending.locked())
+    with out.open("ab") as f:
+        f.write(b"second\n")
+    eventually(lambda: Index(out).covered == 13)
+    keeper.new_round([tmp_path / "other"])
+    (tmp_path / "other").write_bytes(b"of the next round\n")
+    eventually(lambda: Index(tmp_path / "other").covered == 18)
+    assert out in {Path(file.path) for file in psutil.Process().open_files()}
+    sends.set()
+    eventually(lambda: out not in {Path(file.path) for file in psutil.Process().open_files()})
+
+
+def test_only_what_has_grown_is_sent_and_nothing_of_a_local_file_system(tmp_path, monkeypatch):
+    """A file and its index, once each for what came since the last time."""
+    sent = []
+    name_of = lambda fd: str(Path(f"/proc/self/fd/{fd}").readlink())  # noqa: E731
+    monkeypatch.setattr(os, "fdatasync", lambda fd: sent.append(name_of(fd)))
+    monkeypatch.setattr(Mount, "keeps_writes", True)
+    out, quiet = tmp_path / "out", tmp_path / "quiet"
+    keeper = OutputTimes([out, quiet])
+    quiet.touch()
+    for text in (b"first\n", b"second\n"):
+        with out.open("ab") as f:
+            f.write(text)
+        keeper._look()
+        keeper._send()
+        keeper._send()
+        assert sent == [str(out), str(index_of(out))]
+        sent.clear()
+    monkeypatch.setattr(Mount, "keeps_writes", False)
+    local = OutputTimes([out])
+    local._look()
+    local._send()
+    assert sent == []

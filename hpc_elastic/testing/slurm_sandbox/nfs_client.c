@@ -1708,6 +1708,8 @@ static void do_releasedir(fuse_req_t req, fuse_ino_t number, struct fuse_file_in
 {
     struct folder *folder = (struct folder *)(uintptr_t)fi->fh;
     (void)number;
+    if (!folder->listing)
+        folder->inode->opener = 0; /* it was opened, and not read */
     release_listing(folder->listing);
     free(folder);
     fuse_reply_err(req, 0);

@@ -33,6 +33,7 @@ SCRIPT = textwrap.dedent(
 
     from hpc_elastic import Checkpointer, should_checkpoint
     from hpc_elastic.data import ElasticSampler
+    from hpc_elastic.files import is_there
 
     EPOCHS, PAUSE_S = {epochs}, 0.15
 
@@ -65,7 +66,7 @@ SCRIPT = textwrap.dedent(
                     (weight * nn.functional.mse_loss(model(x), x)).backward()
                 optimizer.step()
                 say(f"step {batch.step} {time.time()}")
-                hurry = hurry or (folder / "hurry").exists()
+                hurry = hurry or is_there(folder / "hurry")
                 time.sleep(0 if hurry else PAUSE_S)
                 if should_checkpoint(batch.step, every_steps=every):
                     checkpoints.save(batch.step)
@@ -125,9 +126,7 @@ class Counting:
 
     def audit(self) -> subprocess.CompletedProcess[str]:
         """Let the audit prove that every sample was trained exactly once an epoch."""
-        command = str(Path(sys.executable).with_name("hpc-elastic"))
-        argv = [command, "audit", str(self.sweep.run())]
-        return subprocess.run(argv, cwd=ROOT, text=True, capture_output=True)
+        return self.sweep.audit()
 
 
 def _round(number: int, text: str) -> Round:

@@ -17,7 +17,7 @@ def doctor(slurm, folder, *words, **env):
     """Start the command as a user's own process, in an empty directory."""
     argv = [sys.executable, "-m", "hpc_elastic", "doctor", "--json", *words]
     return subprocess.Popen(
-        argv, env={**os.environ, **slurm.env, **env}, cwd=folder, text=True,
+        slurm.on_login(argv), env={**os.environ, **slurm.env, **env}, cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -85,6 +85,7 @@ def test_what_sbatch_would_refuse_is_found_without_submitting(slurm, place):
     assert left(slurm, place) == ([], [])
 
 
+@pytest.mark.nfs
 def test_the_probe_goes_through_what_a_run_goes_through(slurm, place):
     """Two nodes meet, get signals; one comes back, one is cancelled, and nothing is left over."""
     code, findings, report = examine(slurm, place, "partition=low", "--probe")
@@ -175,7 +176,7 @@ def waiting_python(folder, name):
     script = folder / "python"
     script.write_text(
         f"#!/bin/sh\ntouch {folder}/waits-$SLURMD_NODENAME\n"
-        f'while [ ! -e {folder}/{name} ]; do sleep 0.1; done\nexec {sys.executable} "$@"\n'
+        f'until ls {folder} | grep -qx {name}; do sleep 0.1; done\nexec {sys.executable} "$@"\n'
     )
     script.chmod(0o755)
     return script

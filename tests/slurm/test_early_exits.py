@@ -22,6 +22,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
 
     from hpc_elastic import report
+    from hpc_elastic.files import is_there
 
     EXITS = {"sys.exit": sys.exit, "os._exit": os._exit}
 
@@ -32,13 +33,13 @@ SCRIPT = textwrap.dedent(
         if cfg.exits == "handler":
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         dist.init_process_group("gloo")
-        resumes = saved.exists() and cfg.exits == "handler"
+        resumes = is_there(saved) and cfg.exits == "handler"
         step = torch.tensor(int(saved.read_text()) if resumes else 0)
         dist.broadcast(step, 0)
         over = torch.tensor(0)
         while not over:
             time.sleep(0.05)
-            over.fill_(done.exists())
+            over.fill_(is_there(done))
             dist.all_reduce(over)
             step += 1
             report(step=int(step))

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,8 +66,7 @@ class Replicas:
 
     def audit(self) -> subprocess.CompletedProcess:
         """Run `hpc-elastic audit`."""
-        argv = [sys.executable, "-m", "hpc_elastic", "audit", str(self.sweep.run())]
-        return subprocess.run(argv, cwd=ROOT, text=True, capture_output=True)
+        return self.sweep.audit()
 
 
 @pytest.mark.long

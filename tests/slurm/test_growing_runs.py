@@ -17,13 +17,14 @@ STEPS = textwrap.dedent(
     import torch.distributed as dist
     import hydra
     from hpc_elastic import checkpoint_boundary, report
+    from hpc_elastic.files import is_there
 
     FILE, ENOUGH = Path({folder!r}, "step"), Path({folder!r}, "enough")
 
     @hydra.main(version_base=None, config_path=None)
     def main(cfg):
         dist.init_process_group("gloo")
-        step, over = int(FILE.read_text()) if FILE.exists() else 0, torch.tensor(0)
+        step, over = int(FILE.read_text()) if is_there(FILE) else 0, torch.tensor(0)
         while not over:
             time.sleep(0.05)
             dist.barrier()  # a step is made by all ranks, or by none
@@ -35,7 +36,7 @@ STEPS = textwrap.dedent(
                 if dist.get_rank() == 0:
                     FILE.write_text(str(step))
                 {announce}
-                over.fill_(int(ENOUGH.exists()))
+                over.fill_(int(is_there(ENOUGH)))
                 dist.broadcast(over, 0)
         dist.destroy_process_group()
         return step
@@ -70,6 +71,7 @@ def steps(s: Sweep) -> list[int]:
     ]
 
 
+@pytest.mark.nfs
 def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_path):
     """grow=boundary: every step is made exactly once, though the group grew in the middle."""
     job = busy(slurm, 2)

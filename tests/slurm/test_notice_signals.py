@@ -34,7 +34,7 @@ def tell(number, _):
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, tell)
 say("starts")
-while not log.with_name("end").exists() and time.monotonic() < min(ends):
+while "end" not in os.listdir(log.parent) and time.monotonic() < min(ends):
     time.sleep(0.05)
 say("ends")
 sys.exit(3)

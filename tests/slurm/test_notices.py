@@ -19,6 +19,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
     import hydra
     from hpc_elastic import checkpoint_boundary, leave_node, report, should_checkpoint
+    from hpc_elastic.files import is_there
 
     FOLDER = Path({folder!r})
     SAVED = FOLDER / "saved"
@@ -31,16 +32,16 @@ SCRIPT = textwrap.dedent(
     @hydra.main(version_base=None, config_path=None)
     def main(cfg):
         dist.init_process_group("gloo")
-        step = int(SAVED.read_text()) if SAVED.exists() else 0
+        step = int(SAVED.read_text()) if is_there(SAVED) else 0
         leave = FOLDER / f"leave-{{os.environ['SLURMD_NODENAME']}}"
         for batch in torch.utils.data.DataLoader(Numbers(), num_workers={loaders}):
             time.sleep(0.05)
-            over = torch.tensor(int((FOLDER / "over").exists()))
+            over = torch.tensor(int(is_there(FOLDER / "over")))
             dist.all_reduce(over)
             step += 1
             print("step", step, flush=True)
             report(step=step)
-            if leave.exists():
+            if is_there(leave):
                 leave.unlink()
                 leave_node(within_s=60)
             if should_checkpoint(step, every_s=1000):

@@ -86,7 +86,7 @@ def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     said = s.process.communicate(timeout=PATIENCE_S)[0]
     assert s.process.returncode == 130 and "Traceback" not in said, said
     command, *args = shlex.split(re.search("attach: (.*)", said)[1])
-    argv = [Path(sys.executable).with_name(command), *args]
+    argv = slurm.on_login([str(Path(sys.executable).with_name(command)), *args])
     env = {**os.environ, **slurm.env}
     killed = subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE)
     assert killed.stdout is not None and killed.stdout.readline()
@@ -98,14 +98,20 @@ def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     assert s.result()["restarts"] == 0
 
 
+@pytest.mark.nfs
 def test_a_leader_that_dies_is_replaced(slurm, sweep):
-    """Another agent leads the next epoch, and the run ends as if nothing had been."""
-    s = sweep("nodes=1:3", *SLOWLY)
-    eventually(lambda: s.group_sizes()[-1:] == [3], "three nodes train")
+    """Another agent leads the next epoch, and the run ends as if nothing had been.
+
+    So does the other run of the sweep, on the fourth node.
+    """
+    s = sweep("nodes=1:3", "lr=0.1,0.05", *SLOWLY)
+    eventually(lambda: [s.group_sizes(n)[-1:] for n in range(2)] == [[3], [1]], "both train")
     slurm.kill_node(leader_host(s))
-    s.output()
+    output = s.output()
     assert [e["epoch"] for e in s.events("leader")][:2] == [1, 2]
-    assert s.result()["restarts"] == 0 and s.value() > 0.95
+    assert [e["epoch"] for e in s.events("leader", 1)] == [1]
+    assert [s.result(n)["restarts"] for n in range(2)] == [0, 0], output
+    assert all(s.value(n) > 0.95 for n in range(2))
 
 
 @pytest.mark.long
@@ -207,7 +213,7 @@ def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
     overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
     render = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py")]
-    argv = [*render, *overrides, folder]
+    argv = slurm.on_login([*render, *overrides, folder])
     env = {**os.environ, **slurm.env}
     rendered = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert rendered.returncode == 0, rendered.stderr

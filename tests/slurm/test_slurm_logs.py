@@ -17,11 +17,12 @@ TALK = """
 import os, sys, time
 from pathlib import Path
 import hydra
+from hpc_elastic.files import is_there
 
 @hydra.main(version_base=None, config_path=None)
 def main(cfg):
     said, streams = 0, (sys.stdout, sys.stderr)
-    while not Path({end!r}).exists():
+    while not is_there(Path({end!r})):
         said += 1
         print("rank", os.environ["RANK"], "line", said, flush=True, file=streams[said % 2])
         time.sleep(0.1)
@@ -44,7 +45,7 @@ def follow(slurm, tmp_path):
     def start(run: Path):
         printed = tmp_path / "printed"
         with printed.open("w") as out:
-            argv = logs(run, "--follow", "--since", "1h")
+            argv = slurm.on_login(logs(run, "--follow", "--since", "1h"))
             processes.append(subprocess.Popen(argv, env={**os.environ, **slurm.env}, stdout=out))
         return processes[-1], printed
 
@@ -87,6 +88,7 @@ def written(run: Path) -> dict[tuple, list[str]]:
     return found
 
 
+@pytest.mark.nfs
 def test_a_run_is_followed_across_a_late_node_and_a_requeue(slurm, sweep, follow, tmp_path):
     """Every line of every file once, in its order, to the end of the run; and again afterwards."""
     other = busy(slurm, 3)
@@ -121,7 +123,9 @@ def test_a_run_is_followed_across_a_late_node_and_a_requeue(slurm, sweep, follow
     )
 
     env = {**os.environ, **slurm.env}
-    done = subprocess.run(logs(s.run()), env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        slurm.on_login(logs(s.run())), env=env, capture_output=True, text=True, check=True
+    )
     again = parsed(done.stdout)
     assert by_file(again) == written(s.run())
     assert all(a["time"] <= b["time"] for a, b in pairwise(again))

@@ -14,7 +14,7 @@ from sweeps import Sweep, busy, eventually, hosts
 def command(slurm, *argv: str | Path, **env: str) -> str:
     """What a command prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "hpc_elastic", *map(str, argv)],
+        slurm.on_login([sys.executable, "-m", "hpc_elastic", *map(str, argv)]),
         env={**os.environ, **slurm.env, **env}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -26,6 +26,7 @@ def status(slurm, sweep: Sweep, **env: str) -> dict:
     return json.loads(command(slurm, "status", sweep.run(), "--json", **env))
 
 
+@pytest.mark.nfs
 def test_a_run_beside_a_queue(slurm, sweep):
     """It trains on one node while a task waits; is preempted, comes back; and ends."""
     other = busy(slurm, len(slurm.nodes) - 1)

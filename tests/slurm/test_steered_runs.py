@@ -24,8 +24,8 @@ def steer(slurm) -> Callable[..., subprocess.CompletedProcess[str]]:
     def call(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, **slurm.env, **env}
         done = subprocess.run(
-            [COMMAND, *args], env=environ, text=True, capture_output=True, timeout=PATIENCE_S,
-            stdin=subprocess.DEVNULL,
+            slurm.on_login([COMMAND, *args]), env=environ, text=True, capture_output=True,
+            timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         return done
@@ -107,6 +107,7 @@ def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, s
     assert "cancelled" in run.sweep.output()
 
 
+@pytest.mark.nfs
 def test_a_cancelled_run_is_resumed_on_other_nodes(slurm, start, steer):
     """It has saved before it went: no step is made twice, and none is missing, on three nodes."""
     run = start("nodes=1:2")
@@ -130,7 +131,7 @@ def test_a_failed_run_is_resumed_from_its_checkpoint(start, steer, tmp_path, mon
     """Its result is put away, and no sample is lost."""
     line = next(line for line in SCRIPT.splitlines() if 'say(f"step' in line)
     indent = line[: len(line) - len(line.lstrip())]
-    bad = f"if batch.step == 30 and Path({str(tmp_path / 'bad')!r}).exists():"
+    bad = f"if batch.step == 30 and is_there(Path({str(tmp_path / 'bad')!r})):"
     failing = SCRIPT.replace(line, f"{indent}{bad}\n{indent}    raise ValueError('bad')\n{line}")
     monkeypatch.setattr("counting.SCRIPT", failing)
     (tmp_path / "bad").touch()
@@ -155,7 +156,7 @@ def test_a_resume_that_was_killed_can_be_made_again(slurm, start, steer, tmp_pat
     slow = hanging_sbatch(tmp_path / "bin", when)
     path = f"{slow}:{os.environ['PATH']}"
     env = {**os.environ, **slurm.env, "PATH": path}
-    command = [COMMAND, "resume", str(run.sweep.run())]
+    command = slurm.on_login([COMMAND, "resume", str(run.sweep.run())])
     first = subprocess.Popen(command, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
     eventually((slow / "reached").exists, "it hangs in sbatch")
     os.killpg(first.pid, signal.SIGKILL)

@@ -23,12 +23,13 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hpc_elastic import checkpoint_boundary, should_checkpoint
+from hpc_elastic.files import is_there
 
 @hydra.main(version_base=None)
 def main(cfg):
     folder = Path(HydraConfig.get().runtime.output_dir)
     saved, rank, size = folder / "saved", os.environ["RANK"], os.environ["WORLD_SIZE"]
-    first = int(saved.read_text()) + 1 if saved.exists() else 1
+    first = int(saved.read_text()) + 1 if is_there(saved) else 1
     with (folder / "starts").open("a") as f:
         f.write(f"{first} {size}\\n")
     if first > 1 and size == "2":

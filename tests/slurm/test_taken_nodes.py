@@ -19,7 +19,7 @@ def take(slurm):
 
     def call(run: Counting, *args: str) -> dict:
         done = subprocess.run(
-            [COMMAND, args[0], str(run.sweep.run()), *args[1:], "--json"],
+            slurm.on_login([COMMAND, args[0], str(run.sweep.run()), *args[1:], "--json"]),
             env={**os.environ, **slurm.env}, text=True, capture_output=True,
             timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip

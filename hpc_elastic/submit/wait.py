@@ -36,7 +36,7 @@ from hpc_elastic.submit.progress import Display, Row, row_of
 
 GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
-ASK_S = 3.0
+ASK_S = 4.0
 """Seconds between two questions to the scheduler while something is expected to change."""
 ASK_LED_S = 10.0
 """Seconds between two questions while the leaders of all runs write, and no group has changed."""

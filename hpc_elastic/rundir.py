@@ -25,6 +25,7 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <run>/excluded.json                   nodes that the run is not to get again, and why
     <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
     <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
+    <run>/departing/                      through it tasks that go back at once ask Slurm
     <run>/saves_to/                       where they are besides (`hpc_elastic.checkpoint.folders`)
     <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
     <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
@@ -232,6 +233,11 @@ class RunDir:
     def settings(self) -> Path:
         """What was asked for at the last submission, as `settings.as_config` says it."""
         return self.path / "settings.json"
+
+    @property
+    def departing(self) -> Path:
+        """Through it tasks that go back to the queue at once ask Slurm (`slurm.together`)."""
+        return self.path / "departing"
 
     @property
     def cancelled(self) -> Path:

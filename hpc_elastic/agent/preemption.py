@@ -127,9 +127,9 @@ class TimeLimit:
 def first_spread_s(num_tasks: int) -> float:
     """Return over how many seconds the tasks of an array ask for a time limit of Slurm's own.
 
-    Five a minute, in ten minutes at most: where nobody has asked for a limit it is hours or days.
+    The first of a run asks for all; the later the others come, the fewer ask with it.
     """
-    return min(600.0, 12.0 * (num_tasks - 1))
+    return min(30.0, float(num_tasks - 1))
 
 
 def spread_s(num_tasks: int) -> float:

@@ -54,12 +54,13 @@ from hpc_elastic.rendezvous.rules import Rules
 from hpc_elastic.rendezvous.run_files import RunFiles
 from hpc_elastic.rendezvous.session import Candidacy, Leaving, SentBack, Session
 from hpc_elastic.rundir import RunSpec
-from hpc_elastic.slurm import last_nodes
+from hpc_elastic.slurm import last_nodes, requeue
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.decision import Facts, Meaning, Reason, meaning
 from hpc_elastic.slurm.requeue import depart, foresee, give_back
 from hpc_elastic.slurm.states import queue_name
 from hpc_elastic.slurm.sweep import SweepQueue
+from hpc_elastic.slurm.together import Together
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ def _terms(spec: RunSpec) -> Terms:
 def _scheduler(task: Task, age_s: float) -> Scheduler:
     """Return what can be asked about this task, whose process has that age."""
     scheduler, end_s = scheduler_of(task.spec), task.slurm.end_time_s
+    all_of_it = _scheduler_of_all(task)
     told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
     if end_s is not None:
         told_left_s = end_s - time.time()
@@ -125,12 +127,14 @@ def _scheduler(task: Task, age_s: float) -> Scheduler:
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
             return None
+        if isinstance(all_of_it, Together):
+            return all_of_it.time_left_s()
         job = str(task.slurm.job_id)  # of this task alone, not of its array
         state = scheduler.tasks([job]).get(queue_name(task.name))
         return None if state is None else state.time_left_s
 
     return Scheduler(
-        foresee=lambda: foresee(task.name, scheduler, attempt=task.attempt),
+        foresee=lambda: foresee(task.name, all_of_it, attempt=task.attempt),
         time_left_s=time_left_s,
         told_left_s=told_left_s,
         spread_s=spread_s(task.num_in_array),
@@ -138,11 +142,16 @@ def _scheduler(task: Task, age_s: float) -> Scheduler:
     )
 
 
+def _scheduler_of_all(task: Task) -> requeue.Scheduler:
+    """Return the scheduler of a task that may leave its node together with all others."""
+    return scheduler_of(task.spec, task.run, task.name, task.attempt)
+
+
 def _go(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     known: list[Facts] = []
     how = depart(
-        task.name, scheduler_of(task.spec), attempt=task.attempt, reason=reason, run=task.run,
+        task.name, _scheduler_of_all(task), attempt=task.attempt, reason=reason, run=task.run,
         note=known.append,
     )  # fmt: skip
     node = None
@@ -245,7 +254,7 @@ class _Node:
         self._events.write("given back", delay_s=round(delay_s, 1))
         try:
             give_back(
-                task.name, scheduler_of(self._spec), delay_s, attempt=task.attempt, run=task.run
+                task.name, _scheduler_of_all(task), delay_s, attempt=task.attempt, run=task.run
             )
         except (HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)

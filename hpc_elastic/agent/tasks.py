@@ -21,6 +21,7 @@ from hpc_elastic.slurm.outputs import is_refused
 from hpc_elastic.slurm.replacement import current_names
 from hpc_elastic.slurm.requeue import Scheduler
 from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.together import FEWEST, Together
 
 _log = logging.getLogger(__name__)
 
@@ -104,11 +105,23 @@ class RunTasks(Protocol):
         """
 
 
-def scheduler_of(spec: RunSpec) -> Scheduler:
-    """Return the scheduler of a run's tasks."""
-    if spec.launcher == "slurm":
+def scheduler_of(
+    spec: RunSpec, run: RunDir | None = None, task: str = "", attempt: int | None = None
+) -> Scheduler:
+    """Return the scheduler of a run's tasks.
+
+    Args:
+        spec: Of the run.
+        run: The run of a task that is to leave its node, perhaps with all others: what Slurm is
+            asked is asked together then.
+        task: That task.
+        attempt: How often it was requeued.
+    """
+    if spec.launcher == "local":
+        return LocalQueue(Submission(Path(spec.submission)))
+    if run is None or spec.max_nodes < FEWEST:
         return SlurmClient()
-    return LocalQueue(Submission(Path(spec.submission)))
+    return Together(run.departing, SlurmClient(), task, attempt)
 
 
 def tasks_of(spec: RunSpec) -> RunTasks:

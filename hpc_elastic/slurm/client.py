@@ -240,6 +240,13 @@ class SlurmClient:
             self._run(["scontrol", "update", f"jobid={name}", "requeue=1"])
             self._requeue(name)
 
+    def requeue_all(self, tasks: Sequence[str]) -> None:
+        """Send tasks back to the queue with one command; those on their way are no error.
+
+        One that fails leaves the others requeued or not: `requeue` each then.
+        """
+        self._requeue(",".join(_compact(tasks)))
+
     def _requeue(self, name: str) -> None:
         try:
             self._run(["scontrol", "requeue", name])

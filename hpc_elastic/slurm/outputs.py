@@ -60,7 +60,7 @@ _ENDED = (_FORGOTTEN, "already completing or completed")
 _NOT_WAITING = (_FORGOTTEN, "no longer pending execution", "already finished", "No error")
 """What scontrol says of each element when one of several could not be updated."""
 
-_REQUEUED = "Job is pending execution"
+_REQUEUED = ("Job is pending execution", "No error")
 _REFUSED = ("Requested operation is presently disabled", "already finished")
 
 
@@ -507,7 +507,7 @@ def is_not_waiting(error: SlurmCommandError) -> bool:
 
 def is_requeued(error: SlurmCommandError) -> bool:
     """Tell whether a task that ``scontrol requeue`` was told of goes to the queue already."""
-    return _says_only(error, (_REQUEUED,))
+    return _says_only(error, _REQUEUED)
 
 
 def is_refused(error: SlurmCommandError) -> bool:

@@ -266,6 +266,19 @@ def test_only_a_task_that_waits_can_be_postponed(backend):
     assert done.returncode == 1 and "already finished" in done.stderr
 
 
+def test_elements_are_requeued_by_one_command(backend):
+    """Also where one of them waits already: it is not requeued once more."""
+    job = backend.submit(SLEEP, "--array=0-2")
+    names = [f"{job}_{index}" for index in range(3)]
+    for name in names:
+        backend.wait_state(name, "RUNNING")
+    backend.client.requeue(names[1])
+    backend.wait_reason(names[1], "BeginTime")
+    backend.client.requeue_all(names)
+    for name in names:
+        assert backend.wait_reason(name, "BeginTime").restarts == 1
+
+
 def test_a_requeue_is_held_unless_the_task_says_when_it_may_start(backend):
     """It waits for its time; meanwhile another requeue is told that it is pending."""
     job = backend.submit(SLEEP, "--array=0-1")

@@ -36,10 +36,11 @@ def test_gpu_without_a_gpu_says_which_key_asks_for_one(monkeypatch):
 def sent_back(tmp_path, monkeypatch, give_back) -> int:
     """Let a node be sent back for half a minute; return its task's exit code."""
     monkeypatch.setattr(module, "give_back", give_back)
+    spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     node = SimpleNamespace(
-        _task=SimpleNamespace(name="7_1", attempt=2, run="its run"),
+        _task=SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec),
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
-        _spec=SimpleNamespace(launcher="slurm"),
+        _spec=spec,
     )
     return module._Node._go_back(node, SentBack(30.04))
 
@@ -79,7 +80,7 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
 
     monkeypatch.setattr(module, "depart", depart)
     monkeypatch.setattr(module.last_nodes, "leave", leave)
-    spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path))
+    spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
     assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
@@ -124,7 +125,8 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
     monkeypatch.setattr(module, "SlurmClient", Client)
     monkeypatch.setattr(module, "depart", depart)
     monkeypatch.setattr(module.last_nodes, "leave", lambda *_: None)
-    spec, slurm = SimpleNamespace(launcher="slurm"), SimpleNamespace(node_name="n3")
+    spec = SimpleNamespace(launcher="slurm", max_nodes=2)
+    slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)
     module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), reason)
     (event,) = read_events(tmp_path)

@@ -78,6 +78,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               "--gib 0.2 --repeats 1", 15),
     Benchmark("ft", "ft.py", "--repeats 5", "--quick", 30, (TORCHFT,)),
     Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
+    Benchmark("scheduler-load", "scheduler_load.py", "--sizes 16,32", "--sizes 4 --runs 20 --quick",
+              30, SANDBOX, repeats=False),
     Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
               repeats=False),
     Benchmark("simulate-ft", "simulate.py", "--ft --schedules 50000", "--schedules 500", 10,

@@ -1,0 +1,269 @@
+#!/usr/bin/env python3
+"""How many commands of Slurm's does a run call a minute, on how many nodes?
+
+    as root: python benchmarks/scheduler_load.py --sizes 16,32
+
+On a Slurm sandbox of each size, a run that wants all its nodes: the launcher, which watches it, and
+an agent on each node, with one worker that needs no torch. Every command of Slurm's that any of
+them calls is counted, in programs that stand before Slurm's own on the PATH, and beside that what
+slurmctld was asked for by such commands (sdiag).
+
+- waits: half of the nodes are busy, the others are there; the busiest minute from the command on;
+- trains: per minute of two;
+- preempted: all nodes at once, for 20 s; the busiest minute from then on.
+
+And a sweep of 200 runs of which none may start, watched by one launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from evidence.result import About, Column, Figure, Result, Table, Target
+from evidence.sandbox import sandbox_of
+from evidence.show import options, present
+
+from hpc_elastic.events import read_events
+from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+
+PATIENCE_S = 300.0
+MINUTE_S = 60.0
+TRAINS_S = 120.0
+SETTLES_S = 30.0
+TARGETS = {"waits": 20.0, "trains": 4.0, "preempted": 20.0}
+COUNTED = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue")
+RPCS = re.compile(
+    r"REQUEST_(?:JOB_INFO|JOB_INFO_SINGLE|JOB_USER_INFO|JOB_STEP_INFO|NODE_INFO|NODE_INFO_SINGLE|"
+    r"PARTITION_INFO|BUILD_INFO|UPDATE_JOB|JOB_REQUEUE|KILL_JOB|CANCEL_JOB_STEP|"
+    r"SUBMIT_BATCH_JOB)\s.*?count:(\d+)"
+)
+"""What sdiag says of the requests that these commands make."""
+ABOUT = About(
+    title="What the scheduler is asked",
+    measured="A run that wants all nodes of a Slurm sandbox, its launcher and all its agents "
+    "together: calls of squeue, scontrol, sinfo, scancel and sbatch in a minute. *waits*: half of "
+    "its nodes are there, the others are busy; the busiest minute from the command on. *trains*: "
+    "the mean of two minutes. *preempted*: all nodes are taken at once, for 20 s; the busiest "
+    "minute from then on. Requests: what slurmctld counts of them, a minute. Then 200 runs that "
+    "wait, watched by one launcher.",
+    does_not_show=(
+        "srun, which is called once for each start of a task, and speaks to slurmctld, too.",
+        "Another release of Slurm than the one of this machine: where the end of a task's time "
+        "stands in its environment (since 23), no agent asks for it.",
+        "`status --watch` and other commands of the user's own.",
+    ),
+)
+SCRIPT = """
+import time
+from pathlib import Path
+
+import hydra
+from hpc_elastic import report
+
+@hydra.main(version_base=None)
+def main(cfg):
+    step = 0
+    while not Path(__file__).with_name("done").exists():
+        step += 1
+        report(step=step)
+        time.sleep(0.5)
+
+if __name__ == "__main__":
+    main()
+"""
+SHIM = """#!/bin/sh
+echo "$(date +%s.%N) {name} $*" >> {log}
+exec {program} "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What was called in some time.
+
+    Attributes:
+        name: What happened.
+        per_minute: Commands.
+        most: Which commands, and how often.
+        requests: That slurmctld counted, a minute.
+    """
+
+    name: str
+    per_minute: float
+    most: str
+    requests: float
+
+
+class Counter:
+    """Counts the commands that are called with its environment."""
+
+    def __init__(self, folder: Path, sandbox: SlurmSandbox) -> None:
+        self.log = folder / "calls"
+        self.log.touch()
+        self._sandbox = sandbox
+        programs = folder / "programs"
+        programs.mkdir()
+        for name in COUNTED:
+            shim = programs / name
+            shim.write_text(SHIM.format(name=name, log=self.log, program=shutil.which(name)))
+            shim.chmod(0o755)
+        self.env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def during(self, name: str, seconds: float, *, since: float | None = None) -> Calls:
+        """Return what is called from now on for so long.
+
+        Args:
+            name: Of what happens.
+            seconds: How long; the mean of its minutes is returned.
+            since: Unix time: the busiest minute from then on is returned instead.
+        """
+        began, asked = time.time(), self._requests()
+        time.sleep(seconds)
+        calls = self._calls(began if since is None else since)
+        requests = (self._requests() - asked) / (time.time() - began) * MINUTE_S
+        if since is None:
+            per_minute = len(calls) / seconds * MINUTE_S
+        else:
+            times = [at for at, _ in calls]
+            per_minute = max((sum(t <= u < t + MINUTE_S for u in times) for t in times), default=0)
+        names = [command for _, command in calls]
+        most = ", ".join(f"{names.count(n)} {n}" for n in COUNTED if n in names)
+        return Calls(name, per_minute, most, requests)
+
+    def _calls(self, since: float) -> list[tuple[float, str]]:
+        lines = (line.split() for line in self.log.read_text().splitlines())
+        return [(float(at), name) for at, name, *_ in lines if float(at) >= since]
+
+    def _requests(self) -> int:
+        return sum(map(int, RPCS.findall(self._sandbox.run(["sdiag"]).stdout)))
+
+
+def main() -> None:
+    """Measure, then print the tables and the verdicts."""
+    given = parse()
+    rows: list[tuple[str | Figure, ...]] = []
+    targets: list[Target] = []
+    for size in given.sizes:
+        with sandbox_of(SandboxConfig(name="load", nodes=size), enter=True) as sandbox:
+            for calls in of_run(sandbox, size, given.quick):
+                rows.append(_row(f"{size} nodes: {calls.name}", calls))
+                what = f"{size} nodes, {calls.name}: commands a minute"
+                targets.append(Target(what, TARGETS[calls.name], calls.per_minute, ""))
+            if size == given.sizes[0]:
+                sweep = of_sweep(sandbox, given.runs)
+                rows.append(_row(sweep.name, sweep))
+                what = f"{sweep.name}: commands a minute"
+                targets.append(Target(what, TARGETS["waits"], sweep.per_minute, ""))
+    columns = (
+        Column(""), Column("commands a minute", ".1f"), Column("in all that time"),
+        Column("requests a minute", ".0f"),
+    )  # fmt: skip
+    table = Table("launcher and agents together", columns, tuple(rows))
+    present(Result(ABOUT, (table,), tuple(targets)), given)
+
+
+def _row(name: str, calls: Calls) -> tuple[str | Figure, ...]:
+    return name, Figure(calls.per_minute), calls.most, Figure(calls.requests)
+
+
+def of_run(sandbox: SlurmSandbox, size: int, quick: bool) -> list[Calls]:
+    """Return what a run calls while it waits for half of its nodes, trains, and is preempted."""
+    shorter = 4.0 if quick else 1.0
+    with tempfile.TemporaryDirectory(prefix="load-") as name:
+        folder, counter = Path(name), Counter(Path(name), sandbox)
+        size_of_job = [f"-N{size // 2}", "--exclusive", "-o", "/dev/null", "--chdir=/"]
+        busy = sandbox.run(["sbatch", "--parsable", *size_of_job, "--wrap=sleep 3600"]).stdout
+        running = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
+        until(lambda: sandbox.run(running).stdout.strip(), "half of the nodes are busy")
+        run, began = folder / "runs" / "0", time.time()
+        settings = ["launcher.agent.spares=false", "launcher.min_wait_s=null"]
+        launcher = start(folder, counter, f"nodes={size}:{size}", *settings)
+        try:
+            until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")
+            found = [counter.during("waits", 90.0 / shorter, since=began)]
+            sandbox.run(["scancel", busy.strip()])
+            until(lambda: len(events(run, "round")) == 1, "all train")
+            time.sleep(SETTLES_S)
+            found.append(counter.during("trains", TRAINS_S / shorter))
+            taken = time.time()
+            sandbox.preempt(range(1, size + 1), 20.0)
+            found.append(counter.during("preempted", 90.0 / shorter, since=taken))
+            until(lambda: len(events(run, "round")) == 2, "all train again")
+            (folder / "done").touch()
+            launcher.wait(PATIENCE_S)
+        finally:
+            end(launcher, sandbox)
+    return found
+
+
+def of_sweep(sandbox: SlurmSandbox, num_runs: int) -> Calls:
+    """Return what the launcher of a sweep calls while all its runs wait."""
+    with tempfile.TemporaryDirectory(prefix="load-") as name:
+        counter = Counter(Path(name), sandbox)
+        held = ["launcher.sbatch={hold:true}", f"+x=range({num_runs})"]
+        launcher = start(Path(name), counter, "nodes=1:4", *held)
+        try:
+            until(lambda: "squeue" in counter.log.read_text(), "the sweep is submitted")
+            return counter.during(f"a sweep of {num_runs} runs waits", MINUTE_S)
+        finally:
+            end(launcher, sandbox)
+
+
+def start(folder: Path, counter: Counter, *overrides: str) -> subprocess.Popen[bytes]:
+    """Start the script's launcher."""
+    (folder / "script.py").write_text(SCRIPT)
+    argv = [sys.executable, "script.py", "-m", "+launcher=slurm", "hydra.sweep.dir=runs"]
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(
+            [*argv, *overrides], cwd=folder, env={**os.environ, **counter.env},
+            stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def end(launcher: subprocess.Popen[bytes], sandbox: SlurmSandbox) -> None:
+    """End the launcher and all jobs."""
+    launcher.send_signal(signal.SIGINT)
+    launcher.wait(PATIENCE_S)
+    sandbox.heal_all()
+
+
+def events(run: Path, kind: str) -> list[dict[str, object]]:
+    """Return the events of a kind that a run has told so far."""
+    folder = run / "events"
+    return [e for e in read_events(folder) if e["kind"] == kind] if folder.exists() else []
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for something to happen on the sandbox."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"never: {what}")
+        time.sleep(0.5)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = options(__doc__)
+    parser.add_argument(
+        "--sizes", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32],
+        metavar="N,M", help="nodes of the sandboxes (default: 16,32)",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=200, help="of the sweep (default: 200)")
+    parser.add_argument("--quick", action="store_true", help="a quarter of each time")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,20 @@
 """A folder that nodes see as through NFS: what each caches, and the faults of the server."""
 
+import contextlib
 import errno
 import json
 import mmap
 import os
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic import files
+from hpc_elastic.mount import Mount
 from hpc_elastic.rendezvous.register import Register
 from hpc_elastic.testing.pytest_plugin import refuse
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
@@ -579,6 +583,45 @@ def test_a_lost_reply_makes_a_link_look_failed(healed):
     refuses(errno.EEXIST, os.link, first / "file", first / "link")
     assert (path / "link").samefile(path / "file")
     os.link(first / "file", first / "other")
+
+
+def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
+    """Where both ask for a name at once, both are told that they have made it."""
+    first, second = mounts.pair()
+    rule = nfs.Rule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL)
+    for point in (first, second):
+        (point / point.name).touch()
+
+    def link(point, number, start):
+        start.wait()
+        with contextlib.suppress(FileExistsError):
+            (point / f"link{number}").hardlink_to(point / point.name)
+            return True
+        return False
+
+    def num_won_by_both(first_number):
+        """Let the clients race for a hundred names."""
+        starts = [threading.Barrier(2) for _ in range(100)]
+        with ThreadPoolExecutor(2) as pool:
+            won = [
+                pool.map(lambda p, n=first_number + i, s=start: link(p, n, s), (first, second))
+                for i, start in enumerate(starts)
+            ]
+            return sum(all(pair) for pair in won)
+
+    assert num_won_by_both(0) == 0
+    mounts.faults(nfs.Server(rules=(rule,), last_rule=1))
+    assert num_won_by_both(100) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "stale_s", "path_stale_s"),
+    [("", 0, 60), ("acdirmax=7", 0, 7), ("nocto,actimeo=5", 5, 5), ("nocto,acregmax=80", 80, 60)],
+)
+def test_a_client_shows_how_old_its_answers_may_be(mounts, options, stale_s, path_stale_s):
+    """In the kernel's table of mounts, as NFS does."""
+    mount = Mount.of(mounts.client("a", options) / "not there yet")
+    assert (mount.stale_s, mount.path_stale_s) == (stale_s, path_stale_s)
 
 
 def test_operations_for_people_and_programs(healed, capsys):

@@ -69,7 +69,11 @@ def _add_server(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     stop = _command(commands, "stop-server", "let no operation on the shared folder end")
     stop.add_argument("node", nargs="?", help="2, node2 or login (default: all)")
     fail = _command(commands, "fail-files", "let operations of the file server fail")
-    fail.add_argument("error", help="EIO, ENOSPC, EDQUOT, EROFS...; LOST: done, but unanswered")
+    fail.add_argument(
+        "error",
+        help="EIO, ENOSPC, EDQUOT, EROFS...; LOST: done, but unanswered; REPLACES: a link that is "
+        "not exclusive",
+    )
     fail.add_argument("--node", help="whose: 2, node2 or login (default: all)")
     fail.add_argument("--pattern", default="*", help="shell pattern of paths below the folder")
     fail.add_argument(

@@ -42,6 +42,8 @@ OPERATIONS = (
 """What a server is asked for, by the names under which it is counted."""
 LOST = "LOST"
 """In the place of an error: the deed is done, its reply is lost, and the client tries again."""
+REPLACES = "REPLACES"
+"""In the place of an error: a link takes the place of a name that is there, and nobody is told."""
 
 _SOURCE = Path(__file__).with_name("nfs_client.c")
 _PROGRAMS = "-programs"  # no sandbox can have this name
@@ -55,7 +57,7 @@ class Rule:
     Attributes:
         number: Tells rules apart; a client counts by it how often the rule has applied.
         client: ``node2``, ``login`` or ``*``.
-        error: Number of the error, 0 for a reply that is lost.
+        error: Number of the error, 0 for a reply that is lost, -2 for a link that replaces.
         times: How often at most; 0 for always.
         operations: Names of `OPERATIONS`.
         pattern: Shell pattern of paths below the folder; ``*`` matches slashes, too.
@@ -167,20 +169,21 @@ def fail(
 
     Args:
         state: The sandbox.
-        error: Name of the error, such as ``ENOSPC``; ``LOST``: the deed is done and the reply lost.
+        error: Name of the error, such as ``ENOSPC``; ``LOST``: the deed is done and the reply lost;
+            ``REPLACES``: a link takes the place of a name that is there.
         client: Whose operations: ``node2``, ``login``, or ``*``.
         pattern: Shell pattern of paths below the folder.
-        operations: Which; by default those that change something for EROFS, the link for a lost
-            reply, and writing for all others.
+        operations: Which; by default those that change something for EROFS, the link for LOST and
+            REPLACES, and writing for all others.
         times: How often; 0 for always.
 
     Raises:
         ValueError: No such error or operation.
     """
-    number = 0 if error == LOST else getattr(errno, error, None)
+    number = {LOST: 0, REPLACES: -2}.get(error, getattr(errno, error, None))
     if number is None:
         raise ValueError(f"no such error: {error!r}")
-    default = {"EROFS": CHANGES, LOST: ("link",)}.get(error, ("write",))
+    default = {"EROFS": CHANGES, LOST: ("link",), REPLACES: ("link",)}.get(error, ("write",))
     wanted = tuple(operations) or default
     unknown = sorted(set(wanted) - {*OPERATIONS})
     if unknown:

@@ -40,9 +40,10 @@
  *     rule ID CLIENT ERRNO TIMES OPERATIONS PATTERN   these operations on these paths fail
  *     trace                                       write operations down in CLIENT.trace
  *
- * CLIENT may be `*`. ERRNO 0 means a reply that is lost: the deed is done, and done again. TIMES 0
- * means always. And it holds `CLIENT.counts`, shared memory with the number of operations: records
- * of a name of 16 bytes and a number of 8. A line of `CLIENT.trace` is an operation and its path.
+ * CLIENT may be `*`. ERRNO 0 means a reply that is lost: the deed is done, and done again. ERRNO -2
+ * means a link that takes the place of a name that is there. TIMES 0 means always. And it holds
+ * `CLIENT.counts`, shared memory with the number of operations: records of a name of 16 bytes and a
+ * number of 8. A line of `CLIENT.trace` is an operation and its path.
  */
 
 #define _GNU_SOURCE
@@ -71,6 +72,7 @@
 #include <time.h>
 #include <unistd.h>
 
+enum { LOST = -1, REPLACES = -2 }; /* in the place of an error */
 enum { WIRE_SIZE = 1 << 20, MAX_DIRTY = 32 << 20, NUM_BUCKETS = 1 << 14, MAX_RULES = 64 };
 static const double EARLY_S = 0.02; /* the kernel's clock for names is coarser than ours */
 
@@ -309,7 +311,7 @@ static void path_of(const struct inode *where, const char *name, char *path)
         snprintf(path, PATH_MAX, "%s", below);
 }
 
-/* Return the error that a rule has for an operation, 0 for none, -1 for a reply that is lost. */
+/* Return the error that a rule has for an operation, 0 for none, LOST or REPLACES. */
 static int fault_of(enum op op, const struct inode *where, const char *name)
 {
     int found = 0;
@@ -325,7 +327,7 @@ static int fault_of(enum op op, const struct inode *where, const char *name)
             continue;
         long hit = atomic_fetch_add(&hits[rule->id % 1024], 1);
         if (!rule->times || hit < rule->times)
-            found = rule->error ? rule->error : -1;
+            found = rule->error ? rule->error : LOST;
     }
     pthread_rwlock_unlock(&faults.lock);
     return found;
@@ -632,31 +634,56 @@ static void expire_names(fuse_ino_t dir, struct name *names)
     free_names(names);
 }
 
-static struct expiry { struct expiry *next; fuse_ino_t dir; struct name *names; } *expiries;
+static struct expiry {
+    struct expiry *next;
+    fuse_ino_t dir;
+    struct name *names;
+    bool awaited, done;
+} *expiries;
 static pthread_mutex_t expiry_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t expiry_wanted = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t expiry_wanted = PTHREAD_COND_INITIALIZER, expiry_done = PTHREAD_COND_INITIALIZER;
 
-static void expire_names_later(fuse_ino_t dir, struct name *names)
+/* Have names expired in the kernel, and wait for that, but not for long: what waits for our answer
+ * may hold the lock of the directory. */
+static void expire_names_later(fuse_ino_t dir, struct name *names, long wait_ms)
 {
     struct expiry *expiry = make(sizeof *expiry);
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += wait_ms * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
     pthread_mutex_lock(&expiry_lock);
-    *expiry = (struct expiry){expiries, dir, names};
+    *expiry = (struct expiry){expiries, dir, names, wait_ms > 0, false};
     expiries = expiry;
     pthread_cond_signal(&expiry_wanted);
+    if (wait_ms > 0) {
+        while (!expiry->done && !pthread_cond_timedwait(&expiry_done, &expiry_lock, &until))
+            ;
+        if (expiry->done)
+            free(expiry);
+        else
+            expiry->awaited = false;
+    }
     pthread_mutex_unlock(&expiry_lock);
 }
 
 static void *expire_for_ever(void *unused)
 {
+    pthread_mutex_lock(&expiry_lock);
     for (;;) {
-        pthread_mutex_lock(&expiry_lock);
         while (!expiries)
             pthread_cond_wait(&expiry_wanted, &expiry_lock);
         struct expiry *expiry = expiries;
         expiries = expiry->next;
         pthread_mutex_unlock(&expiry_lock);
         expire_names(expiry->dir, expiry->names);
-        free(expiry);
+        pthread_mutex_lock(&expiry_lock);
+        expiry->done = true;
+        if (expiry->awaited)
+            pthread_cond_broadcast(&expiry_done);
+        else
+            free(expiry);
     }
     return unused;
 }
@@ -671,8 +698,9 @@ static void drop_listing(struct inode *dir)
 /* ---- asking the server for attributes ---- */
 
 /* Fetch the attributes of an inode; `op` says what for. Names and listing of a directory that has
- * changed are dropped, before this returns; by the kernel, too, if it holds no lock (`at_once`). */
-static int fetch_attr(struct inode *inode, enum op op, bool at_once, bool *changed)
+ * changed are dropped, before this returns; by the kernel, too, for OPENDIR, for which it holds no
+ * lock, and as far as `wait_ms` goes. */
+static int fetch_attr(struct inode *inode, enum op op, long wait_ms, bool *changed)
 {
     struct stat st;
     int error = ask(op, inode, NULL);
@@ -695,10 +723,12 @@ static int fetch_attr(struct inode *inode, enum op op, bool at_once, bool *chang
         drop_listing(inode);
     }
     pthread_mutex_unlock(&inode->lock);
-    if (at_once)
+    if (op == OPENDIR)
         expire_names(number_of(inode), names);
     else if (names)
-        expire_names_later(number_of(inode), names);
+        expire_names_later(number_of(inode), names, wait_ms);
+    else if (wait_ms)
+        fuse_lowlevel_notify_inval_inode(session, number_of(inode), -1, 0);
     return 0;
 }
 
@@ -709,7 +739,7 @@ static int freshen(struct inode *inode)
     pthread_mutex_lock(&inode->lock);
     bool fresh = is_fresh(inode);
     pthread_mutex_unlock(&inode->lock);
-    return fresh ? 0 : fetch_attr(inode, GETATTR, false, &changed);
+    return fresh ? 0 : fetch_attr(inode, GETATTR, 0, &changed);
 }
 
 /* ---- written data ---- */
@@ -883,7 +913,7 @@ static int look_up(struct inode *dir, const char *name, struct inode **child)
     }
     pthread_mutex_unlock(&(*child)->lock);
     if (names)
-        expire_names_later(number_of(*child), names);
+        expire_names_later(number_of(*child), names, 0);
     return 0;
 }
 
@@ -976,7 +1006,7 @@ static void do_getattr(fuse_req_t req, fuse_ino_t number, struct fuse_file_info 
     pthread_mutex_lock(&inode->lock);
     bool forced = !settings.cto && is_fresh(inode) && inode->opener != fuse_req_ctx(req)->pid;
     pthread_mutex_unlock(&inode->lock);
-    int error = forced ? fetch_attr(inode, GETATTR, true, &changed) : freshen(inode);
+    int error = forced ? fetch_attr(inode, GETATTR, 100, &changed) : freshen(inode);
     if (error)
         fuse_reply_err(req, error);
     else
@@ -1071,7 +1101,7 @@ static void end_change(struct inode *dir, const struct stat *before)
     drop_listing(dir);
     pthread_mutex_unlock(&dir->lock);
     if (names)
-        expire_names_later(number_of(dir), names);
+        expire_names_later(number_of(dir), names, 0);
 }
 
 static void own_as_caller(fuse_req_t req, struct inode *dir, int dir_fd, const char *name)
@@ -1163,8 +1193,10 @@ static void do_link(fuse_req_t req, fuse_ino_t number, fuse_ino_t parent, const 
     if (error <= 0) {
         lock_server();
         struct stat before = begin_change(dir);
+        if (error == REPLACES)
+            unlinkat(dir->path_fd, name, 0);
         int failed = linkat(inode->path_fd, "", dir->path_fd, name, AT_EMPTY_PATH);
-        if (error < 0)
+        if (error == LOST)
             failed = linkat(inode->path_fd, "", dir->path_fd, name, AT_EMPTY_PATH);
         error = failed ? errno : 0;
         end_change(dir, &before);
@@ -1357,7 +1389,7 @@ static void do_open(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *fi
     struct inode *inode = inode_of(number);
     bool changed = false;
     current = req;
-    int error = settings.cto ? fetch_attr(inode, OPEN, false, &changed) : freshen(inode);
+    int error = settings.cto ? fetch_attr(inode, OPEN, 0, &changed) : freshen(inode);
     if (!error && writes(fi->flags) && fault_of(WRITE, inode, NULL) == EROFS)
         error = EROFS;
     if (!error) {
@@ -1637,7 +1669,7 @@ static void do_opendir(fuse_req_t req, fuse_ino_t number, struct fuse_file_info 
     struct inode *dir = inode_of(number);
     bool changed = false;
     current = req;
-    int error = settings.cto ? fetch_attr(dir, OPENDIR, true, &changed) : freshen(dir);
+    int error = settings.cto ? fetch_attr(dir, OPENDIR, 0, &changed) : freshen(dir);
     if (error) {
         fuse_reply_err(req, error);
         return;

@@ -271,11 +271,12 @@ class SlurmSandbox:
 
         Args:
             error: Name of the error: ``EIO``, ``ENOSPC``, ``EDQUOT``, ``EROFS``, ...; ``LOST``
-                means that the deed is done, its reply is lost, and the client tries again.
+                means that the deed is done, its reply is lost, and the client tries again;
+                ``REPLACES`` that a link takes the place of a name that is there.
             client: Whose operations: a node or ``login``; None for all.
             pattern: Shell pattern of paths below the folder; ``*`` matches slashes, too.
             operations: Which, by the names of `nfs.OPERATIONS`. By default ``write``, for EROFS all
-                that change something, for LOST ``link``.
+                that change something, for LOST and REPLACES ``link``.
             times: How often; 0 for always.
 
         Raises:

@@ -32,12 +32,17 @@ _NFS = frozenset(["nfs", "nfs4", SANDBOX])
 _NFS_DEFAULTS_S = {"acregmin": 3.0, "acregmax": 60.0, "acdirmin": 30.0, "acdirmax": 60.0}
 _BOUNDS_S = {
     **dict.fromkeys(("lustre", "gpfs", "ceph", "fuse.ceph", "fuse.ceph-fuse"), 0.0),
-    **dict.fromkeys(("ocfs2", "gfs2", "panfs", "wekafs"), 0.0),
+    **dict.fromkeys(("ocfs2", "gfs2"), 0.0),
     **dict.fromkeys(("beegfs", "fuse.glusterfs", "glusterfs", "virtiofs"), 1.0),
 }
 """Of file systems that are not NFS: how old an answer may be with their default settings."""
 _UNKNOWN_S = 60.0
 """Of all others, and of a mount that is not found: as on an NFS without close-to-open."""
+_TELLING = (
+    *("vers", "cto", "nocto", "noac", "acregmin", "acregmax", "acdirmin", "acdirmax"),
+    *("lookupcache", "hard", "soft", "softerr", "timeo", "retrans", "sync"),
+    *("local_lock", "nolock", "flock", "localflock", "noflock"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,16 @@ class Mount:
     def changes_by_time(self) -> bool:
         """Whether a change of a folder is known by its time alone, which has coarse ticks."""
         return self.kind == "nfs" and self.options.get("vers", "").startswith("3")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how old an answer may be on such a file system."""
+        return self.is_nfs or self.is_local or self.kind in _BOUNDS_S
+
+    @property
+    def telling(self) -> dict[str, str]:
+        """The options that matter to a run: how names, times, writes and locks behave."""
+        return {name: self.options[name] for name in _TELLING if name in self.options}
 
     @property
     def opened_is_fresh(self) -> bool:

@@ -27,6 +27,13 @@ def duration(seconds: float) -> str:
     return _both(round(s / _HOUR), 24, "d", "h")
 
 
+def short(seconds: float) -> str:
+    """Return a length of time that may be below a second: ``0.1 ms``, ``4.2 s``."""
+    if seconds < 1e-4:
+        return "0.1 ms"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration(round(seconds, 1))
+
+
 def _both(number: int, size: int, large: str, small: str) -> str:
     many, few = divmod(number, size)
     return f"{many} {large} {few} {small}" if few else f"{many} {large}"

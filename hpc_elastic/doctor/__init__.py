@@ -11,9 +11,10 @@ decides (`judge_*`) is pure, so that each bad setting is a row of a table test.
 - `job`          the probe: a job array like that of a run, followed and taken away again
 - `course`       what is done to it, one thing after the other; `watch` waits for it
 - `probe`        what runs on each node of it: `node` looks around, `peers` meets the others,
-                 `hello` is torch's process group, `patient` stands for a worker
+                 `shared` is what they see of each other's files, `hello` torch's process group,
+                 `patient` stands for a worker
 - `evidence`     what the probe has left, read
-- `judge_nodes`, `judge_network`, `judge_signals`   what it means
+- `judge_nodes`, `judge_shared`, `judge_network`, `judge_signals`   what it means
 - `report`       all of it as a table or as JSON
 
 Nothing here imports torch but `hello`, which runs on the nodes.

@@ -33,6 +33,8 @@ from hpc_elastic.files import is_there
 from hpc_elastic.slurm.states import Phase
 
 _MEASURE_S = 90.0 + HELLO_S
+_WAITS = 4
+"""So often the tasks, and then the doctor, wait for files of each other while they measure."""
 _NOTICE_S = 10.0
 _LONGEST_KILL_WAIT_S = 60.0
 _COME_BACK_S = 60.0
@@ -96,11 +98,22 @@ class Course:
             ended = [i for i in self._watch.states() if i in self._watch.in_phase(Phase.ENDED)]
             return all(i in ended or is_there(place.node(i)) for i in took_part)
 
-        until(done, _MEASURE_S)
+        until(done, _MEASURE_S + _WAITS * place.late_s)
         reports, unreadable = read_reports(place, took_part)
         gone = [i for i in range(self._job.num_nodes) if i not in self.evidence.waiting]
-        silent = {i: self._silence(i) for i in gone if i not in reports}
-        self._add(reports=reports, silent=silent | unreadable, outside=self._outside(reports))
+        blind = {
+            i: node
+            for i, node in self._nodes_of(Phase.RUNNING).items()
+            if i in took_part and i not in reports and is_there(place.peer(i))
+        }
+        silent = {i: self._silence(i) for i in gone if i not in {**reports, **blind}}
+        self._add(reports=reports, silent=silent | unreadable, blind=blind)
+        self._add(outside=self._outside(reports))
+
+    def _nodes_of(self, phase: Phase) -> dict[int, str]:
+        """Return the nodes of the tasks in a phase."""
+        states = self._watch.states()
+        return {i: states[i].node or f"task {i}" for i in self._watch.in_phase(phase)}
 
     def _outside(self, reports: Mapping[int, Report]) -> dict[str, str | None]:
         """Return what the nodes' batch scripts, outside of a container, found of Slurm."""
@@ -128,7 +141,7 @@ class Course:
         seen: dict[int, dict[str, float | None]] = {
             index: dict.fromkeys(WHO) for index in self.evidence.reports
         }
-        until(lambda: self._look_for(name, sent, seen), _NOTICE_S)
+        until(lambda: self._look_for(name, sent, seen), _NOTICE_S + self._job.place.late_s)
         self._add(notices=seen)
 
     def _look_for(self, name: str, sent: float, seen: dict[int, dict[str, float | None]]) -> bool:
@@ -165,12 +178,14 @@ class Course:
         refused = {how: self._command(commands[how], i) for how, i in chosen.items()}
         under_way = [i for how, i in chosen.items() if not refused[how]]
         over = until(lambda: self._are_dead(under_way), self._kill_wait_s + _SLACK_S)
+        place = self._job.place
+        until(lambda: all(None not in lived(place, i).values() for i in under_way), place.late_s)
         endings = [
             Ending(
                 how=how,
                 node=self.evidence.name(index),
-                lived_s=lived(self._job.place, index),
-                orphaned=was_orphaned(self._job.place, index),
+                lived_s=lived(place, index),
+                orphaned=was_orphaned(place, index),
                 capped=not over,
                 refused=refused[how],
             )
@@ -200,7 +215,7 @@ class Course:
                 released = now
             return is_there(file)
 
-        if until(came, _COME_BACK_S):
+        if until(came, _COME_BACK_S + self._job.place.late_s):
             node = json.loads(file.read_text())["node"]
             return replace(ending, back_on=node, back_s=time.monotonic() - start)
         state = self._watch.states().get(index)

@@ -12,7 +12,7 @@ from hpc_elastic.doctor.node import NodeFacts
 from hpc_elastic.doctor.patient import AGENT, ORPHANED, WORKER
 from hpc_elastic.doctor.peers import Meeting
 from hpc_elastic.doctor.place import Place
-from hpc_elastic.files import is_there
+from hpc_elastic.files import is_there, refresh
 
 WHO = (AGENT, WORKER)
 
@@ -84,6 +84,8 @@ class Evidence:
         waiting: Why a task did not start, by index.
         reports: What the tasks have measured, by index.
         silent: What a task that has measured nothing came to, by index.
+        blind: The nodes of tasks that run, and have said so by a file, but do not see what was
+            written since, by index.
         outside: What is wrong with Slurm's commands outside of the container, by node; None: they
             answer. Empty where there is no container.
         notice_name: The signal that was sent as a notice.
@@ -97,6 +99,7 @@ class Evidence:
     waiting: dict[int, str] = field(default_factory=dict)
     reports: dict[int, Report] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
+    blind: dict[int, str] = field(default_factory=dict)
     outside: dict[str, str | None] = field(default_factory=dict)
     notice_name: str = "USR2"
     notices: dict[int, dict[str, float | None]] = field(default_factory=dict)
@@ -153,6 +156,7 @@ def lived(place: Place, index: int, attempt: int = 0) -> dict[str, float | None]
 def last_beat(file: Path) -> float | None:
     """Return the time in a heartbeat file; None if there is none."""
     try:
+        refresh(file)
         return float(file.read_text())
     except (OSError, ValueError):
         return None
@@ -165,6 +169,7 @@ def was_orphaned(place: Place, index: int, attempt: int = 0) -> bool:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     try:
+        refresh(file)
         return [json.loads(line) for line in file.read_text().splitlines()]
     except (OSError, ValueError):
         return []

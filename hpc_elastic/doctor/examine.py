@@ -18,6 +18,7 @@ from hpc_elastic.doctor import (
     judge_host,
     judge_network,
     judge_nodes,
+    judge_shared,
     judge_signals,
 )
 from hpc_elastic.doctor.cluster import Cluster
@@ -65,7 +66,7 @@ def login(settings: RunSettings, path: Path, client: SiteClient | None = None) -
     findings = [
         *judge_host.judge(here, own_python=own_python),
         *judge_cluster.judge(said, settings),
-        *judge_folder.judge(shared),
+        *judge_folder.judge(shared, launcher.rendezvous),
     ]
     facts = {
         "host": here.to_json(),
@@ -112,6 +113,7 @@ def probe(
     evidence = course.run(patience_s)
     findings = [
         *judge_nodes.judge(evidence, launcher, before.versions),
+        *judge_shared.judge(evidence, launcher.rendezvous),
         *judge_network.judge(evidence),
         *judge_signals.judge(evidence, kill_wait_s),
     ]
@@ -130,7 +132,8 @@ def _refused(error: Exception) -> Finding:
 def _with(before: Examination, findings: list[Finding], facts: dict[str, Any]) -> Examination:
     """Add findings; what the nodes have shown goes before what the login node could only fear."""
     shown = {f.check for f in findings if f.verdict is Verdict.OK}
-    kept = [f for f in before.findings if not _settled(f, shown)]
+    told = {(f.group, f.found) for f in findings}
+    kept = [f for f in before.findings if not _settled(f, shown) and (f.group, f.found) not in told]
     together = {**before.facts, **({"probe": facts} if facts else {})}
     return Examination([*kept, *findings], before.versions, together, before.cluster)
 
@@ -138,6 +141,7 @@ def _with(before: Examination, findings: list[Finding], facts: dict[str, Any]) -
 _SETTLES = {
     "host.python": "nodes.versions",
     "directory.shared": "directory.nodes",
+    "directory.mount": "directory.node_mounts",
     "slurm.processes": "signals.cancel_end",
     "slurm.requeue": "signals.requeue",
 }
@@ -153,6 +157,7 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
         "nodes_asked": evidence.num_asked,
         "waiting": {str(i): why for i, why in evidence.waiting.items()},
         "silent": {str(i): what for i, what in evidence.silent.items()},
+        "blind": {str(i): node for i, node in evidence.blind.items()},
         "nodes": [report.to_json() for report in evidence.reports.values()],
         "notices": {str(i): times for i, times in evidence.notices.items()},
         "endings": [vars(ending) for ending in evidence.endings],

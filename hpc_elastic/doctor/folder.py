@@ -8,11 +8,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+from hpc_elastic.mount import Mount
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Folder:
     Attributes:
         path: Its absolute path.
         fs: Type of its file system, such as ``nfs4``; empty if unknown.
+        options: The options of its mount that matter (`Mount.telling`).
         free_bytes: Free space for this user.
         free_files: Files that can still be made; None where the file system does not count them.
         problems: What does not work (``write``, ``link``, ``rename``, ``lock``), by name, and why;
@@ -35,6 +36,12 @@ class Folder:
     free_files: int | None
     problems: dict[str, str]
     clock_offset_s: float | None
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mount(self) -> Mount:
+        """The mount that it lies on."""
+        return Mount(self.fs, options=self.options)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -52,7 +59,7 @@ def look(path: Path) -> Folder:
     Args:
         path: An existing directory.
     """
-    space = os.statvfs(path)
+    space, mount = os.statvfs(path), Mount.of(path)
     problems: dict[str, str] = {}
     offset = None
     try:
@@ -63,19 +70,13 @@ def look(path: Path) -> Folder:
         problems = {"write": e.strerror or str(e)}
     return Folder(
         path=str(path.absolute()),
-        fs=file_system(path),
+        fs=mount.kind,
         free_bytes=space.f_bavail * space.f_frsize,
         free_files=space.f_favail if space.f_files else None,
         problems=problems,
         clock_offset_s=offset,
+        options=mount.telling,
     )
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that a path lies on; empty if it can not be told."""
-    place = path.resolve()
-    mounts = {Path(p.mountpoint): p.fstype for p in psutil.disk_partitions(all=True)}
-    return next((mounts[p] for p in (place, *place.parents) if p in mounts), "")
 
 
 def _try_all(trial: Path) -> dict[str, str]:

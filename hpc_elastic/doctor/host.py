@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from hpc_elastic.doctor.folder import file_system
+from hpc_elastic.mount import Mount
 
 _LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
@@ -74,7 +74,7 @@ def look() -> Host:
         limits={name: _limit(number) for name, number in _LIMITS.items()},
         clock_kept=_clock_kept(),
         python=sys.executable,
-        python_fs=file_system(Path(sys.prefix)),
+        python_fs=Mount.of(Path(sys.prefix)).kind,
         missing_commands=tuple(name for name in SLURM_COMMANDS if shutil.which(name) is None),
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,

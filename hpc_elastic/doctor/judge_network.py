@@ -1,39 +1,25 @@
-"""What the probe has shown of what lies between the nodes: directory, network, groups. Pure."""
+"""What the probe has shown of what lies between the nodes: network and groups. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hpc_elastic.doctor.evidence import Evidence
-from hpc_elastic.doctor.findings import (
-    Finding,
-    Verdict,
-    by_value,
-    fail,
-    ok,
-    unknown,
-    warn,
-)
-from hpc_elastic.doctor.judge_folder import judge as judge_folder
+from hpc_elastic.doctor.findings import Finding, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.peers import Sight
-from hpc_elastic.words import duration
+from hpc_elastic.words import duration, short
 
-_SLOW_SIGHT_S = 5.0
 _SKEW_S = 1.0
 _MOST_LINES = 8
 _FEW = 4
 """Of so many nodes the addresses are listed."""
 _SLOW_ROUND_TRIP_S = 0.01
-_DIRECTORY_REMEDY = "choose a directory that all nodes share: --dir here, hydra.sweep.dir for a run"
 
 
 def judge(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what is to be said of directory and network."""
+    """Yield what is to be said of the network."""
     if not evidence.reports:
         return
-    yield from _directory(evidence)
-    yield _links(evidence)
-    yield _sight(evidence)
     yield _interface(evidence)
     machines = {r.facts.host.name for r in evidence.reports.values()}
     if len(machines) < 2:
@@ -48,61 +34,6 @@ def _one_machine(name: str, num_tasks: int) -> Finding:
     found = f"only {name} was tried, and nothing that lies between nodes"
     remedy = "--probe --nodes 2" + (", with exclusive=true" if num_tasks > 1 else "")
     return unknown("network.reach", found, "a run of several nodes lives by it", remedy)
-
-
-def _directory(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what is wrong with the directory as the nodes see it, or that nothing is."""
-    bad: dict[tuple[str, str], list[str]] = {}
-    for report in evidence.reports.values():
-        for finding in judge_folder(report.facts.folder):
-            if finding.verdict in (Verdict.FAIL,):
-                bad.setdefault((finding.check, finding.found), []).append(report.facts.name)
-    why = "all nodes of a run meet in its directory"
-    for (_, found), names in bad.items():
-        yield fail("directory.nodes", f"on {', '.join(names)}: {found}", why, _DIRECTORY_REMEDY)
-    if not bad:
-        kinds = sorted({r.facts.folder.fs or "unknown" for r in evidence.reports.values()})
-        found = f"seen by all nodes, as {' and '.join(kinds)}; hard links and renames work there"
-        yield ok("directory.nodes", found, why)
-
-
-def _links(evidence: Evidence) -> Finding:
-    check, why = "directory.election", "of all nodes that link one name, one may win: it leads"
-    if (alone := _only_node(evidence)) is not None:
-        return unknown(check, f"not tried: all tasks were on {alone}", why)
-    winners = [r.facts.name for r in evidence.reports.values() if r.meeting.won]
-    if len(winners) == 1:
-        return ok(check, f"{winners[0]} won, as only one may", why)
-    found = f"{', '.join(winners) if winners else 'none'} won"
-    return fail(check, f"exactly one node may win, but {found}", why, _DIRECTORY_REMEDY)
-
-
-def _only_node(evidence: Evidence) -> str | None:
-    """Return the node that all tasks were on, which shows nothing of several; None: there are."""
-    names = {report.facts.name for report in evidence.reports.values()}
-    return names.pop() if len(names) == 1 else None
-
-
-def _sight(evidence: Evidence) -> Finding:
-    """Judge how soon files made on one node are seen on another one."""
-    check, why = "directory.delay", "agents look for each other's files when a leader is elected"
-    if (alone := _only_node(evidence)) is not None:
-        return unknown(check, f"not measured: all tasks were on {alone}", why)
-    times = [(r.meeting.created_s, r.meeting.replaced_s) for r in evidence.reports.values()]
-    tried = [r for r in evidence.reports.values() if any(not s.problem for s in r.meeting.sights)]
-    if not tried:
-        return unknown(check, "not measured: the nodes do not reach each other", why)
-    late = [r.facts.name for r in tried if None in (r.meeting.created_s, r.meeting.replaced_s)]
-    if late:
-        found = f"files of another node did not appear on {', '.join(late)} within 20 s"
-        remedy = "is it the same file system there? If so: mount with a shorter acdirmax, acregmax"
-        return fail(check, found, why, remedy)
-    worst = max(t for pair in times for t in pair if t is not None)
-    found = f"another node's new file, or new content, is seen after {_short(worst)} at most"
-    if worst > _SLOW_SIGHT_S:
-        remedy = "runs work, elections take longer; mount with a shorter acdirmax (nfs(5))"
-        return warn(check, found, why, remedy)
-    return ok(check, found, why)
 
 
 def _interface(evidence: Evidence) -> Finding:
@@ -150,7 +81,7 @@ def _reach(evidence: Evidence) -> Finding:
         return fail(check, "; ".join(lines[:_MOST_LINES]) + more, why, remedy)
     if not trips:
         return unknown(check, "the nodes did not try to reach each other", why)
-    found = f"every node reaches a free port of every other, round trip {_short(max(trips))}"
+    found = f"every node reaches a free port of every other, round trip {short(max(trips))}"
     if max(trips) > _SLOW_ROUND_TRIP_S:
         remedy = "nothing if the nodes were busy; else another launcher.interface"
         return warn(check, found, why, remedy)
@@ -177,7 +108,7 @@ def _skew(evidence: Evidence) -> Finding:
     if most > _SKEW_S:
         remedy = "have the admin keep the nodes' clocks by NTP"
         return warn(check, f"they differ by {duration(most)}, most at {host}", why, remedy)
-    return ok(check, f"they agree within {_short(most)}", why)
+    return ok(check, f"they agree within {short(most)}", why)
 
 
 def _hello(evidence: Evidence) -> Iterator[Finding]:
@@ -201,10 +132,3 @@ def _of_backend(backend: str, problems: dict[str, str], bandwidths: list[float])
         return fail(check, f"an all_reduce across the nodes failed: {found}", why, remedy)
     speed = min(bandwidths) / 1e6
     return ok(check, f"an all_reduce of 4 MiB across the nodes came back, {speed:,.0f} MB/s", why)
-
-
-def _short(seconds: float) -> str:
-    """Return a length of time below a second in milliseconds."""
-    if seconds < 1e-4:
-        return "0.1 ms"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration(round(seconds, 1))

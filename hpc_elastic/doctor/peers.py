@@ -4,8 +4,8 @@ Each task serves a few requests, one JSON line and one answer a connection; stra
 know the token, get none. It asks the others the same:
 
 - ``time``: what time it is there; the answer of the quickest of several tries counts;
-- ``create`` and ``replace``: make a file, or another one in its place, and say so. How long it
-  takes until the asker sees it is what caches of the file system cost.
+- ``prepare`` and ``change``: make and change what the asker watches, in the shared folder;
+- ``link``: race with the asker for a name; ``winners``: who has each (`shared`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.doctor.place import Place
-from hpc_elastic.files import is_there, write_atomic
+from hpc_elastic.doctor.shared import NUM_ROUNDS, Race, Seen, Trial, result_of
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0
 _TRIES = 8
+_ANSWER_S = 60.0
+"""For so long another node may take to change files: a file system may be slow."""
 _SIGHT_S = 20.0
+"""So soon a change is to be seen, and later by what the mount allows itself."""
 _MAX_LINE = 4096
+_OBSERVER, _DOER = "observer", "doer"
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,16 @@ class Meeting:
     Attributes:
         sights: One for each other task that takes part.
         absent: Those whose file did not appear here.
-        created_s: How long another node's new file took to appear; None if that was not tried.
-        replaced_s: The same for new content of a file that had been read here.
-        won: Whether this task's hard link was the first one.
+        seen: How soon this node has seen what another one did; None if that was not tried.
+        race: How the two have raced for names; None if they have not.
+        problem: What kept them from it, though they reach each other.
     """
 
     sights: list[Sight] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
-    created_s: float | None = None
-    replaced_s: float | None = None
-    won: bool = False
+    seen: Seen | None = None
+    race: Race | None = None
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -80,7 +84,10 @@ class Meeting:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Meeting:
         """Return it from `to_json`."""
-        return cls(**{**raw, "sights": [Sight(**sight) for sight in raw["sights"]]})
+        sights = [Sight(**sight) for sight in raw["sights"]]
+        seen = None if raw["seen"] is None else Seen(**raw["seen"])
+        race = None if raw["race"] is None else Race(**raw["race"])
+        return cls(**{**raw, "sights": sights, "seen": seen, "race": race})
 
 
 class Server:
@@ -108,7 +115,10 @@ def _handler(folder: Path, token: str) -> type[socketserver.StreamRequestHandler
                     request = json.loads(line)
                     if not hmac.compare_digest(str(request["token"]), token):
                         return
-                    answer = serve(folder, request)
+                    try:
+                        answer = serve(folder, request)
+                    except OSError as e:
+                        answer = {"error": str(e)}
                     self.wfile.write(json.dumps(answer).encode() + b"\n")
             except (OSError, ValueError, KeyError, TypeError):
                 return
@@ -117,12 +127,22 @@ def _handler(folder: Path, token: str) -> type[socketserver.StreamRequestHandler
 
 
 def serve(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what another task asks, and return the answer."""
-    what, asker = request["do"], int(request["asker"])
-    if what == "create":
-        (folder / f"seen-{asker}").touch(exist_ok=False)
-    elif what == "replace":
-        write_atomic(folder / f"seen-{asker}", "replaced")
+    """Do what another task asks, and return the answer.
+
+    Raises:
+        OSError: the folder does not let it.
+    """
+    trial = Trial(folder / f"trial-{int(request['asker'])}")
+    match request["do"]:
+        case "prepare":
+            trial.prepare()
+            trial.stage(_DOER)
+        case "change":
+            trial.change()
+        case "link":
+            return {"won": trial.link(int(request["round"]), _DOER)}
+        case "winners":
+            return {"winners": trial.winners()}
     return {"time": time.time()}
 
 
@@ -139,20 +159,21 @@ def meet(
         place: The probe's folder.
         index: This task.
         token: The probe's.
-        peers: What the others have published, by index.
+        peers: What all that take part have published, by index, this task's own included.
         absent: Those who have not.
     """
-    sights = [_look_at(number, peer, index, token) for number, peer in sorted(peers.items())]
-    won = _link(place, index)
-    reached = [sight for sight in sights if not sight.problem]
-    if not reached:
-        return Meeting(sights, absent, won=won)
-    neighbour = next((s for s in reached if s.index > index), reached[0])
+    own = peers[index]["host"]
+    others = {number: peer for number, peer in sorted(peers.items()) if number != index}
+    sights = [_look_at(number, peer, index, token) for number, peer in others.items()]
+    elsewhere = [s for s in sights if not s.problem and s.host != own]
+    if not elsewhere:
+        return Meeting(sights, absent)
+    neighbour = next((s for s in elsewhere if s.index > index), elsewhere[0])
     try:
-        created, replaced = _see(place, index, token, peers[neighbour.index])
-    except (OSError, ValueError):
-        created = replaced = None
-    return Meeting(sights, absent, created, replaced, won)
+        race, seen = _try_folder(place, index, token, peers[neighbour.index])
+    except (OSError, ValueError, KeyError) as e:
+        return Meeting(sights, absent, problem=f"with {neighbour.host}: {e}")
+    return Meeting(sights, absent, seen, race)
 
 
 def _look_at(number: int, peer: Mapping[str, Any], asker: int, token: str) -> Sight:
@@ -189,55 +210,64 @@ def _ask_time(connection: socket.socket, asker: int, token: str) -> tuple[float,
     return took, told - (sent + took / 2)
 
 
-def request(connection: socket.socket, what: str, asker: int, token: str) -> dict[str, Any]:
+def request(
+    connection: socket.socket, what: str, asker: int, token: str, **details: int
+) -> dict[str, Any]:
     """Ask another task, and return its answer.
 
     Raises:
-        OSError: it does not answer.
+        OSError: it does not answer, or can not do it.
         ValueError: it answers nonsense.
     """
-    line = json.dumps({"token": token, "do": what, "asker": asker}) + "\n"
+    _send(connection, what, asker, token, **details)
+    return _receive(connection)
+
+
+def _send(connection: socket.socket, what: str, asker: int, token: str, **details: int) -> None:
+    line = json.dumps({"token": token, "do": what, "asker": asker, **details}) + "\n"
     connection.sendall(line.encode())
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
     answer = connection.makefile().readline(_MAX_LINE)
     if not answer:
         raise ConnectionError("the connection was closed")
     parsed: dict[str, Any] = json.loads(answer)
+    if "error" in parsed:
+        raise OSError(parsed["error"])
     return parsed
 
 
-def _link(place: Place, index: int) -> bool:
-    """Try to be the one whose hard link is made; exactly one of all nodes may succeed."""
-    own = place.path / f"link-{index}"
-    try:
-        own.touch()
-        (place.path / "first").hardlink_to(own)
-    except OSError:
-        return False
-    return True
+def _try_folder(place: Place, index: int, token: str, peer: Mapping[str, Any]) -> tuple[Race, Seen]:
+    """Race with another node, and watch what it does to the folder."""
+    trial = Trial(place.path / f"trial-{index}")
+    patience_s = _SIGHT_S + place.late_s
+    with _connect(peer) as connection:
+        request(connection, "prepare", index, token)
+        race = _race(trial, connection, index, token)
+
+    def change() -> None:
+        with _connect(peer) as connection:
+            request(connection, "change", index, token)
+
+    return race, trial.watch(change, patience_s)
 
 
-def _see(
-    place: Place, index: int, token: str, peer: Mapping[str, Any]
-) -> tuple[float | None, float | None]:
-    """Return how long a file made elsewhere takes to appear here, and how long new content."""
-    file = place.path / f"seen-{index}"
-    file.exists()  # that it is not there is remembered by the file system from here on
-    with socket.create_connection((peer["address"], peer["port"]), _SIGHT_S) as connection:
-        request(connection, "create", index, token)
-        created = _until(lambda: is_there(file))
-        is_there(file) and file.read_text()
-        request(connection, "replace", index, token)
-        return created, _until(lambda: is_there(file) and file.read_text() == "replaced")
+def _connect(peer: Mapping[str, Any]) -> socket.socket:
+    return socket.create_connection((peer["address"], peer["port"]), _ANSWER_S)
 
 
-def _until(seen: Callable[[], bool]) -> float | None:
-    """Return how long it takes until something is seen; None if that is too long."""
-    start = time.monotonic()
-    while not seen():
-        if time.monotonic() - start > _SIGHT_S:
-            return None
-        time.sleep(0.002)
-    return time.monotonic() - start
+def _race(trial: Trial, connection: socket.socket, index: int, token: str) -> Race:
+    trial.stage(_OBSERVER)
+    won = []
+    trip_s, _ = _ask_time(connection, index, token)
+    for number in range(NUM_ROUNDS):
+        _send(connection, "link", index, token, round=number)
+        time.sleep(number % 4 * trip_s / 2)  # who is first differs
+        mine = trial.link(number, _OBSERVER)
+        won.append((mine, bool(_receive(connection)["won"])))
+    theirs = request(connection, "winners", index, token)["winners"]
+    return result_of(won, [trial.winners(), theirs])
 
 
 def free_port() -> int:
@@ -247,10 +277,11 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def publish(place: Place, index: int, port: int, facts: Any) -> None:
-    """Tell the others how this task can be reached."""
+def publish(place: Place, index: int, port: int, facts: Any) -> dict[str, Any]:
+    """Tell the others how this task can be reached; return what they are told."""
     content = {
         "host": facts.name, "address": facts.address, "interface": facts.interface,
         "port": port, "addresses": facts.addresses, "store_port": free_port(), "pid": os.getpid(),
     }  # fmt: skip
     place.write(place.peer(index), content)
+    return content

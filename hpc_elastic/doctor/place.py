@@ -8,6 +8,7 @@
     <who>-<i>.<n>.beat         time of its last heartbeat: after SIGKILL, when that came
     outside-<i>                what was wrong with Slurm's commands outside of a container
     back-<i>.json              task i was requeued, and has come back
+    trial-<i>                  a folder whose changes by another node are seen by task i
     stop                       all end; so they do where the folder is gone
 
 All of them are in the folder ``.hpc_elastic`` of the probe, which is removed with it.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.files import is_there, write_atomic
+from hpc_elastic.mount import Mount
 
 POLL_S = 0.1
 
@@ -99,6 +101,11 @@ class Place:
     def beat(self, who: str, index: int, attempt: int) -> Path:
         """When a process of a task lived last."""
         return self.path / f"{who}-{index}.{attempt}.beat"
+
+    @property
+    def late_s(self) -> float:
+        """How much longer than on a local disk others' files are to be waited for."""
+        return Mount.of(self.path).refreshed_stale_s
 
     @property
     def is_over(self) -> bool:

@@ -45,15 +45,15 @@ def _measure(place: Place, plan: Plan, index: int, slurm: SlurmEnvironment) -> d
     """Return all that this task finds out, as `evidence` reads it."""
     facts = node.look(place, slurm, plan.interface)
     server = peers.Server(place, plan.token, v6=":" in facts.address)
-    peers.publish(place, index, server.port, facts)
+    own = peers.publish(place, index, server.port, facts)
     members = await_json(place.go, plan.lifetime_s, lambda: place.is_over)
     if not members or index not in members:
         return {"facts": facts.to_json(), "meeting": Meeting().to_json(), "hello": None}
-    others = [number for number in members if number != index]
-    meeting, found = _meet(place, plan, index, others)
-    known = {**found, index: _own(place, index)}
+    known = {index: own, **_find(place, [number for number in members if number != index])}
+    absent = [number for number in members if number not in known]
+    meeting = peers.meet(place, index, plan.token, known, absent)
     if lost := [s.host for s in meeting.sights if s.problem] + list(map(str, meeting.absent)):
-        said = _import_only(known[index], ", ".join(lost))
+        said = _import_only(own, ", ".join(lost))
     else:
         said = _say_hello(members, index, known, facts.interface)
     return {
@@ -63,23 +63,16 @@ def _measure(place: Place, plan: Plan, index: int, slurm: SlurmEnvironment) -> d
     }
 
 
-def _meet(
-    place: Place, plan: Plan, index: int, others: list[int]
-) -> tuple[Meeting, dict[int, dict[str, Any]]]:
-    """Wait for what the others publish, and meet them."""
+def _find(place: Place, others: list[int]) -> dict[int, dict[str, Any]]:
+    """Wait for what others publish, and return it by index."""
     found: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + _PEER_S
+    deadline = time.monotonic() + _PEER_S + place.late_s
     for number in others:
         left = max(POLL_S, deadline - time.monotonic())
         peer = await_json(place.peer(number), left, lambda: place.is_over)
         if peer is not None:
             found[number] = peer
-    absent = [number for number in others if number not in found]
-    return peers.meet(place, index, plan.token, found, absent), found
-
-
-def _own(place: Place, index: int) -> dict[str, Any]:
-    return await_json(place.peer(index), _PEER_S, lambda: False) or {}
+    return found
 
 
 def _say_hello(

@@ -1,5 +1,6 @@
 """The doctor's parts that run on nodes, as real processes and over real sockets."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hpc_elastic.doctor import hello, host, peers
 from hpc_elastic.doctor.evidence import last_beat, lived, received, was_orphaned
 from hpc_elastic.doctor.patient import start_worker
 from hpc_elastic.doctor.place import Place, Plan
+from hpc_elastic.doctor.shared import DEEDS, NUM_ROUNDS, PATH, Race, Trial
 from hpc_elastic.slurm.site import SiteClient, reachable
 
 TOKEN = "t0ken"
@@ -84,30 +87,115 @@ def test_a_worker_ends_with_the_probe(place):
     assert worker.wait(30) == 0
 
 
-def peer(server, *, address="127.0.0.1"):
+def peer(server, *, host="n1"):
     """What a task publishes of itself."""
-    found = {"eth0": [address], "eth1": ["127.0.0.9"]}
-    return {"host": "n1", "address": address, "port": server.port, "addresses": found}
+    found = {"eth0": ["127.0.0.1"], "eth1": ["127.0.0.9"]}
+    return {"host": host, "address": "127.0.0.1", "port": server.port, "addresses": found}
+
+
+def meet(place, others, absent=()):
+    """What task 0 finds of others."""
+    own = {"host": "n0", "address": "127.0.0.1", "port": 0, "addresses": {}}
+    return peers.meet(place, 0, TOKEN, {0: own, **others}, list(absent))
 
 
 def test_two_tasks_meet(place):
     """They reach each other, know the time there, and see each other's files."""
-    server = peers.Server(place, TOKEN)
-    met = peers.meet(place, 0, TOKEN, {1: peer(server)}, [])
+    met = meet(place, {1: peer(peers.Server(place, TOKEN))})
     (sight,) = met.sights
     assert sight.problem == "" and 0 < sight.round_trip_s < 5
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
-    assert met.created_s is not None and met.replaced_s is not None
-    assert met.won and not peers.meet(place, 1, TOKEN, {}, []).won, "one link can be first"
-    assert peers.Meeting.from_json(met.to_json()) == met
+    assert all(0 < met.seen.times_s[name] < 20 for name in (*DEEDS, PATH)) and not met.seen.torn
+    assert met.race == Race(NUM_ROUNDS) and not met.problem
+    assert peers.Meeting.from_json(json.loads(json.dumps(met.to_json()))) == met
+
+
+def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):
+    """They share its caches."""
+    met = meet(place, {1: peer(peers.Server(place, TOKEN), host="n0")})
+    assert met.sights[0].problem == "" and met.seen is None and met.race is None
+
+
+def test_a_task_asks_one_that_is_on_another_node(place):
+    """Also where the next one is not."""
+    server = peers.Server(place, TOKEN)
+    others = {1: peer(server, host="n0"), 2: peer(server, host="n1")}
+    assert meet(place, others).race == Race(NUM_ROUNDS)
+
+
+def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
+    """With that node, and the reason."""
+    met = meet(place, {1: peer(peers.Server(Place(tmp_path / "gone" / "x"), TOKEN))})
+    assert "with n1: " in met.problem and "No such file" in met.problem
+    assert met.seen is None and met.race is None and not met.sights[0].problem
 
 
 def test_a_port_that_nobody_listens_on_is_named(place):
     """With the address and the reason; the rest of the meeting is not lost."""
     silent = {**peer(peers.Server(place, TOKEN)), "port": peers.free_port()}
-    met = peers.meet(place, 0, TOKEN, {1: silent}, [2])
+    met = meet(place, {1: silent}, [2])
     assert "refused" in met.sights[0].problem.lower()
-    assert (met.absent, met.created_s) == ([2], None)
+    assert (met.absent, met.seen, met.race) == ([2], None, None)
+
+
+def changed(trial, change):
+    """What an observer sees of a change, that waits for a moment only."""
+    trial.prepare()
+    return trial.watch(change, 0.5)
+
+
+def test_what_is_not_seen_is_told(tmp_path):
+    """Nothing is made up where another node's changes do not appear."""
+    found = changed(Trial(tmp_path / "trial"), lambda: None)
+    assert set(found.times_s.values()) == {None} and found.waited_s >= 0.5
+
+
+def test_a_folder_that_does_not_appear_at_all_is_waited_for_no_longer(tmp_path):
+    """As where each node has a directory of its own."""
+    found = Trial(tmp_path / "elsewhere").watch(lambda: pytest.fail("not prepared"), 0.5)
+    assert set(found.times_s.values()) == {None}
+
+
+def test_a_file_that_is_seen_in_part_is_torn(tmp_path):
+    """What was synced and renamed is to be read whole."""
+    trial = Trial(tmp_path / "trial")
+
+    def change():
+        trial.change()
+        (trial.path / "replaced" / "file").write_text("newnew")
+
+    assert changed(trial, change).torn
+
+
+def test_links_that_replace_each_other_are_seen(tmp_path, monkeypatch):
+    """Both nodes are told that they have won, and the name has one of them."""
+    first, second = Trial(tmp_path / "trial"), Trial(tmp_path / "trial")
+    first.prepare()
+    for trial, who in ((first, "a"), (second, "b")):
+        trial.stage(who)
+    assert first.link(0, "a") and not second.link(0, "b")
+
+    def replace(source, name):
+        Path(name).unlink(missing_ok=True)
+        Path(name).write_text(Path(source).read_text())
+
+    monkeypatch.setattr(os, "link", replace)
+    assert first.link(1, "a") and second.link(1, "b")
+    assert first.winners()[:3] == ["a", "b", ""]
+
+
+def test_a_link_whose_reply_is_lost_is_ones_own(tmp_path, monkeypatch):
+    """The name is there, and it is said that it was there before."""
+    trial, link = Trial(tmp_path / "trial"), os.link
+    trial.prepare()
+    trial.stage("a")
+
+    def lose(source, name):
+        link(source, name)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", lose)
+    assert trial.link(0, "a")
 
 
 def test_a_stranger_gets_no_answer(place):
@@ -117,8 +205,8 @@ def test_a_stranger_gets_no_answer(place):
         socket.create_connection(("127.0.0.1", server.port)) as stranger,
         pytest.raises(OSError),
     ):
-        peers.request(stranger, "create", 5, "wrong")
-    assert not (place.path / "seen-5").exists()
+        peers.request(stranger, "prepare", 5, "wrong")
+    assert not (place.path / "trial-5").exists()
 
 
 def test_two_processes_say_hello(monkeypatch):

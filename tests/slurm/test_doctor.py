@@ -14,8 +14,8 @@ PATIENCE_S = 240
 
 
 def doctor(slurm, folder, *words, **env):
-    """Start the command as a user's own process, in an empty directory."""
-    argv = [sys.executable, "-m", "hpc_elastic", "doctor", "--json", *words]
+    """Start the command as a user's own process on the login node, in an empty directory."""
+    argv = slurm.on_login([sys.executable, "-m", "hpc_elastic", "doctor", "--json", *words])
     return subprocess.Popen(
         slurm.on_login(argv), env={**os.environ, **slurm.env, **env}, cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -96,6 +96,7 @@ def test_the_probe_goes_through_what_a_run_goes_through(slurm, place):
     assert all(node in findings["network.interface"]["found"] for node in nodes)
     assert "eth0" in findings["network.interface"]["found"]
     assert "came back" in findings["network.gloo"]["found"]
+    assert "of 100 names that two nodes linked" in findings["directory.election"]["found"]
     assert "and the workers as well" in findings["signals.notice"]["found"]
     kill_wait_s = slurm.config.kill_wait_s
     for ending in report["facts"]["probe"]["endings"]:

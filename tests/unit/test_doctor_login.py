@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.config import RendezvousSettings
 from hpc_elastic.doctor import asked, judge_cluster, judge_folder, judge_host
 from hpc_elastic.doctor.cluster import Cluster
 from hpc_elastic.doctor.findings import Verdict, worst
@@ -59,7 +60,11 @@ def findings(cluster=CLUSTER, *words):
 
 def test_nothing_is_said_against_a_good_cluster():
     """Login node, directory and Slurm."""
-    all_of_them = [*judge_host.judge(HOST), *judge_folder.judge(FOLDER), *findings().values()]
+    all_of_them = [
+        *judge_host.judge(HOST),
+        *judge_folder.judge(FOLDER, RendezvousSettings()),
+        *findings().values(),
+    ]
     assert worst(all_of_them) is Verdict.OK, all_of_them
     assert len({f.check for f in all_of_them}) == len(all_of_them)
 
@@ -194,6 +199,12 @@ def test_little_locked_memory_matters_on_nodes_with_infiniband():
     assert fast["nodes.memlock"].verdict is Verdict.WARN
 
 
+def judged(**changes):
+    """What is said of a directory that differs from a good one, by check."""
+    said = judge_folder.judge(replace(FOLDER, **changes), RendezvousSettings())
+    return {f.check: f for f in said}
+
+
 BAD_FOLDERS = [
     ({"problems": {"write": "Permission denied"}}, "directory.write", "fail"),
     ({"problems": {"link": "Operation not supported"}}, "directory.link", "fail"),
@@ -205,15 +216,53 @@ BAD_FOLDERS = [
     ({"free_files": 10}, "directory.space", "warn"),
     ({"clock_offset_s": -90.0}, "directory.clock", "warn"),
     ({"clock_offset_s": None}, "directory.clock", "unknown"),
+    ({"fs": "nfs4", "options": {"soft": "", "timeo": "50"}}, "directory.mount", "warn"),
+    ({"fs": "fuse.sshfs"}, "directory.mount", "unknown"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "check", "verdict"), BAD_FOLDERS)
 def test_what_is_wrong_with_a_directory_is_found(changes, check, verdict):
     """One row for each thing that a file system may lack."""
-    found = {f.check: f for f in judge_folder.judge(replace(FOLDER, **changes))}
+    found = judged(**changes)
     assert found[check].verdict.value == verdict
     assert verdict == "unknown" or found[check].remedy
+
+
+@pytest.mark.parametrize(
+    ("fs", "options", "says"),
+    [
+        ("ext4", {}, "ext4: an opened file is fresh; the loss of the leader's node is noticed "
+         "after 3 s"),
+        ("nfs4", {"vers": "4.2", "hard": ""}, "nfs4 (vers=4.2, hard): an opened file is fresh; "
+         "the loss of the leader's node is noticed after 3 s; names may be answered from memory "
+         "for up to 60 s, so runs list folders"),
+        ("nfs", {"vers": "3", "nocto": "", "acregmax": "5", "acdirmax": "7"}, "may be up to 7 s "
+         "old, so runs ask the server first; the loss of the leader's node is noticed after 3 s"),
+        ("beegfs", {}, "beegfs: an opened file may be up to 1 s old; the loss of the leader's "
+         "node is noticed after up to 4 s instead of 3 s"),
+        ("oddfs", {}, "may be up to 60 s old (unknown, so assumed as on NFS with nocto); the loss "
+         "of the leader's node is noticed after up to 63 s instead of 3 s"),
+    ],
+)  # fmt: skip
+def test_what_a_mount_means_for_a_run_is_said_in_figures(fs, options, says):
+    """The file system, the options that matter, and how long a lost leader is not noticed."""
+    assert says in judged(fs=fs, options=options)["directory.mount"].found
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"local_lock": "none"}, "locks (fcntl) work; hpc_elastic uses none"),
+        ({"local_lock": "flock"}, "locks (fcntl) work; hpc_elastic uses none"),
+        ({"nolock": "", "local_lock": "all"}, "on one node only (local_lock=all, nolock)"),
+        ({"localflock": ""}, "on one node only (localflock)"),
+    ],
+)
+def test_locks_that_hold_on_one_node_only_are_said(options, says):
+    """No run needs any; caches that several nodes write may."""
+    finding = judged(options=options)["directory.lock"]
+    assert says in finding.found and finding.verdict.value == "ok"
 
 
 def test_a_real_directory_is_tried_out_and_left_as_it_was(tmp_path):

@@ -7,8 +7,17 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hpc_elastic.config import SlurmSettings
-from hpc_elastic.doctor import asked, job, judge_network, judge_nodes, judge_signals, report
+from hpc_elastic.config import RendezvousSettings, SlurmSettings
+from hpc_elastic.doctor import (
+    asked,
+    course,
+    job,
+    judge_network,
+    judge_nodes,
+    judge_shared,
+    judge_signals,
+    report,
+)
 from hpc_elastic.doctor.course import Course
 from hpc_elastic.doctor.evidence import (
     Ending,
@@ -26,6 +35,7 @@ from hpc_elastic.doctor.host import Host
 from hpc_elastic.doctor.node import NodeFacts, count_devices
 from hpc_elastic.doctor.peers import Meeting, Sight
 from hpc_elastic.doctor.place import Place
+from hpc_elastic.doctor.shared import DEEDS, Race, Seen, result_of
 from hpc_elastic.slurm.states import TaskState
 
 GIB = 1 << 30
@@ -49,12 +59,20 @@ def seen(number, **changes):
     return replace(Sight(number, f"n{number}", f"10.0.0.{number}", "", 2e-4, 1e-3), **changes)
 
 
+SEEN = Seen(dict.fromkeys((*DEEDS, "path"), 0.01), 0.02)
+
+
+def met(number, *, race=None, torn=False, waited_s=0.02, **times_s):
+    """What a node has found that meets another good one."""
+    watched = Seen({**SEEN.times_s, **times_s}, waited_s, torn)
+    return Meeting([seen(number)], [], watched, race or Race(50))
+
+
 def result(number, *, meeting=None, hello=None, **changes):
     """What a good task of two has measured."""
     other = 1 - number
-    met = Meeting([seen(other)], [], 0.01, 0.02, won=number == 0)
     said = Hello(4.0, 4, {"gloo": 1e9, "nccl": 2e10}, {})
-    return Report(node(number, **changes), meeting or met, hello or said)
+    return Report(node(number, **changes), meeting or met(other), hello or said)
 
 
 GOOD = Evidence(
@@ -73,6 +91,7 @@ def findings(evidence, settings=None):
     settings = settings or SlurmSettings(gpus_per_node=4)
     said = [
         *judge_nodes.judge(evidence, settings, OWN),
+        *judge_shared.judge(evidence, RendezvousSettings()),
         *judge_network.judge(evidence),
         *judge_signals.judge(evidence, 30.0),
     ]
@@ -138,19 +157,40 @@ BAD = [
         with_node(folder=replace(node(1).folder, problems={"link": "Not supported"})),
         "directory.nodes", "fail", "on n1: hard links",
     ),
-    (with_node(meeting=Meeting([seen(0)], [], 0.1, 0.1, won=True)), "directory.election", "fail",
-     "n0, n1 won"),
-    (with_node(meeting=Meeting([seen(0)], [], None, None)), "directory.delay", "fail", "on n1"),
-    (with_node(meeting=Meeting([seen(0)], [], 12.0, 0.1)), "directory.delay", "warn", "12 s"),
+    (with_node(folder=replace(node(1).folder, problems={"write": "Read-only"})), "directory.nodes",
+     "fail", "on n1: /scratch/u can not be written to: Read-only"),
+    (with_node(folder=replace(node(1).folder, fs="nfs4", options={"soft": ""})),
+     "directory.node_mounts", "warn", "nfs4 (soft): an opened file is fresh"),
+    (with_node(folder=replace(node(1).folder, fs="oddfs")), "directory.node_mounts", "unknown",
+     "after up to 63 s instead of 3 s on n1"),
+    (with_node(folder=replace(node(1).folder, fs="oddfs")), "directory.node_mounts", "unknown",
+     "noticed after 3 s on n0"),
+    (with_node(meeting=met(0, race=Race(50, both=3))), "directory.election", "fail",
+     "of 100 names that two nodes linked at once, both nodes were told that they had made 3"),
+    (with_node(meeting=met(0, race=Race(50, neither=1))), "directory.election", "fail", "neither"),
+    (with_node(meeting=met(0, race=Race(50, differ=2))), "directory.election", "fail",
+     "different winners of 2"),
+    (with_node(meeting=met(0, race=Race(50, both=3))), "directory.election", "fail",
+     "choose another directory"),
+    (with_node(meeting=met(0, removed=None, waited_s=20.0)), "directory.delay", "fail",
+     "on n1 a removal was not seen within 20 s"),
+    (with_node(meeting=met(0, **dict.fromkeys(DEEDS), waited_s=20.0)), "directory.delay", "fail",
+     "on n1 nothing was seen within 20 s"),
+    (with_node(meeting=met(0, created=12.0)), "directory.delay", "warn", "a new file after 12 s"),
+    (replace(GOOD, blind={0: "n0", 1: "n1"}, reports={}), "directory.delay", "fail",
+     "does not appear on n0, n1"),
+    (with_node(meeting=met(0, torn=True)), "directory.content", "fail", "n1 read a part"),
+    (replace(GOOD, reports={i: result(i, meeting=Meeting([seen(1 - i)], [], problem="with n: EIO"))
+                            for i in (0, 1)}), "directory.election", "unknown", "n1 with n: EIO"),
     (with_node(problem="no address"), "network.interface", "fail", "n1: no address"),
     (with_node(interface="eth0"), "network.interface", "warn", "not the same"),
     (with_node(meeting=CUT), "network.reach", "fail", "n1 can not reach n0 at 10.0.0.0: timed out"),
     (with_node(meeting=CUT), "network.reach", "fail", "but at 192.168.0.0"),
     (with_node(meeting=Meeting([], [0])), "network.reach", "fail", "n1 found no file of n0"),
-    (with_node(meeting=Meeting([seen(0, clock_ahead_s=-75.0)], [], 0.1, 0.1)), "network.clocks",
+    (with_node(meeting=Meeting([seen(0, clock_ahead_s=-75.0)], [])), "network.clocks",
      "warn", "75 s"),
     (with_node(hello=Hello(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo", "fail", "n1: ti"),
-    (replace(GOOD, reports={0: result(0, meeting=Meeting(won=True))}), "network.reach", "unknown",
+    (replace(GOOD, reports={0: result(0, meeting=Meeting())}), "network.reach", "unknown",
      "only n0 was tried"),
     (replace(GOOD, notices={0: {"agent": None, "worker": None}}), "signals.notice", "fail",
      "n0"),
@@ -187,11 +227,32 @@ def test_many_tasks_that_fail_alike_are_not_all_listed():
 
 def test_tasks_on_one_machine_show_nothing_of_the_network_and_the_shared_folder():
     """Where a run has shares of nodes, two of its tasks may be on one."""
-    both = {0: result(0), 1: replace(result(1), facts=node(0))}
+    alone = {0: Meeting([seen(1, host="n0")]), 1: Meeting([seen(0)])}
+    both = {i: Report(node(0), alone[i], GOOD.reports[i].hello) for i in (0, 1)}
     found = findings(replace(GOOD, reports=both))
-    not_tried = ("network.reach", "directory.delay", "directory.election")
+    not_tried = ("network.reach", "directory.delay", "directory.election", "directory.content")
     assert {found[check].verdict.value for check in not_tried} == {"unknown"}
+    assert "all tasks were on n0" in found["directory.election"].found
     assert "exclusive=true" in found["network.reach"].remedy
+
+
+def test_names_that_are_answered_from_memory_cost_nothing():
+    """As by default on NFS: a path is asked for in vain, and a folder that is listed is fresh."""
+    nfs = {i: result(i, folder=replace(node(i).folder, fs="nfs4"), meeting=met(1 - i, path=None,
+           waited_s=3.1)) for i in (0, 1)}  # fmt: skip
+    found = findings(replace(GOOD, reports=nfs))
+    assert worst(found.values()) is Verdict.OK
+    assert (
+        "by its path alone a new file was not seen within 3.1 s (names are kept for up to 60 s)"
+        in (found["directory.delay"].found)
+    )
+
+
+def test_who_wins_a_race():
+    """Each round has one winner, whom both nodes read afterwards, as far as they read anything."""
+    won = [(True, False), (False, True), (True, True), (False, False)]
+    winners = [["a", "b", "a", ""], ["a", "b", "b", "a"]]
+    assert result_of(won, winners) == Race(4, both=1, neither=1, differ=1)
 
 
 def test_gpus_that_nobody_asked_for():
@@ -308,6 +369,20 @@ def test_a_probe_that_can_not_be_told_to_begin_is_told_of_with_the_rest(tmp_path
     probe.states = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
     found = Course(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
     assert "gone" in found.problem and probe.has_ended
+
+
+def test_a_task_that_does_not_see_what_is_written_is_told_from_one_that_has_failed(
+    tmp_path, monkeypatch
+):
+    """It runs, and has said so: then it is the directory, and not Python."""
+    monkeypatch.setattr(course, "_MEASURE_S", 0.0)
+    probe = Waiting()
+    probe.num_nodes, probe.place = 2, Place(tmp_path)
+    probe.states = lambda: {i: TaskState(f"7_{i}", "RUNNING", node=f"n{i}") for i in (0, 1)}
+    probe.log = lambda _: ""
+    probe.place.write(probe.place.peer(0), {})
+    found = Course(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    assert found.blind == {0: "n0"} and found.silent.keys() == {1}
 
 
 def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):

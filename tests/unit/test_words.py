@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.words import counted, duration, node_time
+from hpc_elastic.words import counted, duration, node_time, short
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,12 @@ from hpc_elastic.words import counted, duration, node_time
 def test_a_duration_is_no_more_exact_than_is_of_use(seconds, said):
     """Its two largest units."""
     assert duration(seconds) == said
+
+
+def test_a_time_below_a_second_is_told_in_milliseconds():
+    """What nobody can measure is told as the least that can be."""
+    said = [short(s) for s in (0, 2e-5, 0.0042, 0.999, 1.04, 12.3, 125)]
+    assert said == ["0.1 ms", "0.1 ms", "4.2 ms", "999.0 ms", "1 s", "12 s", "2 min 5 s"]
 
 
 def test_a_number_and_its_noun():

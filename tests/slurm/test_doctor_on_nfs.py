@@ -1,0 +1,120 @@
+"""What the doctor says of a folder that nodes share as by NFS: sound, slow, or unfit."""
+
+import os
+
+import pytest
+from test_doctor import examine, left, place  # noqa: F401
+from test_shared_folder import mounts  # noqa: F401
+
+from hpc_elastic import files
+from hpc_elastic.doctor import peers
+from hpc_elastic.doctor.place import Place
+from hpc_elastic.doctor.shared import DEEDS, NUM_ROUNDS, PATH, Race
+from hpc_elastic.testing.pytest_plugin import refuse
+from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
+from hpc_elastic.testing.slurm_sandbox.requirements import check
+
+NAME = "nfs_doctor"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible():
+    """Skip all of it where there is no FUSE, no compiler or no root."""
+    try:
+        check(nfs=True)
+    except SandboxError as error:
+        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in ("", "0", "false", "no"))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A sandbox whose nodes open what they know for ten minutes without asking the server."""
+    SlurmSandbox(NAME).down()
+    folder = str(tmp_path_factory.getbasetemp().resolve())
+    config = SandboxConfig(name=NAME, nodes=3, nfs=folder, nfs_options="nocto,actimeo=600")
+    try:
+        yield SlurmSandbox.up(config)
+    finally:
+        SlurmSandbox(NAME).down()
+
+
+def meet(mounts, options, monkeypatch):  # noqa: F811
+    """What a client finds of another one."""
+    first, second = (Place(point / "probe") for point in mounts.pair(options))
+    first.path.mkdir()
+    port = peers.Server(second, "token").port
+    both = {
+        i: {"host": f"n{i}", "address": "127.0.0.1", "port": port, "addresses": {}} for i in (0, 1)
+    }
+    monkeypatch.setattr(peers, "_SIGHT_S", 10.0)
+    return peers.meet(first, 0, "token", both, [])
+
+
+OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch):  # noqa: F811
+    """Folders are listed, so that names which are answered from memory cost nothing."""
+    met = meet(mounts, options, monkeypatch)
+    assert met.race == Race(NUM_ROUNDS) and met.problem == "" and not met.seen.torn
+    assert all(met.seen.times_s[name] < 5 for name in DEEDS), met.seen
+    assert (met.seen.times_s[PATH] is None) == (not options.endswith("=0"))
+
+
+def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch):  # noqa: F811
+    """As with a C library without statx(2): what is seen late is told, with the time."""
+    monkeypatch.setattr(files, "_LIBC", None)
+    met = meet(mounts, "nocto,actimeo=6", monkeypatch)
+    assert met.race == Race(NUM_ROUNDS) and met.problem == ""
+    assert all(1 < met.seen.times_s[name] <= 10 for name in DEEDS), met.seen
+
+
+def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypatch):  # noqa: F811
+    """A run would wait in vain."""
+    monkeypatch.setattr(files, "_LIBC", None)
+    met = meet(mounts, "nocto,actimeo=600", monkeypatch)
+    assert {met.seen.times_s[name] for name in DEEDS} == {None} and met.seen.waited_s < 20
+
+
+def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F811
+    """Of a hundred names, two nodes are told that both have made some."""
+    mounts.faults(nfs.Server(rules=(nfs.Rule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL),), last_rule=1))
+    met = meet(mounts, "", monkeypatch)
+    assert met.race.both > 0
+
+
+def test_nothing_is_said_against_a_mount_without_close_to_open(slurm, place):  # noqa: F811
+    """Runs ask the server themselves there; the report says so."""
+    code, findings, _ = examine(slurm, place, "partition=low", "--probe")
+    bad = [f for f in findings.values() if f["verdict"] in ("fail", "unknown")]
+    assert (code, bad) == (0, [])
+    mount = findings["directory.node_mounts"]
+    assert "nocto" in mount["found"] and "runs ask the server first" in mount["found"]
+    directory = {f["verdict"] for check, f in findings.items() if check.startswith("directory.")}
+    assert directory == {"ok"}
+    assert left(slurm, place) == ([], [])
+
+
+def test_a_file_system_without_exclusive_links_is_refused(slurm, place):  # noqa: F811
+    """With the reason, and what to do."""
+    slurm.fail_files("REPLACES")
+    try:
+        code, findings, _ = examine(slurm, place, "partition=low", "--probe")
+    finally:
+        slurm.heal_server()
+    election = findings["directory.election"]
+    assert (code, election["verdict"]) == (1, "fail")
+    assert "link(2) is not exclusive" in election["found"]
+    assert "choose another directory" in election["remedy"]
+    failed = {check for check, finding in findings.items() if finding["verdict"] == "fail"}
+    assert failed == {"directory.election"}
+
+
+def test_two_tasks_of_one_node_say_that_they_could_not_try(slurm, place):  # noqa: F811
+    """What two nodes see of each other is not known then."""
+    words = ("partition=low", "exclusive=false", "cpus_per_node=1", "mem=100M", "--probe")
+    _, findings, _ = examine(slurm, place, *words)
+    checks = ("directory.election", "directory.delay", "directory.content")
+    assert {findings[check]["verdict"] for check in checks} == {"unknown"}
+    assert "all tasks were on node" in findings["directory.election"]["found"]

@@ -57,3 +57,24 @@ LOOK_UP = Need(
     "add the line `::ffff:127.0.0.1 localhost` to /etc/hosts: torch's store waits 5 s else",
 )
 SANDBOX = (ROOT, SLURM)
+KERNEL_PROGRAMS = {
+    "linux.uml": "user-mode-linux",
+    "modprobe": "kmod",
+    "mount.nfs": "nfs-common",
+    "rpc.nfsd": "nfs-kernel-server",
+    "rpcbind": "rpcbind",
+    "mkfs.ext4": "e2fsprogs",
+}
+"""What machines with a kernel of their own need, and the Debian packages that hold it."""
+
+
+def _has_kernels() -> bool:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    return all(shutil.which(name, path=path) for name in KERNEL_PROGRAMS)
+
+
+KERNELS = Need(
+    "user-mode Linux with the kernel's NFS",
+    _has_kernels,
+    f"apt-get install --no-install-recommends {' '.join(KERNEL_PROGRAMS.values())}",
+)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.needs import LOOK_UP, SANDBOX, Need, package
+from evidence.needs import KERNELS, LOOK_UP, SANDBOX, Need, package
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -80,6 +80,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     Benchmark("operate", "operate.py", "--repeats 5", "--repeats 1 --faults 20", 5),
     Benchmark("scheduler-load", "scheduler_load.py", "--sizes 16,32", "--sizes 4 --runs 20 --quick",
               30, SANDBOX, repeats=False),
+    Benchmark("kernel-nfs", "kernel_nfs.py", "", "--only primitives --mounts vers=4.2", 60,
+              (*SANDBOX, KERNELS), repeats=False),
     Benchmark("simulate", "simulate.py", "--schedules 100000", "--schedules 500", 3,
               repeats=False),
     Benchmark("simulate-ft", "simulate.py", "--ft --schedules 50000", "--schedules 500", 10,

@@ -1,6 +1,7 @@
 """What the benchmarks make of their measurements: tables and verdicts, without measuring."""
 
 import importlib.util
+import json
 import math
 import sys
 from argparse import Namespace
@@ -13,6 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from evidence.registry import HERE
 from evidence.result import Figure
+from kernel_nfs import facts
 
 
 def driver(name: str) -> ModuleType:
@@ -133,3 +135,48 @@ def test_submission_is_told_above_the_floor():
     bare, ours = made.tables[0].rows
     assert bare[2] == "" and ours[3] == Figure(2.5, 2.5, 2.5, 1)
     assert made.tables[0].texts()[1][3] == "+2.50"
+
+
+def test_runs_on_the_kernels_nfs_have_a_column_for_each_mount():
+    """A figure that one of them did not come to is left out; what did not hold is told."""
+    kernel_nfs = driver("kernel_nfs")
+    report = kernel_nfs.runs.Report
+    reports = [
+        report("vers=3", {"start": 2.0}, problems=["audit: exit code 1"]),
+        report("vers=4.2", {"start": 3.0, "join": 1.0}),
+    ]
+    made = kernel_nfs.run_table(reports)
+    assert [column.name for column in made.columns[1:]] == ["vers=3", "vers=4.2"]
+    assert made.texts() == [
+        ["start", "2.0", "3.0"],
+        ["join", "", "1.0"],
+        ["what did not hold", "audit: exit code 1", "nothing"],
+    ]
+
+
+def write_run(folder: Path, records: list[tuple[int, str]], terms: list[int]) -> None:
+    """A run's records, by their epoch and leader, and the epochs of its lines of progress."""
+    (folder / "rdzv").mkdir()
+    for number, (epoch, task) in enumerate(records, 1):
+        body = json.dumps({"epoch": epoch, "leader": {"task": task, "attempt": 0}})
+        (folder / "rdzv" / f"record.{number}.json").write_text(json.dumps({"record": body}))
+    lines = [json.dumps({"epoch": term}) for term in terms]
+    (folder / "progress.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("records", "terms", "problem"),
+    [
+        ([(1, "7_0"), (1, "7_0"), (2, "7_1")] + [(2, "7_1")] * 8, [1, 1, 2], None),
+        ([(1, "7_0"), (1, "7_1")], [1], "epoch 1 is led by"),
+        ([(2, "7_1"), (1, "7_0")], [1], "epochs go back"),
+        ([(1, "7_0"), (2, "7_1")], [2, 1, 1, 1], "3 lines of progress.jsonl"),
+        ([], [1], "there are no records"),
+    ],
+)
+def test_a_split_leadership_on_the_kernels_nfs_is_found(tmp_path, records, terms, problem):
+    """Records of an epoch are by one leader, in order of number; progress is of one at a time."""
+    write_run(tmp_path, records, terms)
+    found = facts.split(str(tmp_path))
+    assert len(found) == (problem is not None)
+    assert problem is None or found[0].startswith(problem)

@@ -1,0 +1,1 @@
+"""The kernel's own NFS client under the product: machines, primitives, runs."""

@@ -1,0 +1,91 @@
+"""What the files of a run say: functions that run on the server, which sees each change at once."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.events import read_events
+
+_LATE_LINES = 2
+"""Of one append, at most, which a leader made that was stopped right before it."""
+
+
+def look(run: str) -> dict[str, Any]:
+    """Return how a run is: its events, the newest state of its group, its checkpoints, its end."""
+    path = Path(run)
+    events = read_events(path / "events") if (path / "events").is_dir() else []
+    kinds = ("leader", "round", "trains", "joined", "gone", "not saved", "end", "stop")
+    return {
+        "events": [event for event in events if event["kind"] in kinds],
+        "hosts": {e["task"]: e["host"] for e in events if e["kind"] == "task"},
+        "status": _json(path / "status.json"),
+        "result": _json(path / "result.json"),
+        "ended": (path / "result.json").stat().st_mtime if (path / "result.json").exists() else 0,
+        "checkpoints": sorted(
+            (p.name, p.stat().st_mtime) for p in (path.parent / "checkpoints").glob("step-*")
+        ),
+    }
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def progress(run: str, since: float) -> list[dict[str, Any]]:
+    """Return the lines of progress.jsonl that were written after a moment."""
+    lines = (Path(run) / "progress.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["time"] > since]
+
+
+def split(run: str) -> list[str]:
+    """Return what shows that two have led at a time; [] if nothing does."""
+    leaders: dict[int, set[str]] = defaultdict(set)
+    numbers, found = [], []
+    for path in sorted((Path(run) / "rdzv").glob("record.*.json"), key=_number):
+        record = json.loads(json.loads(path.read_text())["record"])
+        leaders[record["epoch"]].add(f"{record['leader']['task']}/{record['leader']['attempt']}")
+        numbers.append(record["epoch"])
+    found += [f"epoch {e} is led by {sorted(who)}" for e, who in leaders.items() if len(who) > 1]
+    if numbers != sorted(numbers):
+        found.append(f"epochs go back: {numbers}")
+    if not numbers:
+        found.append("there are no records")
+    last, late = 0, 0
+    for line in (Path(run) / "progress.jsonl").read_text().splitlines():
+        term = int(json.loads(line).get("epoch") or 0)
+        late += term < last
+        last = max(term, last)
+    if late > _LATE_LINES:
+        found.append(f"{late} lines of progress.jsonl are of an earlier leader than one before")
+    return found
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split(".")[1])
+
+
+def ranks(run: str) -> list[dict[str, Any]]:
+    """Return what the ranks returned."""
+    path = Path(run)
+    folder = path / json.loads((path / "result.json").read_text())["results"]
+    return [json.loads(each.read_text()) for each in sorted(folder.glob("rank-*.json"))]
+
+
+def touch(path: str) -> None:
+    """Make an empty file."""
+    Path(path).touch()
+
+
+def delegations(address: str) -> int:
+    """Return how many delegations of NFS 4 the server has given to the client at an address."""
+    total = 0
+    for client in Path("/proc/fs/nfsd/clients").glob("*"):
+        if f'"{address}:' in (client / "info").read_text():
+            total += (client / "states").read_text().count("type: deleg")
+    return total

@@ -1,0 +1,225 @@
+"""One run of the product on one kind of mount, from its submission to its end, with two deaths."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.testing.slurm_sandbox.config import LOGIN
+from hpc_elastic.testing.soak import training
+from hpc_elastic.testing.soak.checks import rank_checks
+
+from .cluster import CLONE, FOLDER, Cluster, python, wait_until
+from .machines import EXPORT
+
+PATIENCE_S = 300.0
+"""For each thing that is waited for; it bounds hanging, and measures nothing."""
+SETTINGS: dict[str, Any] = {}
+"""Of the launcher, where they are not the default ones."""
+
+
+@dataclass
+class Report:
+    """What came of one run: figures (seconds), what else was seen, and what was wrong."""
+
+    options: str
+    figures: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Run:
+    """A run that is under way, and what the server has of it."""
+
+    def __init__(self, cluster: Cluster, name: str, say: Callable[[str], None]) -> None:
+        self.cluster, self.name, self.say = cluster, name, say
+        self.folder = f"{FOLDER}/{name}"
+        self.stored = f"{EXPORT}/{name}"
+        self.commits: dict[str, float] = {}
+        """Every checkpoint that was seen, and when it was committed."""
+        login = cluster.login
+        login.run(["mkdir", "-p", f"{FOLDER}/home", self.folder])
+        self.log = cluster.layout.directory / "log" / f"launcher-{name}.log"
+        script = CLONE / "benchmarks" / "kernel_nfs" / "submit.py"
+        argv = python(
+            str(script), self.folder, f"1:{len(cluster.sandbox.nodes)}", json.dumps(SETTINGS)
+        )
+        self.began = time.time()
+        self.pid = login.start(argv, self.log, cwd=FOLDER, env=cluster.env)
+
+    def look(self) -> dict[str, Any]:
+        """Return what the files say now."""
+        found: dict[str, Any] = self.cluster.facts("look", f"{self.stored}/run")
+        self.commits.update(found["checkpoints"])
+        return found
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return the rounds so far."""
+        return [event for event in self.look()["events"] if event["kind"] == "round"]
+
+    def trains(self, size: int, since: float) -> dict[str, Any]:
+        """Wait until so many nodes make steps in a round that formed after a moment; return when.
+
+        Returns:
+            The newest event `trains` of that round: all of its members have made a step.
+        """
+
+        def all_train() -> Any:
+            events = self.look()["events"]
+            rounds = [e for e in events if e["kind"] == "round" and e["time"] > since]
+            if not rounds or len(rounds[-1]["members"]) != size:
+                return None
+            number = rounds[-1]["number"]
+            found = [e for e in events if e["kind"] == "trains" and e["round"] == number]
+            return max(found, key=lambda e: e["time"]) if len(found) >= size else None
+
+        found: dict[str, Any] = wait_until(f"{size} nodes train", all_train, PATIENCE_S)
+        return found
+
+    def saved(self, since: float) -> float:
+        """Wait for a checkpoint that was committed after a moment; return when it was."""
+        found: float = wait_until(
+            "a checkpoint is committed",
+            lambda: max((at for _, at in self.look()["checkpoints"] if at > since), default=0),
+            PATIENCE_S,
+        )
+        return found
+
+    def leader(self) -> str:
+        """Return the node that leads."""
+        found = self.look()
+        leaders = [event for event in found["events"] if event["kind"] == "leader"]
+        return str(found["hosts"][leaders[-1]["task"]])
+
+
+def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) -> Report:
+    """Boot machines that mount the folder so, and see one run through.
+
+    Two nodes train and save; the third joins; a follower's machine dies and comes back; the
+    leader's machine dies; the run is told to finish.
+    """
+    report = Report(options)
+    cluster.remount(options)
+    for machine in (LOGIN, "node1", "node2"):
+        cluster.boot(machine)
+    say(f"mounted: {cluster.seen_options}")
+    wait_until("two nodes are idle", lambda: len(cluster.idle()) == 2, PATIENCE_S)
+    run = Run(cluster, name, say)
+    try:
+        _faults(run, report)
+        _end(run, report)
+    except Exception as e:
+        report.problems.append(f"{type(e).__name__}: {e}")
+    keep(run)
+    return report
+
+
+def _faults(run: Run, report: Report) -> None:
+    cluster, figures, say = run.cluster, report.figures, run.say
+    whole = run.trains(2, run.began)
+    figures["start: submission to all of 2 nodes' first step"] = whole["time"] - run.began
+    figures["first save, after that"] = run.saved(whole["time"]) - whole["time"]
+    say("two nodes train and have saved")
+
+    booted = time.time()
+    cluster.boot("node3")
+    whole = run.trains(3, booted)
+    joined = next(
+        e["time"] for e in run.look()["events"] if e["kind"] == "joined" and e["time"] > booted
+    )
+    figures["join: ready until all of 3 nodes' first step"] = whole["time"] - joined
+    figures["join: pause of the training"] = _pause(run, whole["time"], booted)
+    run.saved(whole["time"])
+    say("a third node has joined, and three have saved")
+
+    leader = run.leader()
+    follower = next(node for node in cluster.sandbox.nodes if node != leader)
+    report.notes.append(f"{_held(cluster, follower)} delegations were held by the follower")
+    at = cluster.kill(follower)
+    whole = run.trains(2, at)
+    figures["a follower's machine killed: next step of all"] = whole["time"] - at
+    figures["first save after that"] = run.saved(whole["time"]) - whole["time"]
+    say(f"{follower}, a follower, was killed; two go on and have saved")
+
+    first = run.saved(whole["time"])
+    cluster.boot(follower)
+    whole = run.trains(3, at)
+    figures["longest time between two saves until it is back"] = _longest_gap(run, first)
+    run.saved(whole["time"])
+    say(f"{follower} is back, and three have saved")
+
+    leader = run.leader()
+    report.notes.append(f"{_held(cluster, leader)} delegations were held by the leader")
+    at = cluster.kill(leader)
+    whole = run.trains(2, at)
+    figures["the leader's machine killed: next step of all"] = whole["time"] - at
+    figures["first save after that one"] = run.saved(whole["time"]) - whole["time"]
+    say(f"{leader}, which led, was killed; {run.leader()} leads, two go on and have saved")
+
+
+def _held(cluster: Cluster, node: str) -> int:
+    """Return how many delegations of NFS 4 a node holds."""
+    return int(cluster.facts("delegations", cluster.up[node].address))
+
+
+def _longest_gap(run: Run, first: float) -> float:
+    """Return the longest time between commits, from one until a node is back; NaN if no others."""
+    stop = next(e for e in reversed(run.look()["events"]) if e["kind"] == "stop")
+    times = sorted(at for at in run.commits.values() if first <= at <= stop["time"] + 1)
+    return max((b - a for a, b in pairwise(times)), default=float("nan"))
+
+
+def _pause(run: Run, first_step: float, since: float) -> float:
+    """Return how long no step was made before the first one of the newest round."""
+    stops = [e["time"] for e in run.look()["events"] if e["kind"] == "stop" and e["time"] > since]
+    return first_step - stops[-1] if stops else float("nan")
+
+
+def _end(run: Run, report: Report) -> None:
+    cluster = run.cluster
+    cluster.login.call("kernel_nfs.facts", "touch", f"{run.folder}/{training.FINISH}")
+    told = time.time()
+    code = wait_until(
+        "the launcher returns",
+        lambda: _wrapped(cluster.login.ended(run.pid)),
+        PATIENCE_S,
+        poll_s=0.1,
+    )[0]
+    returned, found = time.time(), run.look()
+    report.figures["told to finish until the end of the run"] = found["ended"] - told
+    report.figures["the run's end until the launcher says so"] = returned - found["ended"]
+    if code:
+        report.problems.append(f"the launcher's exit code is {code}")
+    if not found["result"] or found["result"]["status"] != "succeeded":
+        report.problems.append(f"result.json: {found['result']}")
+    for argv in (["status", f"{run.folder}/run"], ["audit", f"{run.folder}/run"]):
+        command = python("-m", "hpc_elastic", *argv)
+        done = cluster.login.call(
+            "guest", "run", command, cluster.env, FOLDER, PATIENCE_S, timeout_s=PATIENCE_S + 60
+        )
+        if done["code"]:
+            report.problems.append(
+                f"{argv[0]}: exit code {done['code']}: {done['out']}{done['err']}"
+            )
+        elif argv[0] == "status" and "succeeded" not in done["out"]:
+            report.problems.append(f"status does not say succeeded: {done['out']}")
+    report.problems += cluster.facts("split", f"{run.stored}/run")
+    for check in rank_checks(cluster.facts("ranks", f"{run.stored}/run")):
+        report.problems += [f"{check.name}: {problem}" for problem in check.problems]
+
+
+def _wrapped(code: int | None) -> tuple[int] | None:
+    return None if code is None else (code,)
+
+
+def keep(run: Run) -> Path:
+    """Copy the run's files from the server, and return where they are on this machine."""
+    target = run.cluster.layout.directory / "kept"
+    run.cluster.server.run(["mkdir", "-p", str(target)])
+    run.cluster.server.run(["cp", "-r", run.stored, str(target)], timeout_s=120)
+    return target / run.name

@@ -1,0 +1,158 @@
+"""How long until one client sees what another one did, by each way of asking."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from . import primitives
+from .machines import Machine
+
+_MODULE = "kernel_nfs.primitives"
+_SETTLE_S = 1.0
+_LONG_S = 65.0
+"""Longer than attributes of a folder live (acdirmax, 60 s)."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that one client does to a path, and that another one waits for.
+
+    Attributes:
+        name: In the table.
+        kind: What is there before: ``""`` nothing, ``folder``, ``file``, or ``linked``, a file of
+            two names.
+        deed: Function of `primitives` that the one calls.
+        arguments: Its arguments, made from the path.
+        wait: Function of `primitives` that the other calls, with the way as its first argument.
+        waits_for: What that function waits for.
+        ways: By which it asks.
+    """
+
+    name: str
+    kind: str
+    deed: str
+    arguments: Callable[[str], list[Any]]
+    wait: str
+    waits_for: Any
+    ways: tuple[str, ...]
+
+
+_NAMES = tuple(primitives.NAMES)
+_GONE = tuple(way for way in _NAMES if way != "list the parent, open what it names")
+_CONTENT = tuple(primitives.CONTENT)
+CHANGES = (
+    Change("a new file, after a look-up in vain", "", "make", lambda p: [p], "seen", True, _NAMES),
+    Change("a renamed folder is gone", "folder", "rename", lambda p: [p, p + ".moved"], "seen",
+           False, tuple(way for way in _GONE if way not in ("O_DIRECT open", "link(2) to it"))),
+    Change("a removed file is gone", "file", "remove", lambda p: [p], "seen", False, _GONE),
+    Change("appended text", "file", "append", lambda p: [p, "new"], "contains", "new",
+           (*_CONTENT, "held open, read")),
+    Change("a file that was replaced", "file", "replace", lambda p: [p, "new"], "contains", "new",
+           _CONTENT),
+    Change("a file that was replaced, the old one has another name", "linked", "replace",
+           lambda p: [p, "new"], "contains", "new", _CONTENT),
+)  # fmt: skip
+
+
+def measure(
+    change: Change, writer: Machine, reader: Machine, folder: str, limit_s: float
+) -> Iterator[tuple[str, float | None]]:
+    """Yield each way of asking, and for how many seconds it did not tell of the change.
+
+    None: it did not in time. 0: no look was in vain that began after the change.
+
+    Each way has a folder of its own, so that none profits from what another one fetched.
+    """
+    paths = {way: f"{folder}/{number}/it" for number, way in enumerate(change.ways)}
+    writer.call(_MODULE, "prepare", list(paths.values()), change.kind)
+    reader.call(_MODULE, "warm", list(paths.values()))
+    with ThreadPoolExecutor(len(paths)) as pool:
+
+        def wait(way: str) -> Any:
+            asked = [way, paths[way], change.waits_for, limit_s]
+            return reader.call(_MODULE, change.wait, *asked, timeout_s=limit_s + 60)
+
+        def act(way: str) -> float:
+            arguments = change.arguments(paths[way])
+            return float(writer.call(_MODULE, change.deed, *arguments))
+
+        waits = {way: pool.submit(wait, way) for way in change.ways}
+        time.sleep(_SETTLE_S)
+        done = {way: act(way) for way in change.ways}
+        for way in change.ways:
+            seen = waits[way].result()
+            yield way, max(0.0, seen["vain"] - done[way]) if seen["ended"] else None
+
+
+def compete(one: Machine, other: Machine, folder: str, rounds: int = 20) -> dict[str, int]:
+    """Let two clients link their files to the same names at the same moments.
+
+    Returns:
+        How often each pair of outcomes came, see `primitives.compete`.
+    """
+    one.run(["mkdir", folder])
+    other.run(["ls", "-l", folder])
+    at, outcomes = time.time() + 3, []
+    with ThreadPoolExecutor(2) as pool:
+        for name, machine in (("one", one), ("other", other)):
+            asked = [folder, name, at, rounds]
+            call = pool.submit(machine.call, _MODULE, "compete", *asked, timeout_s=120)
+            outcomes.append(call)
+    pairs = zip(*(outcome.result() for outcome in outcomes), strict=True)
+    return dict(Counter(" / ".join(sorted(pair)) for pair in pairs))
+
+
+def two_in_a_tick(
+    writer: Machine, reader: Machine, folder: str, rounds: int = 100
+) -> dict[str, list[int]]:
+    """Make two files at once in each of many folders, while another client lists that folder.
+
+    Returns:
+        See `primitives.unseen`.
+    """
+    names = [f"{folder}/{number}" for number in range(rounds)]
+    writer.run(["mkdir", folder, *names])
+    reader.run(["ls", *names])
+    asked = [folder, rounds, time.time() + 2, 0.3]
+    with ThreadPoolExecutor(1) as pool:
+        listed = pool.submit(reader.call, _MODULE, "list_two", *asked, timeout_s=120)
+        writer.call(_MODULE, "two_at_once", *asked, timeout_s=120)
+        listed.result()
+    found: dict[str, list[int]] = reader.call(
+        _MODULE, "unseen", folder, rounds, _LONG_S, timeout_s=2 * _LONG_S + 60
+    )
+    return found
+
+
+def delegated(owner: Machine, other: Machine, folder: str, held: Callable[[], int]) -> list[str]:
+    """Kill a client that holds delegations; return how long another one's changes then take.
+
+    Args:
+        owner: Who holds them, and is killed.
+        other: Who changes the files.
+        folder: Of the files; it is made.
+        held: Tells how many delegations the server has given to the owner.
+    """
+    deeds = {"unlink": "remove", "rename over it": "replace", "append to it": "append"}
+    paths = {deed: f"{folder}/{number}/it" for number, deed in enumerate(deeds)}
+    owner.call(_MODULE, "prepare", list(paths.values()), "file")
+    time.sleep(_SETTLE_S)
+    owner.call(_MODULE, "warm", list(paths.values()))
+    number = held()
+    owner.kill()
+    with ThreadPoolExecutor(len(deeds)) as pool:
+
+        def timed(deed: str) -> float:
+            arguments = [paths[deed]] + (["new"] if deed != "unlink" else [])
+            began = time.time()
+            other.call(_MODULE, deeds[deed], *arguments, timeout_s=240)
+            return time.time() - began
+
+        found = {deed: pool.submit(timed, deed) for deed in deeds}
+    times = ", ".join(f"{deed}: {took.result():.0f} s" for deed, took in found.items())
+    return [f"{number} delegations held by a client that was killed", f"another client: {times}"]

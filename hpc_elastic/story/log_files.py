@@ -7,13 +7,12 @@ not be read, is like an empty one: what the others hold is shown.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hpc_elastic.files import status_of
+from hpc_elastic.files import names_listed, status_of
 from hpc_elastic.output_index import Index
 from hpc_elastic.rundir import RunDir, Submission
 from hpc_elastic.slurm.replacement import current_names
@@ -88,7 +87,7 @@ class Discovery:
             is_new = known is None or known[0] != changed
             if known is None or is_new or now >= known[1]:
                 again_at = now + _TICK_S if is_new else math.inf
-                known = self._folders[folder] = (changed, again_at, os.listdir(folder))  # noqa: PTH208
+                known = self._folders[folder] = (changed, again_at, names_listed(folder))
         except OSError:
             return []
         return known[2]

@@ -15,6 +15,7 @@ from test_shared_folder import _possible, mounts, wait  # noqa: F401
 from hpc_elastic.agent import output_times
 from hpc_elastic.agent.output_times import OutputTimes
 from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.story import logs
 from hpc_elastic.story.log_files import Discovery
 from hpc_elastic.story.log_follow import Follower
 from hpc_elastic.story.logs import Line, Selection
@@ -84,8 +85,11 @@ def times(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("runs", ["", "nocto,"], indirect=True)
-def test_what_is_written_into_an_open_file_is_seen_elsewhere_with_its_time(runs, times):
+def test_what_is_written_into_an_open_file_is_seen_elsewhere_with_its_time(
+    runs, times, monkeypatch
+):
     """The lines of a worker and of its agent, as they come; nobody has closed a file."""
+    monkeypatch.setattr(logs, "INDEX_WAIT_S", 600.0)
     theirs, ours = runs
     worker, followed = Written(theirs, 0, 1, times), Followed(ours)
     with (theirs.attempt(TASK, 0) / "agent.log").open("w") as log:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.files import make_known, names_in, refresh
+from hpc_elastic.files import names_in, refresh
 
 NUM_ROUNDS = 50
 DEEDS = {
@@ -96,8 +96,6 @@ class Trial:
         _append(self.path / "replaced" / "staged", _NEW)
         (self.path / "replaced" / "staged").replace(self._file("replaced"))
         _append(self._file("appended"), _MORE)
-        for name in (*DEEDS, PATH):
-            make_known(self.path / name)
 
     def watch(self, change: Callable[[], object], patience_s: float) -> Seen:
         """Look at the folder, have it changed, and wait until that is seen (observer).

@@ -24,8 +24,9 @@ script may not do so, or not yet: the proposal is taken back, and after a while 
 A member that does not answer within ``ANSWER_WITHIN_S`` has the proposal taken back, so that nobody
 waits at a step for longer; what is asked next begins with step 0 again.
 
-A confirmed step stands until every member says that all of its workers have *passed* it. Before
-that a new proposal could overwrite it on the page of a worker that has not come to it yet.
+A confirmed step stands until every member says that all of its workers have *passed* it, or has
+announced its checkpoint. Before that a new proposal could overwrite it on the page of a worker that
+has not come to it yet.
 
 Why a checkpoint is needed is not known here, but for whether the group is to change after it, and
 then ranks *hold* there (`regroup`): the request to hold is sent before the confirmation, so that
@@ -155,6 +156,15 @@ class Agreement:
             return self._propose(self._further(), now)
         return [] if self._awaited else self._conclude(now)
 
+    def announced(self, agent: Agent, step: int, now: float) -> None:
+        """A member has announced the checkpoint of a step, and may hold there.
+
+        If it is the confirmed one, no proposal can overwrite that any more, and a later one must
+        come where other members hold further on.
+        """
+        if self.state is State.CONFIRMED and step >= self.step:
+            self._is_passed_by(agent, now)
+
     def take_back(self, now: float) -> list[Action]:
         """Nobody is to save any more, unless the step is confirmed: then all will."""
         if self.state is not State.ASKING:
@@ -215,8 +225,11 @@ class Agreement:
 
     def _note_passed(self, agent: Agent, answer: Answer, now: float) -> None:
         if answer.passed is not None and answer.passed > self.step:
-            self._awaited.discard(agent)
             self._learn(answer)
+            self._is_passed_by(agent, now)
+
+    def _is_passed_by(self, agent: Agent, now: float) -> None:
+        self._awaited.discard(agent)
         if not self._awaited:
             self.state = State.IDLE
             if self.step == self.held_step:

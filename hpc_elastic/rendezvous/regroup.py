@@ -109,6 +109,7 @@ class Regroup:
         agreed = self.agreement.held_step
         stays = self._holding and (held == self._num_holds or step == agreed)
         self.boundaries.announce(agent, step, stays, now)
+        self.agreement.announced(agent, step, now)
 
     def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Action]:
         """A member is to leave within so long."""

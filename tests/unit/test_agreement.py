@@ -54,6 +54,16 @@ def test_nothing_is_confirmed_before_everybody_has_said_ok():
     assert a.state is State.CONFIRMED and a.ahead == 11 and a.held_step == 11
 
 
+def test_who_holds_at_the_confirmed_step_is_asked_to_go_on_to_a_later_one():
+    """Others were past it when they were asked to hold, and hold further on: for each other."""
+    a = confirmed(needed=False)
+    a.announced(A, 11, NOW)
+    a.announced(B, 9, NOW)
+    assert a.state is State.CONFIRMED
+    a.announced(B, 12, NOW)
+    assert a.advance(True, NOW) == [Propose((A, B), 3, 0)]
+
+
 def test_one_that_is_past_the_step_moves_it_further_and_further():
     """Every proposal is twice as far ahead, so that the ranks are overtaken whatever the rates."""
     a = asked(A, B)

@@ -104,11 +104,16 @@ def record_path(folder: Path, which: int) -> Path:
 
 
 def last_record(folder: Path) -> int:
-    """Return the highest number of a record in a folder; 0 if there is none.
+    """Return the highest number of a record in a folder; 0 if there is none."""
+    return max(records_in(folder), default=0)
 
-    The folder is opened anew, which makes a client of NFS ask the server.
+
+def records_in(folder: Path) -> frozenset[int]:
+    """Return the numbers of all records in a folder.
+
+    It is opened anew, which makes a client of NFS ask the server.
     """
-    return max(map(number, names_listed(folder)), default=0)
+    return frozenset(n for name in names_listed(folder) if (n := number(name)))
 
 
 def number(name: str) -> int:

@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,30 @@ def status_of(path: Path) -> os.stat_result:
         return os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
+    """Begin to remove a file that nobody needs any more; it stays where that fails.
+
+    Nothing is to wait for the end of it: a server of NFS holds a removal up for 100 s where it has
+    to recall a delegation from a client that is dead.
+
+    Args:
+        path: The file; if it is being removed already, nothing is begun.
+        wait_s: Wait for so long at most.
+    """
+    name = f"removal of {path}"
+    if any(thread.name == name for thread in threading.enumerate()):
+        return
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    thread = threading.Thread(target=remove, name=name, daemon=True)
+    thread.start()
+    if wait_s:
+        thread.join(wait_s)
 
 
 def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:

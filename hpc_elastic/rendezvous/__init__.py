@@ -2,7 +2,8 @@
 
 Pure, each with its theory of operation at its head; read them in this order:
 
-- `record`      the decisions that all agents agree on, and what fencing means
+- `record`      the decisions that all agents agree on, and what fencing means; `records` how they
+                are found and created on a shared file system, by `steps`
 - `machine`     which round closes when, and what a leader decides; `actions` what it returns,
                 `rules` the settings that it goes by
 - `muster`, `roster`      who has come and who is lost; who has which rank

@@ -25,7 +25,8 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.files import is_there, write_atomic
 from hpc_elastic.rendezvous.record import Record
 from hpc_elastic.rendezvous.run_files import RunFiles
-from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError, carried_out
+from hpc_elastic.rendezvous.steps import carried_out
+from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)

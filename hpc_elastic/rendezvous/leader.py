@@ -51,8 +51,9 @@ from hpc_elastic.rendezvous.placements import placements, placements_alone
 from hpc_elastic.rendezvous.quorum_desk import Desk, open_desk
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
+from hpc_elastic.rendezvous.steps import carried_out
 from hpc_elastic.rendezvous.term import Term
-from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError, carried_out
+from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError
 
 __all__ = ["Leader", "Office", "World"]
 

@@ -1,14 +1,7 @@
 """The run's records on the shared file system: ``rdzv/record.<n>.json``, and the leaders' leases.
 
-A record is made complete under another name and then linked to its own: link(2) fails if the name
-exists, on NFS too, so that exactly one agent creates each number (`record` says what follows from
-that). Where the answer to link(2) is lost, the record that is there tells whose it is: it names its
-leader, and what that one has decided.
-
-A lease is a counter that the leader of an epoch raises as long as it lives. Only whether it changes
-matters, seen on the reader's own clock: no two clocks are ever compared.
-
-Everything here may block for as long as the file system likes; callers use threads.
+What is done with them is decided in `records`; here it is done to files. Everything may block for
+as long as the file system likes; callers use threads.
 """
 
 from __future__ import annotations
@@ -22,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.fence import last_record, record_path
-from hpc_elastic.files import is_there, refresh
+from hpc_elastic.fence import record_path, records_in
+from hpc_elastic.files import refresh, remove_behind
 from hpc_elastic.net.wire import is_signed, sign
 from hpc_elastic.rendezvous.record import Record, unseal
+from hpc_elastic.rendezvous.records import Records
+from hpc_elastic.rendezvous.steps import carried_out
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 _NOT_WRITABLE = (errno.EACCES, errno.EROFS)
@@ -39,25 +34,16 @@ class Register:
     secret: bytes
 
     def last_number(self) -> int:
-        """Return the number of the last record; 0 if there is none.
-
-        Raises:
-            OSError: the file system does not answer.
-        """
-        return last_record(self.path)
+        """See `Records.last_number`."""
+        return carried_out(Records(self).last_number())
 
     def last(self) -> tuple[int, Record | None]:
-        """Return the number of the last record, and the newest record that verifies.
+        """See `Records.last`."""
+        return carried_out(Records(self).last())
 
-        Raises:
-            OSError: the file system does not answer.
-        """
-        number = self.last_number()
-        for n in range(number, 0, -1):
-            record = self._read(n)
-            if record is not None:
-                return number, record
-        return number, None
+    def look(self) -> tuple[int, Record | None, int | None]:
+        """See `Records.look`."""
+        return carried_out(Records(self).look())
 
     def create(self, record: Record) -> bool:
         """Create a record; False if its number is taken.
@@ -66,33 +52,41 @@ class Register:
             RunDirectoryError: the file system has no hard links, or may not be written to.
             OSError: it failed for now; the record may be tried again.
         """
-        staged = self.path / f".record.{secrets.token_hex(8)}"
         try:
-            _write(staged, record.seal(self.secret))
-            path = record_path(self.path, record.number)
-            try:
-                os.link(staged, path)
-            except OSError:
-                if not is_there(path):
-                    raise
-                return self._read(record.number) == record
+            return carried_out(Records(self).create(record))
         except OSError as e:
             raise _explained(e, self.path) from e
-        finally:
-            with contextlib.suppress(OSError):
-                staged.unlink()
-        return True
 
     def make_lease(self, epoch: int) -> Lease:
         """Return the lease of an epoch, for its leader."""
         return Lease(self._lease_file(epoch), self.secret, epoch)
 
-    def lease(self, epoch: int) -> int | None:
-        """Return what the leader of an epoch wrote last; None if nothing of his is there.
+    # ---- see `RecordFiles` ------------------------------------------------------------------
 
-        Raises:
-            OSError: the file system does not answer.
-        """
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers of all records, from a fresh listing."""
+        return records_in(self.path)
+
+    def read(self, number: int) -> Record | None:
+        """Open a record anew and return it."""
+        try:
+            text = record_path(self.path, number).read_text()
+        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+            return None  # damaged: its number is taken all the same
+        record = unseal(text, self.secret)
+        return record if record is not None and record.number == number else None
+
+    def put(self, record: Record) -> None:
+        """Write a record under another name, and link it to its own."""
+        staged = self.path / f".record.{secrets.token_hex(8)}"
+        try:
+            _write(staged, record.seal(self.secret))
+            os.link(staged, record_path(self.path, record.number))
+        finally:
+            remove_behind(staged)
+
+    def lease(self, epoch: int) -> int | None:
+        """Open a lease anew; return what the leader of its epoch wrote last."""
         file = self._lease_file(epoch)
         try:
             refresh(file)
@@ -106,14 +100,6 @@ class Register:
 
     def _lease_file(self, epoch: int) -> Path:
         return self.path / f"lease.{epoch}"
-
-    def _read(self, number: int) -> Record | None:
-        try:
-            text = record_path(self.path, number).read_text()
-        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
-            return None  # damaged: its number is taken all the same
-        record = unseal(text, self.secret)
-        return record if record is not None and record.number == number else None
 
 
 class Lease:

@@ -7,7 +7,6 @@ left, or nothing for ten minutes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.files import names_in, read_json, write_atomic
+from hpc_elastic.files import names_in, read_json, remove_behind, write_atomic
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -28,6 +27,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_LEFT_S = 600.0
 _TERM = re.compile(r"term\.(\d+)")
 _NOTICE = "notice."
+_REMOVED_IN_S = 1.0
 _LONGEST_NAME = 255 - len(_NOTICE)
 
 
@@ -51,7 +51,7 @@ class RunFiles:
         self._folder(before).rename(mine)
         for left in mine.iterdir():
             if not left.name.startswith(_NOTICE):
-                left.unlink(missing_ok=True)
+                remove_behind(left)
 
     def status(self) -> dict[str, Any] | None:
         """Return what status.json holds; None where it is damaged."""
@@ -101,9 +101,8 @@ class RunFiles:
         return {f.name.removeprefix(_NOTICE): _left_s(f) for f in sorted(found)}
 
     def remove_notice(self, epoch: int, name: str) -> None:
-        """Remove it from the folder."""
-        with contextlib.suppress(FileNotFoundError):
-            self._notice(epoch, name).unlink()
+        """Begin to remove it from the folder; usually it is gone when this returns."""
+        remove_behind(self._notice(epoch, name), wait_s=_REMOVED_IN_S)
 
     def _folder(self, epoch: int) -> Path:
         return self.run.rdzv / f"term.{epoch}"

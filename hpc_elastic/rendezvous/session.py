@@ -265,17 +265,12 @@ class Session(Hearing, Reports):
 
     async def _look(self) -> None:
         try:
-            number, record, lease = await self._in_thread(self._read)
+            number, record, lease = await self._in_thread(self._office.register.look)
         except OSError as e:
             self._carry_out(self._following.blind(str(e), time.monotonic()))
         else:
             now = time.monotonic()
             self._carry_out(self._following.looked(number, record, lease, now))
-
-    def _read(self) -> tuple[int, Record | None, int | None]:
-        register = self._office.register
-        number, record = register.last()
-        return number, record, register.lease(record.epoch) if record is not None else None
 
     async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
         journal = self._office.make_journal(0)

@@ -18,22 +18,20 @@ it was queued in a thread, or the whole process was stopped in the middle of it.
   them: of a process that is stopped between the two, one append may come too late. Each line has
   its epoch, and readers leave out one that follows a line of a later epoch (`story.points`).
 
-The procedures here are generators: they yield one step on the file system after the other. The
-journal's thread carries them out on files (`run_files`), the simulator in virtual time.
+The procedures here are `steps`: threads of the leader carry them out on files (`run_files`), the
+simulator in virtual time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from hpc_elastic.rendezvous.series import line_of
+from hpc_elastic.rendezvous.steps import Steps
 
-T = TypeVar("T")
 Message = dict[str, Any]
-Steps = Generator[Callable[[], Any], Any, T]
-"""Yields what is to be done on the file system, is sent the result, or thrown the `OSError`."""
 
 _TRIES = 3
 
@@ -73,7 +71,7 @@ class SharedFiles(Protocol):
         """Return the notices in the folder, and the seconds that each leaves."""
 
     def remove_notice(self, epoch: int, name: str) -> None:
-        """Remove a notice from the folder."""
+        """Begin to remove a notice from the folder; that may take long, and fail."""
 
 
 class TermFolder:
@@ -140,7 +138,7 @@ class TermFolder:
         self._confirmed.add(name)
 
     def remove_confirmed(self) -> Steps[None]:
-        """Remove the notices that are confirmed.
+        """Begin to remove the notices that are confirmed.
 
         Raises:
             TermOverError: another leads, and has them.
@@ -149,13 +147,13 @@ class TermFolder:
         yield from self.enter()
         for name in tuple(self._confirmed):
             yield partial(self._files.remove_notice, self.epoch, name)
-            self._confirmed.discard(name)
 
     def claim_notices(self) -> Steps[Mapping[str, float]]:
         """Remove what is confirmed, claim what is new; return what is left, with its seconds.
 
-        A notice of a name that is claimed already waits until that one is removed. Where nothing is
-        new, nothing but the notices' own folder is looked at.
+        What is confirmed is not returned, however long its removal takes. A notice of a name that
+        is claimed already waits until that one is removed. Where nothing is new, nothing but the
+        notices' own folder is looked at.
 
         Raises:
             TermOverError: another leads.
@@ -164,6 +162,7 @@ class TermFolder:
         if self._confirmed or self._claimed is None:
             yield from self.remove_confirmed()
             self._claimed = yield partial(self._files.claimed_notices, self.epoch)
+            self._confirmed.intersection_update(self._claimed)
         claimed: Mapping[str, float] = self._claimed
         new = [name for name in (yield self._files.new_notices) if name not in claimed]
         if new:
@@ -177,22 +176,6 @@ class TermFolder:
         if new:
             self._claimed = claimed = yield partial(self._files.claimed_notices, self.epoch)
         return {name: left_s for name, left_s in claimed.items() if name not in self._confirmed}
-
-
-def carried_out(steps: Steps[T]) -> T:
-    """Carry a procedure out on real files, in this thread."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                result = step()
-            except OSError as e:
-                step = steps.throw(e)
-            else:
-                step = steps.send(result)
-    except StopIteration as over:
-        value: T = over.value
-        return value
 
 
 def _last_word(status: Message | None) -> list[Message]:

@@ -15,7 +15,8 @@ from hpc_elastic.rendezvous.asked import PATIENCE, Asked
 from hpc_elastic.rendezvous.record import Agent, claim
 from hpc_elastic.rendezvous.run_files import DEFAULT_LEFT_S, RunFiles
 from hpc_elastic.rendezvous.session import Leaving, Session
-from hpc_elastic.rendezvous.term_folder import TermFolder, carried_out
+from hpc_elastic.rendezvous.steps import carried_out
+from hpc_elastic.rendezvous.term_folder import TermFolder
 from hpc_elastic.rundir import RunDir
 
 

@@ -51,7 +51,7 @@ class Weather:
     @contextlib.contextmanager
     def failing(self, *errors: int) -> Iterator[None]:
         """Fail every operation with these in turn; on a full file system, those that write."""
-        self._spared = ("last_number", "last", "lease") if errno.ENOSPC in errors else ()
+        self._spared = ("numbers", "read", "lease") if errno.ENOSPC in errors else ()
         self._errors = itertools.cycle(errors)
         try:
             yield
@@ -74,20 +74,20 @@ class FaultyRegister(Register):
 
     weather: Weather = field(default_factory=Weather)
 
-    def last_number(self) -> int:
+    def numbers(self) -> frozenset[int]:
         """See `Register`."""
-        self.weather.meet("last_number")
-        return super().last_number()
+        self.weather.meet("numbers")
+        return super().numbers()
 
-    def last(self) -> tuple[int, Record | None]:
+    def read(self, number: int) -> Record | None:
         """See `Register`."""
-        self.weather.meet("last")
-        return super().last()
+        self.weather.meet("read")
+        return super().read(number)
 
-    def create(self, record: Record) -> bool:
+    def put(self, record: Record) -> None:
         """See `Register`."""
-        self.weather.meet("create")
-        return super().create(record)
+        self.weather.meet("put")
+        super().put(record)
 
     def make_lease(self, epoch: int) -> Lease:
         """See `Register`."""

@@ -33,7 +33,10 @@ def record(number: int, port: int = 4000) -> Record:
 
 
 def files(register: Register) -> list[str]:
-    """What lies in the register's folder."""
+    """What lies in the register's folder, once what is removed behind is gone."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("removal of "):
+            thread.join(10)
     return sorted(p.name for p in register.path.iterdir())
 
 
@@ -143,6 +146,23 @@ def test_a_link_that_was_made_twice_by_the_client_came_true(register, monkeypatc
 def test_a_record_of_a_try_before_is_ones_own(register):
     """A try whose outcome nobody could tell may be repeated."""
     assert register.create(FIRST) and register.create(FIRST)
+
+
+def test_no_decision_waits_for_a_removal_that_hangs(register, monkeypatch):
+    """A server of NFS waits 100 s for a dead client's delegation before it removes a name."""
+    goes_on, unlink = threading.Event(), Path.unlink
+
+    def hang(path, missing_ok=False):
+        goes_on.wait(10)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", hang)
+    try:
+        assert register.create(FIRST) and register.last() == (1, FIRST)
+        assert len(list(register.path.iterdir())) == 2, "its other name is there still"
+    finally:
+        goes_on.set()
+    assert files(register) == ["record.1.json"]
 
 
 # ---- failures -----------------------------------------------------------------------------

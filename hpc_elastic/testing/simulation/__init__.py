@@ -3,7 +3,8 @@
 scenario    the parameters of one random schedule, and the bound within which a round must stand
 world       virtual time, chance, processes that are paused or dead
 network     connections: ordered, reset, cut off
-files       the shared file system: records and leases; slow, stale, failing
+storage     the shared file system, and each node's caches of it; slow, stale, failing
+register    the records and leases on it, by the product's own procedures
 slurm       what Slurm believes, late
 node        a task of the array and its attempts
 attempt     an agent's attempt to connect

@@ -74,6 +74,8 @@ class AgentProcess:
         self._is_noticed = False
         self._connection: Connection | None = None
         self._attempt: Attempt | None = None
+        self._said_dead: set[str] = set()
+        """Tasks of which Slurm has said that they do not run."""
         self._following = sim.parts.following(self.me, sim.scenario.liveness, host.clock())
 
     def start(self) -> None:
@@ -193,7 +195,7 @@ class AgentProcess:
             case Tell(message):
                 self._told(message)
             case Look():
-                sim.files.look(self.host.access, self.process, self._looked, self._blind)
+                self.host.register.look(self.process, self._looked, self._blind)
             case Connect(record):
                 self._connect(record)
             case HangUp():
@@ -211,13 +213,17 @@ class AgentProcess:
     def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
         self._do(self._following.looked(number, record, lease, self.host.clock()))
 
-    def _blind(self, why: str) -> None:
-        self._do(self._following.blind(why, self.host.clock()))
+    def _blind(self, why: Exception) -> None:
+        self._do(self._following.blind(str(why), self.host.clock()))
 
     def _slurm_says(self, task: str, runs: bool | None) -> None:
+        if runs is False:
+            self._said_dead.add(task)
         self._do(self._following.slurm_says(task, runs, self.host.clock()))
 
     def _claim(self, wanted: Claim) -> None:
+        if self._goes_by_the_lease(wanted):
+            self.host.register.check_claim(wanted, self.sim.scenario.liveness)
         endpoint = self.sim.new_endpoint(self.host)
         self.leaders.append(Leader(self, endpoint))
         number, before, unseen = wanted.number, wanted.before, wanted.unseen
@@ -225,10 +231,15 @@ class AgentProcess:
         self.sim.world.note(self.host.task, "claims", record)
         self._put(record)
 
+    def _goes_by_the_lease(self, wanted: Claim) -> bool:
+        """Tell whether nothing but the leader's silence speaks for its death."""
+        number, before = wanted.number - 1, wanted.before
+        if before is None or before.number != number or before.is_vacant:
+            return False
+        return wanted.unseen and before.leader.task not in self._said_dead
+
     def _put(self, record: Record) -> None:
-        access = self.host.access
-        answer = self._claimed
-        self.sim.files.create(access, self.process, record, lambda done: answer(record, done))
+        self.host.register.create(self.process, record, lambda done: self._claimed(record, done))
 
     def _claimed(self, record: Record, done: bool | None) -> None:
         if done is None and self.sim.world.rng.random() < 0.5:
@@ -260,7 +271,7 @@ class AgentProcess:
             case "leaving":
                 self._leave_the_run()
             case "end":
-                self.sim.monitor.told_the_end(self.me, message["status"], self.sim.files.records)
+                self.sim.monitor.told_the_end(self.me, message["status"], self.sim.register.records)
                 self._go(None)
             case "give back":
                 self._go(message["delay_s"])

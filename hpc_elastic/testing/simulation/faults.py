@@ -37,6 +37,8 @@ class Faults:
             ("slow files", self._slow_files),
             ("failing files", self._failing_files),
             ("failing files everywhere", self._failing_everywhere),
+            ("lost replies", self._lost_replies),
+            ("hanging removals", self._hanging_removals),
             ("Slurm hangs", self._slurm_hangs),
             ("Slurm is down", self._slurm_down),
         )
@@ -49,7 +51,7 @@ class Faults:
         for _ in range(scenario.num_faults):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._inject)
         if not scenario.is_quiet:
-            self._plan_files(self._sim.shared.rng)
+            self._plan_files(self._sim.storage.rng)
         for _ in range(scenario.num_notices):
             world.after(scenario.calm_after_s * world.rng.random(), None, self._give_notice)
 
@@ -189,28 +191,29 @@ class Faults:
         return heal
 
     def _slow_files(self, node: Node) -> None:
-        access = node.access
-        access.slow += 1
-
-        def heal() -> None:
-            access.slow -= 1
-
-        self._lasts(heal)
+        self._change([node], "slow")
 
     def _failing_files(self, node: Node) -> None:
-        self._fail_files([node])
+        self._change([node], "failing")
 
     def _failing_everywhere(self, node: Node) -> None:
-        self._fail_files(self._sim.nodes)
+        self._change(self._sim.nodes, "failing")
 
-    def _fail_files(self, nodes: list[Node]) -> None:
-        accesses = [n.access for n in nodes]
-        for access in accesses:
-            access.failing += 1
+    def _lost_replies(self, node: Node) -> None:
+        self._change(self._sim.nodes, "losing")
+
+    def _hanging_removals(self, node: Node) -> None:
+        self._change(self._sim.nodes, "hanging")
+
+    def _change(self, nodes: list[Node], how: str) -> None:
+        """Let the mounts of some nodes do their work badly."""
+        mounts = [n.mount for n in nodes]
+        for mount in mounts:
+            setattr(mount, how, getattr(mount, how) + 1)
 
         def heal() -> None:
-            for access in accesses:
-                access.failing -= 1
+            for mount in mounts:
+                setattr(mount, how, getattr(mount, how) - 1)
 
         self._lasts(heal)
 

@@ -19,7 +19,8 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
            run has; nothing is brought back that the run itself has given back, and that waits.
-Files      Those that leaders share: see `shared.SharedMonitor`.
+Files      What nodes learn of records and leases: see `register`. Those that leaders share: see
+           `shared.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """
 
@@ -64,6 +65,7 @@ class Monitor:
         self.rounds = 0
         self.elections = 0
         self.fenced = 0
+        self.silent = 0
         self.is_published = False
         """Whether the end was carried out."""
         self.growths = 0

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.agent import AgentProcess
     from hpc_elastic.testing.simulation.attempt import Attempt
 
-_LOOK_EVERY_S = 1.0
 _RETRY_S = 0.5
-_SHOW_EVERY_S = _NOTICES_EVERY_S = 1.0
+_SHOW_EVERY_S = 1.0
 _READMIT_EVERY_S = 10.0
 
 
@@ -51,6 +50,9 @@ class Leader:
         self._has_begun = False
         self._renewing = False
         self._beats = 0
+        self._num_looks = 0
+        self._is_looking = self._is_confirmed = False
+        """Whether a notice was confirmed since the last look for them began."""
 
     # ---- its life -----------------------------------------------------------------------
 
@@ -61,9 +63,10 @@ class Leader:
             record, sim.scenario.rules, sim.scenario.liveness, self._now(), sim.world.rng
         )
         self._epoch = record.epoch
-        self.term = sim.parts.term(self.leadership, self)
-        folder = sim.parts.folder(record.epoch, NodeFiles(sim.shared, self.host.slot))
-        args = (sim.shared, folder, self.host.access, self.process, self.term.end)
+        self.term = sim.parts.term(self.leadership, self, sim.scenario.show_s)
+        mount = self.host.mount
+        folder = sim.parts.folder(record.epoch, NodeFiles(sim.shared, mount))
+        args = (sim.shared, folder, mount, self.process, self.term.end)
         self._files = LeadersFiles(*args)
         self._has_begun = True
         early, self._early = self._early, []
@@ -107,15 +110,14 @@ class Leader:
 
     def _watch(self) -> None:
         if self.is_open:
-            access = self.host.access
-            self._sim.files.look(access, self.process, self._looked, self._blind)
+            self.host.register.look_for_number(self.process, self._looked, self._blind)
 
-    def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
+    def _looked(self, number: int) -> None:
         self.term.handle(self.leadership.saw, number)
-        self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
+        self._sim.world.after(self._sim.scenario.look_s, self.process, self._watch)
 
-    def _blind(self, why: str) -> None:
-        self._sim.world.after(_LOOK_EVERY_S, self.process, self._watch)
+    def _blind(self, why: Exception) -> None:
+        self._sim.world.after(self._sim.scenario.look_s, self.process, self._watch)
 
     # ---- duties -------------------------------------------------------------------------
 
@@ -129,13 +131,24 @@ class Leader:
             self.term.readmit()
             self._sim.world.after(_READMIT_EVERY_S, self.process, self._readmit)
 
-    def _look_for_notices(self) -> None:
-        if not self.term.is_over:
+    def _look_for_notices(self, number: int = 0) -> None:
+        if not self.term.is_over and number == self._num_looks:
+            self._num_looks += 1
+            self._is_looking, self._is_confirmed = True, False
             self._files.claim_notices(self._claimed)
 
     def _claimed(self, notices: Mapping[str, float]) -> None:
+        self._is_looking = False
         self.term.handle(self.leadership.asked_to_leave, notices)
-        self._sim.world.after(_NOTICES_EVERY_S, self.process, self._look_for_notices)
+        pause = 0.0 if self._is_confirmed else self._sim.scenario.look_s
+        self._sim.world.after(pause, self.process, self._look_for_notices, self._num_looks)
+
+    def _confirm(self, name: str) -> None:
+        """Let a notice be removed, with a look that begins now or right after the present one."""
+        self._files.confirm(name)
+        self._is_confirmed = True
+        if not self._is_looking:
+            self._sim.world.after(0.0, self.process, self._look_for_notices, self._num_looks)
 
     # ---- agents -------------------------------------------------------------------------
 
@@ -225,7 +238,7 @@ class Leader:
             case AskSlurm():
                 sim.slurm.ask(self.process, self._slurm_says)
             case RemoveNotice(name):
-                self._files.confirm(name)
+                self._confirm(name)
 
     def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
         connection = self._connections.get(agent)
@@ -246,8 +259,8 @@ class Leader:
         if not self._renewing:  # the file system may hang
             self._renewing = True
             self._beats += 1
-            args = (self.host.access, self.process, self._epoch, self._beats)
-            self._sim.files.renew(*args, self._renewed)
+            register = self.host.register
+            register.renew_lease(self.process, self._epoch, self._beats, self._renewed)
 
     def _renewed(self, done: bool) -> None:
         self._renewing = False
@@ -261,8 +274,7 @@ class Leader:
 
     def _create(self) -> None:
         if self._creating is not None:
-            access = self.host.access
-            self._sim.files.create(access, self.process, self._creating, self._created)
+            self.host.register.create(self.process, self._creating, self._created)
 
     def _created(self, outcome: bool | None) -> None:
         if outcome is None:

@@ -5,14 +5,18 @@ A simulator that finds nothing proves nothing, unless it is known to find what t
 
 from __future__ import annotations
 
+import contextlib
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpc_elastic.progress import Progress
 from hpc_elastic.rendezvous.actions import Hold, Release
 from hpc_elastic.rendezvous.agent_effects import Effect as FollowingEffect
 from hpc_elastic.rendezvous.agreement import Agreement, Answer, State
+from hpc_elastic.rendezvous.attendance import Liveness
 from hpc_elastic.rendezvous.blame import Blame
 from hpc_elastic.rendezvous.boundary import Boundaries
 from hpc_elastic.rendezvous.following import Following
@@ -28,9 +32,13 @@ from hpc_elastic.rendezvous.leader_effects import (
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.records import Records
+from hpc_elastic.rendezvous.steps import Steps
 from hpc_elastic.rendezvous.term import Term
-from hpc_elastic.rendezvous.term_folder import Steps, TermFolder
+from hpc_elastic.rendezvous.term_folder import TermFolder
 from hpc_elastic.testing.simulation.parts import Parts
+from hpc_elastic.testing.simulation.register import NodeRegister
+from hpc_elastic.testing.simulation.scenario import Scenario, draw, draw_quiet, fresh
 
 
 class DutiesGoOn(Term):
@@ -204,6 +212,114 @@ class ClaimsAfterTheEnd(Following):
         return super().looked(number, seen, lease, now)
 
 
+class PollsThePath(Records):
+    """Looks for the record that follows the last one that it knows, by its path."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node, self._known = files, 0
+
+    def last_number(self) -> Steps[int]:  # noqa: D102
+        known = self._known
+        while (yield partial(self._node.exists, known + 1)):
+            known += 1
+        self._known = max(known, self._known)
+        return self._known
+
+
+class _NodesRecords(Records):
+    """Knows what only the simulated files tell."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def _is_its_own(self, number: int) -> bool:
+        """Tell, after a link that failed, whether it was made all the same."""
+        raise NotImplementedError
+
+    def create(self, record: Record) -> Steps[bool]:
+        try:
+            yield partial(self._files.put, record)
+        except OSError:
+            if record.number not in (yield self._files.numbers):
+                raise
+            return bool((yield partial(self._is_its_own, record.number)))
+        return True
+
+
+class TrustsTheCountOfLinks(_NodesRecords):
+    """Goes by ``st_nlink`` of its own file, which comes from memory."""
+
+    def _is_its_own(self, number: int) -> bool:
+        staged = self._node.staged
+        return staged is not None and self._node.mount.num_links(staged) == 2
+
+
+class TrustsInodes(_NodesRecords):
+    """Goes by the inode numbers of its own file and of the record's."""
+
+    def _is_its_own(self, number: int) -> bool:
+        mount, staged = self._node.mount, self._node.staged
+        there = mount.open(self._node.rdzv, ("record", number))
+        return staged is not None and mount.inode(staged) == mount.inode(there)
+
+
+class WaitsForRemovals(Records):
+    """Removes its own file before it says that the record was created."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def create(self, record: Record) -> Steps[bool]:  # noqa: D102
+        created = yield from super().create(record)
+        with contextlib.suppress(OSError):
+            yield self._node.remove_staged
+        return created
+
+
+class ListsFromMemory(Records):
+    """Believes what a listing has shown before, where the folder's time is the same."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def last_number(self) -> Steps[int]:  # noqa: D102
+        return max((yield partial(self._node.numbers, anew=False)), default=0)
+
+
+class TakesLeasesForFresh(Following):
+    """Does not wait longer where what is read anew may be old."""
+
+    def __init__(self, me: Agent, liveness: Liveness, now: float, **kwargs: Any) -> None:
+        super().__init__(me, replace(liveness, stale_s=0.0), now, **kwargs)
+
+
+def _by_time(rng: random.Random) -> Scenario:
+    return replace(fresh(draw(rng)), sees_ticks=True)
+
+
+class TakesUnreadForSilent(Following):
+    """Takes the first read of a lease for silence since the leader was out of reach."""
+
+    def _may_claim(self, number: int, record: Record | None, now: float) -> bool:
+        self._watch.lease_since = self._watch.since
+        return super()._may_claim(number, record, now)
+
+
+class EntersOnce(TermFolder):
+    """Lists the folder before its first status only, and goes by the name from then on."""
+
+    _has_entered = False
+
+    def enter(self) -> Steps[None]:  # noqa: D102
+        if not self._has_entered:
+            yield from super().enter()
+            self._has_entered = True
+
+
 def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, dict[str, Any]]]:
     for agent, message in placements(announce):
         yield agent, {**message, "group_rank": min(1, message["group_rank"])}
@@ -216,7 +332,10 @@ def exits_with_0(exit_code: int, _: Progress) -> bool:
 
 MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "create is not exclusive": (Parts(exclusive_create=False), "created twice"),
-    "no epoch check": (Parts(leadership=SkipsTheEpochCheck), "a fenced leader|an epoch went"),
+    "no epoch check": (
+        Parts(leadership=SkipsTheEpochCheck),
+        "a fenced leader|an epoch went|follows the end",
+    ),
     "announces what is not recorded": (Parts(leadership=DecidesWithoutRecord), "not recorded"),
     "ranks given twice": (Parts(placements=_same_rank_twice), "another's rank"),
     "joins too early": (Parts(following=JoinsTooEarly), "an agent is in two rounds"),
@@ -233,8 +352,14 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
     "proposes too soon": (Parts(leadership=ProposesTooSoon), "passes a confirmed step"),
     "ok when undecided": (Parts(can_save_at=_ok_when_undecided), "that a rank has passed"),
     "forgets to hold": (Parts(leadership=ForgetsToHold), "lost to a change"),
-    "releases without a record": (Parts(leadership=ReleasesWithoutRecord), "who was released"),
-    "stays under notice": (Parts(following=StaysUnderNotice), "departure loses steps|released"),
+    "releases without a record": (
+        Parts(leadership=ReleasesWithoutRecord, draw=draw_quiet),
+        "who was released",
+    ),
+    "stays under notice": (
+        Parts(following=StaysUnderNotice, draw=draw_quiet),
+        "departure loses steps|released",
+    ),
     "excludes everybody": (Parts(leadership=ExcludesEverybody), "too many hosts"),
     "duties go on": (Parts(term=DutiesGoOn), "acts though its term is over"),
     "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
@@ -244,6 +369,26 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
         Parts(has_succeeded=exits_with_0),
         "before its function had returned|restarts: ",
     ),
+    "polls the path": (Parts(records=PollsThePath), "a look has missed a record"),
+    "trusts the count of links": (
+        Parts(records=TrustsTheCountOfLinks),
+        "its own record was denied",
+    ),
+    "trusts inode numbers": (Parts(records=TrustsInodes), "its own record was denied"),
+    "lists from memory": (
+        Parts(records=ListsFromMemory, draw=_by_time),
+        "a look has missed a record",
+    ),
+    "waits for removals": (Parts(records=WaitsForRemovals), "a decision that was made waited"),
+    "judges a lease by one read": (
+        Parts(following=TakesUnreadForSilent),
+        "silent that renews its lease",
+    ),
+    "takes leases for fresh": (
+        Parts(following=TakesLeasesForFresh),
+        "silent that renews its lease",
+    ),
+    "enters the term folder once": (Parts(folder=EntersOnce), "the status went back"),
     "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
 }
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from hpc_elastic.testing.simulation.files import Access
 from hpc_elastic.testing.simulation.network import Host
+from hpc_elastic.testing.simulation.register import NodeRegister
 from hpc_elastic.testing.simulation.scenario import LONGEST_AWAY_S
+from hpc_elastic.testing.simulation.storage import Mount
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.agent import AgentProcess
@@ -31,7 +32,11 @@ class Node(Host):
         self.task = f"7_{slot}"
         self.attempt = -1
         self.nproc = rng.choice((1, 1, 2))
-        self.access = Access(slot)
+        storage, stale_s = sim.storage, sim.scenario.stale_s
+        life_s = 0.0 if stale_s else sim.scenario.attributes_s * storage.rng.random()
+        by_time = sim.scenario.sees_ticks and not stale_s
+        self.mount = Mount(storage, slot, life_s=life_s, stale_s=stale_s, by_time=by_time)
+        self.register = NodeRegister(sim.register, self.mount)
         self.ended = False
         """Whether the task never comes back."""
         self.agent: AgentProcess | None = None
@@ -99,6 +104,7 @@ class Node(Host):
             return
         self._sim.world.note(self.task, "node dies")
         self._end(silently=True)
+        self.mount.forget()
         self.up = False
         late = _STILL_RUNNING_S * self._sim.world.rng.random()
         away = 2.0 if comes_back else None

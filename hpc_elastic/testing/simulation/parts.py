@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.boundaries import Rule, can_save_at
 from hpc_elastic.agent.report import has_succeeded
@@ -15,14 +16,21 @@ from hpc_elastic.rendezvous.leader_effects import Announce
 from hpc_elastic.rendezvous.leadership import Leadership
 from hpc_elastic.rendezvous.placements import placements
 from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.records import Records
 from hpc_elastic.rendezvous.term import Term
 from hpc_elastic.rendezvous.term_folder import TermFolder
+from hpc_elastic.testing.simulation.scenario import Scenario, draw
+
+if TYPE_CHECKING:
+    from hpc_elastic.testing.simulation.register import NodeRegister
 
 
 @dataclass(frozen=True)
 class Parts:
     """The protocol's classes, and what its adapters must take care of."""
 
+    draw: Callable[[random.Random], Scenario] = draw
+    """Draws what a schedule is made of."""
     leadership: type[Leadership] = Leadership
     following: Callable[[Agent, Liveness, float], Following] = Following
     can_save_at: Rule = can_save_at
@@ -30,6 +38,8 @@ class Parts:
     placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
     term: type[Term] = Term
     folder: type[TermFolder] = TermFolder
+    records: Callable[[NodeRegister], Records] = Records
+    """How a node finds and creates records."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
     has_succeeded: Callable[[int, Progress], bool] = has_succeeded

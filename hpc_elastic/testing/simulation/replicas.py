@@ -132,7 +132,7 @@ class ReplicaSimulator(Simulator):
     def _stands(self) -> bool:
         """Tell whether all who can be members are at work, and have been for long enough."""
         isolated = self.network.isolated
-        last = self.files.records[-1] if self.files.records else None
+        last = self.register.records[-1] if self.register.records else None
         alone = last is not None and last.leader.address == str(isolated)
         agents = [n.agent for n in self.nodes if n.lives and (n.slot == isolated) == alone]
         working = tuple(

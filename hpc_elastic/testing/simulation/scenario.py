@@ -20,7 +20,7 @@ SLOWEST_FILES_S = 15.0
 """A slow file system answers after this long at most."""
 LONGEST_AWAY_S = 8.0
 """A task that was requeued starts again after this long at most."""
-_LEASE_BEATS, _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 4, 2.0, 1.0, 10.0
+_LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 _QUIET = 0.1
 """So many schedules are quiet."""
@@ -79,10 +79,25 @@ class Scenario:
     """Whether Slurm never answers."""
     tells_attempts: bool
     """Whether Slurm says how often a task was requeued."""
-    stale_s: float
-    """A reader of the shared file system may not see, or not whole, what is younger than this."""
+    look_s: float
+    """A leader looks so often for a later one, and for notices."""
+    show_s: float
+    """It shows numbers that have changed, and nothing else, so often."""
+    attributes_s: float
+    """What a node remembers of names on the shared file system is valid for so long at most.
+
+    Where listings are late it remembers none: a folder's old name, and a listing that does not show
+    the new one, would let a leader go on that is deposed.
+    """
+    sees_ticks: bool
+    """Whether a change of a folder is seen by its time alone, which has coarse ticks."""
     lose_at_break: bool
     """Whether a connection that is reset loses what was under way."""
+
+    @property
+    def stale_s(self) -> float:
+        """A listing may not show, and a file not hold, what is younger than this."""
+        return self.liveness.stale_s
 
     @property
     def exits_at_sigterm(self) -> bool:
@@ -132,9 +147,13 @@ class Scenario:
         that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end; and
         newcomers, each of whom may break the round once before it counts as standing.
         """
-        lost, beat = self.liveness.lost_after_s, self.liveness.heartbeat_s
+        lost = self.liveness.lost_after_s
         election = (
-            lost + max(lost, _LEASE_BEATS * beat) + _LONGEST_LOOK_S + _STAGGER_S + CONNECT_TIMEOUT_S
+            lost
+            + max(lost, self.liveness.lapse_s)
+            + _LONGEST_LOOK_S
+            + _STAGGER_S
+            + CONNECT_TIMEOUT_S
         )
         forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
@@ -148,7 +167,7 @@ class Scenario:
 
 def draw(rng: random.Random) -> Scenario:
     """Draw a schedule's parameters."""
-    return _quiet(rng) if rng.random() < _QUIET else _stormy(rng)
+    return draw_quiet(rng) if rng.random() < _QUIET else _stormy(rng)
 
 
 def _stormy(rng: random.Random) -> Scenario:
@@ -158,7 +177,11 @@ def _stormy(rng: random.Random) -> Scenario:
     return Scenario(
         num_nodes=num_nodes,
         rules=_draw_rules(rng, num_nodes, min_nodes),
-        liveness=Liveness(heartbeat_s=rng.choice((0.5, 1.0, 1.0)), lost_after_s=3.0),
+        liveness=Liveness(
+            heartbeat_s=rng.choice((0.5, 1.0, 1.0)),
+            lost_after_s=3.0,
+            stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+        ),
         training=_draw_training(rng, calm_after_s),
         calm_after_s=calm_after_s,
         num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),
@@ -172,12 +195,15 @@ def _stormy(rng: random.Random) -> Scenario:
         longest_answer_s=rng.choice((0.1, 0.1, 0.1, 4.0)),
         is_slurm_silent=False,
         tells_attempts=rng.random() < 0.8,
-        stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+        look_s=rng.choice((1.0, 4.0)),
+        show_s=rng.choice((0.0, 6.0)),
+        attributes_s=rng.choice((0.0, 3.0, 30.0, 60.0)),
+        sees_ticks=rng.random() < 0.4,
         lose_at_break=rng.random() < 0.5,
     )
 
 
-def _quiet(rng: random.Random) -> Scenario:
+def draw_quiet(rng: random.Random) -> Scenario:
     """Draw a schedule in which nodes come and are taken, and nothing goes wrong."""
     num_nodes = rng.choice((2, 3, 4))
     rules = replace(
@@ -196,10 +222,15 @@ def _quiet(rng: random.Random) -> Scenario:
         calm_after_s=rng.uniform(10.0, 24.0), num_faults=0, num_notices=rng.choice((1, 2, 3)),
         is_quiet=True, isolates=False, longest_stop_s=0.5,
         longest_delay_s=0.1, longest_answer_s=0.1, is_slurm_silent=rng.random() < 0.3,
-        tells_attempts=True, stale_s=0.0,
+        tells_attempts=True,
     )  # fmt: skip
     enough = scenario.enough_grace_s
-    return replace(scenario, graces_s=(2.0, enough, enough, 2 * enough))
+    return replace(fresh(scenario), graces_s=(2.0, enough, enough, 2 * enough))
+
+
+def fresh(scenario: Scenario) -> Scenario:
+    """Return the same where what is read anew is not stale."""
+    return replace(scenario, liveness=replace(scenario.liveness, stale_s=0.0))
 
 
 def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> Rules:

@@ -1,21 +1,19 @@
 """The files that leaders share, in virtual time: status, progress, notices, and the term folder.
 
-The product's own procedures (`rendezvous.term_folder`) are carried out here, one step after the
-other. Each step arrives at the file system after a while. A step that is under way arrives whatever
-becomes of the process; the next one waits until the process goes on.
+The product's own procedures (`rendezvous.term_folder`) are carried out on a `storage`.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_elastic.rendezvous.term_folder import Message, Steps, TermFolder, TermOverError
-from hpc_elastic.testing.simulation.files import Access
-from hpc_elastic.testing.simulation.world import Process, World
+from hpc_elastic.rendezvous.steps import Steps
+from hpc_elastic.rendezvous.term_folder import Message, TermFolder, TermOverError
+from hpc_elastic.testing.simulation.storage import File, Folder, Mount, Name, Storage
+from hpc_elastic.testing.simulation.world import Process
 
+STATUS: Name = ("status",)
 ASKED_LEFT_S = 5.0
 """A notice leaves this much time."""
 
@@ -23,7 +21,9 @@ ASKED_LEFT_S = 5.0
 class SharedMonitor:
     """What must hold of the files that leaders share, at every step.
 
-    Status     It never goes back to an earlier term, nor within a term to an earlier round.
+    Status     It never goes back to an earlier term, nor within a term to an earlier round; but for
+               one status of a leader at most, that had looked whose the folder is and was about to
+               write when another took it, on a node that remembers the folder's old name.
     Progress   A line of an earlier term follows those of a later one only where its leader had
                shown its status before: one append of a leader at most.
     Notices    A notice is removed once a node that it names has heard of it, or no such node lives.
@@ -35,20 +35,30 @@ class SharedMonitor:
         self.obeyed = 0
         self.late = 0
         """Appends to the progress that came too late."""
+        self.late_statuses = 0
         self._check = check
         self._is_named_alive = is_named_alive
         self._status = (0, 0)
         self._epoch = 0
         self._is_late: set[int] = set()
+        self._is_shown_late: set[int] = set()
         self._heard: dict[str, float] = {}
 
     def acts(self, epoch: int, what: object, *, knows_over: bool) -> None:
         """A leader does something."""
         self._check(not knows_over, "a leader acts though its term is over", epoch, what)
 
-    def replaced(self, status: Message) -> None:
-        """Another status can be read."""
+    def replaced(self, status: Message, *, is_late: bool) -> None:
+        """Another status can be read.
+
+        ``is_late``: the folder was found by a name that it had, but its leader has looked before.
+        """
         at = int(status["epoch"]), int(status.get("round") or 0)
+        if is_late and at < self._status:
+            self._check(at[0] not in self._is_shown_late, "the status went back again", at)
+            self._is_shown_late.add(at[0])
+            self.late_statuses += 1
+            return
         self._check(at >= self._status, "the status went back", self._status, at)
         self._status = at
         self.shown += 1
@@ -73,150 +83,120 @@ class SharedMonitor:
         self.obeyed += heard
 
 
-@dataclass
 class SharedFiles:
-    """What is on the file system."""
+    """What is on the file system.
 
-    world: World
-    rng: random.Random
-    """Of its own, so that these files change nothing of a schedule without notices."""
-    monitor: SharedMonitor
-    slowest_s: float
-    stale_s: float = 0.0
-    is_fenced: bool = True
-    """Whether a rename fails whose folder another leader has taken; False: a planted bug."""
-    epoch: int = 0
-    moved: tuple[float, int, int] = (-1e9, 0, -1)
-    """When the folder was moved last, from which epoch, by which node."""
-    shown: Message | None = None
-    new: dict[str, float] = field(default_factory=dict)
-    """Notices, and when each was written."""
-    claimed: dict[str, float] = field(default_factory=dict)
+    Args:
+        storage: Where it is.
+        monitor: Checks it.
+        is_fenced: Whether a name leads nowhere once another leader has taken the folder, as far as
+            memory goes; False: a planted bug.
+    """
+
+    def __init__(self, storage: Storage, monitor: SharedMonitor, is_fenced: bool = True) -> None:
+        self.storage = storage
+        self.monitor = monitor
+        self.is_fenced = is_fenced
+        self.folder = Folder()
+        """The term folder, whatever its name."""
+        storage.rdzv.entries[_term(0)] = self.folder
+
+    @property
+    def shown(self) -> Message | None:
+        """What status.json holds."""
+        file = self.storage.run.entries.get(STATUS)
+        return file.content if isinstance(file, File) else None
 
     @property
     def notices(self) -> set[str]:
-        """Those that are not removed."""
-        return {*self.new, *self.claimed}
+        """The names of those that are not removed."""
+        return {name for (name,) in (*self.storage.notices.entries, *self.folder.entries)}
 
     def ask(self, name: str) -> None:
         """Write a notice file."""
-        self.new[name] = self.world.now
-        self.world.note("user", "asks to leave", name)
-
-    def carry_out(
-        self,
-        access: Access,
-        process: Process,
-        steps: Steps[Any],
-        done: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """Carry a procedure out for a process; it hears the result, or what went wrong."""
-        self._go_on(None, access, process, steps, done, failed)
-
-    def _go_on(
-        self,
-        result: Any,
-        access: Access,
-        process: Process,
-        steps: Steps[Any],
-        done: Callable[[Any], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        try:
-            step = steps.throw(result) if isinstance(result, OSError) else steps.send(result)
-        except StopIteration as over:
-            done(over.value)
-        except (OSError, TermOverError) as e:
-            failed(e)
-        else:
-            chance = self.rng.random()
-            slow = self.slowest_s * chance * chance
-            latency = slow if access.slow else 0.001 + 0.01 * chance
-            before = latency * self.rng.random()
-            args = (step, latency - before, access, process, steps, done, failed)
-            self.world.after(before, None, self._arrive, *args)
-
-    def _arrive(
-        self,
-        step: Callable[[], Any],
-        rest_s: float,
-        access: Access,
-        process: Process,
-        *rest: Any,
-    ) -> None:
-        result: Any = OSError(5, "input/output error")
-        if not access.failing or self.rng.random() < 0.3:  # done, but the answer is lost
-            try:
-                done = step()
-            except OSError as e:
-                done = e
-            result = result if access.failing else done
-        self.world.after(rest_s, process, self._go_on, result, access, process, *rest)
+        world, folder = self.storage.world, self.storage.notices
+        Mount(self.storage, -1).write(folder, (name,), world.now)
+        world.note("user", "asks to leave", name)
 
 
-@dataclass(frozen=True)
 class NodeFiles:
     """The shared files, as one node sees them; see `rendezvous.term_folder.SharedFiles`."""
 
-    files: SharedFiles
-    slot: int
+    def __init__(self, files: SharedFiles, mount: Mount) -> None:
+        self.mount = mount
+        self._files = files
+        self._storage = files.storage
+        self._has_looked = False
+        """Whether it has listed the folder since it wrote a status."""
 
     def term(self) -> int:
-        """Return the epoch of the folder, as far as this node sees: a cache may be stale."""
-        files = self.files
-        moved_at, before, mover = files.moved
-        if mover != self.slot and files.world.now - moved_at < files.stale_s * files.rng.random():
-            return before
-        return files.epoch
+        """List the folder in which the term folder is."""
+        self._has_looked = True
+        names = self.mount.names_in(self._storage.rdzv)
+        return max(int(number) for kind, number, *_ in names if kind == "term")
 
     def take_over(self, before: int, epoch: int) -> None:
         """Rename the folder."""
-        self._require(before)
-        files = self.files
-        files.moved = (files.world.now, files.epoch, self.slot)
-        files.epoch = epoch
-        files.world.note(f"slot {self.slot}", "takes the term folder", epoch)
+        rdzv = self._storage.rdzv
+        if not self._files.is_fenced:
+            before = next(n for kind, n, *_ in rdzv.entries if kind == "term")
+        self._storage.world.note(f"slot {self.mount.slot}", "takes the term folder", epoch)
+        self.mount.rename((rdzv, _term(before)), (rdzv, _term(epoch)))
 
     def status(self) -> Message | None:
         """Return the status."""
-        return self.files.shown
+        try:
+            status: Message = self.mount.open(self._storage.run, STATUS).content
+        except FileNotFoundError:
+            self.mount.names_in(self._storage.run)
+            return self._files.shown
+        return status
 
     def replace_status(self, epoch: int, status: Message) -> None:
-        """Rename a staged status."""
-        self._require(epoch)
-        self.files.shown = status
-        self.files.monitor.replaced(status)
+        """Stage the status in the folder, and rename it."""
+        folder = self._folder(epoch)
+        by_old_name = self._storage.rdzv.entries.get(_term(epoch)) is not folder
+        is_late, self._has_looked = by_old_name and self._has_looked, False
+        staged = ("staged", epoch)
+        self.mount.write(folder, staged, status)
+        self._files.monitor.replaced(status, is_late=is_late and self._files.is_fenced)
+        self.mount.rename((folder, staged), (self._storage.run, STATUS))
 
     def append_progress(self, lines: Sequence[Message], *, maybe_torn: bool) -> None:
         """Append; nothing guards it."""
-        self.files.monitor.appended(lines)
+        self._files.monitor.appended(lines)
 
     def new_notices(self) -> list[str]:
         """Return what nobody has claimed."""
-        return sorted(self.files.new)
+        return sorted(name for (name,) in self.mount.names_in(self._storage.notices))
 
     def claim_notice(self, epoch: int, name: str) -> None:
         """Rename it into the folder."""
-        self._require(epoch)
-        if name not in self.files.new:
-            raise FileNotFoundError(2, "no such notice", name)
-        self.files.claimed[name] = self.files.new.pop(name)
+        self.mount.rename((self._storage.notices, (name,)), (self._folder(epoch), (name,)))
 
     def claimed_notices(self, epoch: int) -> Mapping[str, float]:
         """List the folder."""
-        self._require(epoch)
-        return dict.fromkeys(sorted(self.files.claimed), ASKED_LEFT_S)
+        names = self.mount.names_in(self._folder(epoch))
+        return dict.fromkeys(sorted(name for (name,) in names), ASKED_LEFT_S)
 
     def remove_notice(self, epoch: int, name: str) -> None:
-        """Remove it from the folder."""
-        self._require(epoch)
-        if name in self.files.claimed:
-            self.files.monitor.removed(name, self.files.claimed.pop(name))
+        """Begin to remove it from the folder."""
+        monitor = self._files.monitor
+        self.mount.remove_behind(
+            self._folder(epoch), (name,), lambda file: monitor.removed(name, file.content)
+        )
 
-    def _require(self, epoch: int) -> None:
-        if self.files.is_fenced and epoch != self.files.epoch:
-            raise FileNotFoundError(2, "no such folder", f"term.{epoch}")
+    def _folder(self, epoch: int) -> Folder:
+        if not self._files.is_fenced:
+            return self._files.folder
+        found = self.mount.find(self._storage.rdzv, _term(epoch))
+        if not isinstance(found, Folder):
+            raise FileNotFoundError(2, "no such folder", _term(epoch))
+        return found
+
+
+def _term(epoch: int) -> Name:
+    return ("term", epoch)
 
 
 class LeadersFiles:
@@ -226,13 +206,13 @@ class LeadersFiles:
         self,
         files: SharedFiles,
         folder: TermFolder,
-        access: Access,
+        mount: Mount,
         process: Process,
         is_over: Callable[[], None],
     ) -> None:
-        self._files = files
+        self._storage = files.storage
         self._folder = folder
-        self._access = access
+        self._mount = mount
         self._process = process
         self._is_over = is_over
         """Called when it finds that another leads."""
@@ -243,7 +223,7 @@ class LeadersFiles:
 
     def show(self, status: Message, lines: Sequence[Message]) -> None:
         """Write a status, or, if one is under way, the newest after that: as the journal does."""
-        self._status = {**status, "updated": self._files.world.now}
+        self._status = {**status, "updated": self._storage.world.now}
         self._lines += lines
         self._show()
 
@@ -288,4 +268,4 @@ class LeadersFiles:
     def _carry_out(
         self, steps: Steps[Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
     ) -> None:
-        self._files.carry_out(self._access, self._process, steps, done, failed)
+        self._storage.carry_out(self._mount, self._process, steps, done, failed)

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.faults import Faults
-from hpc_elastic.testing.simulation.files import Files
 from hpc_elastic.testing.simulation.invariants import InvariantError, Monitor
 from hpc_elastic.testing.simulation.network import Network
 from hpc_elastic.testing.simulation.node import Node
 from hpc_elastic.testing.simulation.parts import SOUND, Parts
-from hpc_elastic.testing.simulation.scenario import SLOWEST_FILES_S, Scenario, draw
+from hpc_elastic.testing.simulation.register import Register
+from hpc_elastic.testing.simulation.scenario import SLOWEST_FILES_S, Scenario
 from hpc_elastic.testing.simulation.schedule import Tally
 from hpc_elastic.testing.simulation.shared import SharedFiles, SharedMonitor
 from hpc_elastic.testing.simulation.slurm import Slurm
+from hpc_elastic.testing.simulation.storage import Storage
 from hpc_elastic.testing.simulation.training import Work
 from hpc_elastic.testing.simulation.world import World
 
@@ -48,8 +49,14 @@ class Outcome(Tally):
     """How often a leader replaced the status."""
     notices: int = 0
     """Notice files that were obeyed."""
+    silent: int = 0
+    """Leaders that were taken for dead by their lease alone."""
     late_appends: int = 0
     """Appends to the progress by a leader that was stopped in between."""
+    late_statuses: int = 0
+    """Statuses of such a leader, by a name that the folder had before."""
+    storage: Counter[str] = field(default_factory=Counter)
+    """How often the shared file system has shown a node what is not so."""
     stood_after: Counter[int] = field(default_factory=Counter)
     """Whole seconds from calm until a round began to stand -> in how many schedules."""
 
@@ -64,12 +71,10 @@ class Simulator:
         self.scenario = self.draw()
         self.monitor = self.make_monitor()
         self.network = Network(self.world, self.scenario.longest_delay_s)
-        self.files = Files(self.world, self.monitor, self.scenario.stale_s, parts.exclusive_create)
-        self.shared = SharedFiles(
-            self.world, random.Random(f"shared {seed}"),
-            SharedMonitor(self.monitor.check, self._is_named_alive),
-            SLOWEST_FILES_S, self.scenario.stale_s, parts.fenced_files,
-        )  # fmt: skip
+        self.storage = Storage(self.world, random.Random(f"storage {seed}"), SLOWEST_FILES_S)
+        self.register = Register(self.storage, self.monitor, parts.records, parts.exclusive_create)
+        monitor = SharedMonitor(self.monitor.check, self._is_named_alive)
+        self.shared = SharedFiles(self.storage, monitor, parts.fenced_files)
         self.slurm = Slurm(self.world, self.scenario.longest_answer_s, self.scenario.tells_attempts)
         self.slurm.down += self.scenario.is_slurm_silent
         self.nodes = [Node(self, slot) for slot in range(self.scenario.num_nodes)]
@@ -84,7 +89,7 @@ class Simulator:
 
     def draw(self) -> Scenario:
         """Draw the schedule's parameters."""
-        return draw(self.world.rng)
+        return self.parts.draw(self.world.rng)
 
     def make_monitor(self) -> Monitor:
         """Make what sees to the invariants."""
@@ -166,7 +171,7 @@ class Simulator:
 
     def _is_well(self) -> bool:
         """Tell whether all that must come to pass in the calm has come to pass."""
-        if self.files.records and self.files.records[-1].ending is not None:
+        if self.register.records and self.register.records[-1].ending is not None:
             heard = not any(n.lives for n in self.nodes)
             return heard and (self.monitor.is_published or all(n.ended for n in self.nodes))
         return not self._is_enough() or (self._stands() and self._is_told_of())
@@ -185,7 +190,7 @@ class Simulator:
 
     def _is_told_of(self) -> bool:
         """Tell whether the status is the last leader's, and no node has an open notice."""
-        shown, last = self.shared.shown, self.files.records[-1]
+        shown, last = self.shared.shown, self.register.records[-1]
         isolated = last.leader.address == str(self.network.isolated)
         told = shown is not None and shown["epoch"] == last.epoch
         return told and (isolated or not any(map(self._is_named_alive, self.shared.notices)))
@@ -206,7 +211,7 @@ class Simulator:
         return len(reachable) >= self.scenario.rules.min_nodes
 
     def _complaint(self) -> str:
-        records = self.files.records
+        records = self.register.records
         last = records[-1] if records else None
         alive = [n.task for n in self.nodes if n.lives]
         what = "not everybody hears of the end" if last and last.ending else "no round stands"
@@ -217,7 +222,7 @@ class Simulator:
 
     def outcome(self) -> Outcome:
         """Return the numbers of the schedule."""
-        monitor, records = self.monitor, self.files.records
+        monitor, records = self.monitor, self.register.records
         ended = bool(records) and records[-1].ending is not None
         return Outcome(
             schedules=1, virtual_s=self.world.now, events=self.world.num_events,
@@ -225,5 +230,7 @@ class Simulator:
             elections=monitor.elections, fenced=monitor.fenced, growths=monitor.growths,
             agreements=monitor.agreements, departures=monitor.departures, endings=int(ended),
             shown=self.shared.monitor.shown, notices=self.shared.monitor.obeyed,
-            late_appends=self.shared.monitor.late, stood_after=self._stood_after,
+            silent=self.monitor.silent, late_appends=self.shared.monitor.late,
+            late_statuses=self.shared.monitor.late_statuses, storage=self.storage.hits,
+            stood_after=self._stood_after,
         )  # fmt: skip

@@ -14,10 +14,10 @@ from hpc_elastic.rendezvous.asked import Asked
 from hpc_elastic.rendezvous.leader_effects import Effect, Show
 from hpc_elastic.rendezvous.record import Agent, Record
 from hpc_elastic.rendezvous.term_folder import TermFolder
-from hpc_elastic.testing.simulation.files import Access
 from hpc_elastic.testing.simulation.ft.group import AskedToLeave, Group, Noticed, Server
 from hpc_elastic.testing.simulation.network import SERVER, Connection, Host
 from hpc_elastic.testing.simulation.shared import LeadersFiles, NodeFiles
+from hpc_elastic.testing.simulation.storage import Mount
 from hpc_elastic.testing.simulation.world import Process
 
 if TYPE_CHECKING:
@@ -38,8 +38,9 @@ class KeeperProcess:
         self._epoch = epoch
         self._num_formed = 0
         self._gate = sim.parts.gate(self, self)
-        folder = TermFolder(epoch, NodeFiles(sim.shared, host.slot))
-        args = (sim.shared, folder, Access(host.slot), self.process, self._gate.end)
+        mount = Mount(sim.storage, host.slot)
+        folder = TermFolder(epoch, NodeFiles(sim.shared, mount))
+        args = (sim.shared, folder, mount, self.process, self._gate.end)
         self._files = LeadersFiles(*args)
         self._asked = Asked()
         self._agents: dict[str, Agent] = {}
@@ -227,12 +228,12 @@ class Coordinator:
         self._deposed.append(keeper)
         self._sim.network.crashed(keeper.process, False, lambda: False)
         self._sim.world.after(for_s, None, self._go_on, keeper)
-        self._sim.world.after(0.1 + 2 * self._sim.shared.rng.random(), None, self.elect)
+        self._sim.world.after(0.1 + 2 * self._sim.storage.rng.random(), None, self.elect)
 
     def _go_on(self, keeper: KeeperProcess) -> None:
         if keeper.process.alive and keeper.process.paused:
             self._sim.world.note("keeper", "goes on, deposed")
-            keeper.process.resume(timers_last=self._sim.shared.rng.random() < 0.5)
+            keeper.process.resume(timers_last=self._sim.storage.rng.random() < 0.5)
 
     def resume_all(self) -> None:
         """Whatever stands still goes on."""

@@ -27,7 +27,7 @@ class Faults:
 
     def plan(self) -> None:
         """Draw what will go wrong until all is calm."""
-        self._plan_files(self._sim.shared.rng)
+        self._plan_files(self._sim.storage.rng)
         kinds = {
             Kind.QUIET: ("notice",),
             Kind.KEEPER: ("kill keeper", "notice"),

@@ -25,6 +25,7 @@ from hpc_elastic.testing.simulation.network import Network
 from hpc_elastic.testing.simulation.scenario import SLOWEST_FILES_S
 from hpc_elastic.testing.simulation.schedule import Tally
 from hpc_elastic.testing.simulation.shared import SharedFiles, SharedMonitor
+from hpc_elastic.testing.simulation.storage import Storage
 from hpc_elastic.testing.simulation.world import World
 
 _LOOK_EVERY_S = 0.5
@@ -62,11 +63,9 @@ class Simulator:
         self.scenario = draw(self.world.rng)
         self.monitor = Monitor(self.scenario, self.world)
         self.network = Network(self.world, self.scenario.longest_delay_s)
-        self.shared = SharedFiles(
-            self.world, random.Random(f"shared {seed}"),
-            SharedMonitor(self.monitor.check, self._is_named_alive),
-            SLOWEST_FILES_S, is_fenced=parts.fenced_files,
-        )  # fmt: skip
+        self.storage = Storage(self.world, random.Random(f"storage {seed}"), SLOWEST_FILES_S)
+        monitor = SharedMonitor(self.monitor.check, self._is_named_alive)
+        self.shared = SharedFiles(self.storage, monitor, parts.fenced_files)
         self.coordinator = Coordinator(self)
         self.groups = [Group(self, slot) for slot in range(self.scenario.num_groups)]
         self.faults = Faults(self)

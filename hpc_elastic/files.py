@@ -186,8 +186,8 @@ def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
             path.unlink()
 
     thread = threading.Thread(target=remove, name=name, daemon=True)
-    thread.start()
-    if wait_s:
+    with contextlib.suppress(RuntimeError):  # no more threads: it stays
+        thread.start()
         thread.join(wait_s)
 
 

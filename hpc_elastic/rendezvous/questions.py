@@ -13,8 +13,9 @@ import math
 from dataclasses import dataclass
 
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
+_LONGER = 1.75
 _GENTLY_S = 5.0
-_HURRIED_S = 5.0
+_HURRIED_S = 8.0
 _TASKS_PER_S = 5000
 
 
@@ -61,5 +62,5 @@ class Questions:
         work_s = num_tasks / _TASKS_PER_S
         self.not_before = now + max(_SLURM_FIRST_S / 2, _SLURM_SHARE * (now - asked_at), work_s)
         self.due = now + self.pause_s
-        self.pause_s = min(_SLURM_LONGEST_S, 1.5 * self.pause_s)
+        self.pause_s = min(_SLURM_LONGEST_S, _LONGER * self.pause_s)
         return asked_at

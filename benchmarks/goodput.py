@@ -98,23 +98,32 @@ class Measurement:
 
 def measure(peer: Peer, sandbox: SlurmSandbox, minutes: float, train_s: float) -> Measurement:
     """Start a training, play the trace to it, and clear everything away."""
-    with tempfile.TemporaryDirectory(prefix="goodput-") as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(new_folder())
+        nfs = sandbox.config.nfs
+        shared = stack.enter_context(new_folder(nfs)) if nfs else folder
         record = folder / "takers"
         record.mkdir()
         try:
-            with peer.training(sandbox, folder):
+            with peer.training(sandbox, folder, shared):
                 wait_for_all(folder, train_s)
                 start = time.time()
                 rate = undisturbed(read_groups(folder), start - train_s / 2, start)
                 trace = scaled(TRACE, minutes * 60)
                 samples = play(trace, minutes * 60, sandbox, record, _POLL_S)
-                window, saved = Window(start, time.time()), peer.saved(folder)
+                window, saved = Window(start, time.time()), peer.saved(shared)
             groups, held = read_groups(folder), read_held(record)
             final = last_state(groups, window.end, saved)
             return Measurement(peer.name, rate, account(groups, held, samples, window, final))
         finally:
             sandbox.heal_all()
+
+
+@contextlib.contextmanager
+def new_folder(parent: str | None = None) -> Iterator[Path]:
+    """Make a folder that goes at the end."""
+    with tempfile.TemporaryDirectory(prefix="goodput-", dir=parent) as name:
+        yield Path(name)
 
 
 def wait_for_all(folder: Path, train_s: float) -> None:
@@ -162,16 +171,17 @@ def as_json(measured: Sequence[Measurement]) -> str:
     return json.dumps([{"goodput": m.goodput, **asdict(m)} for m in measured], indent=1) + "\n"
 
 
-def config(name: str) -> SandboxConfig:
+def config(name: str, nfs: str = "") -> SandboxConfig:
     """Return the settings of a sandbox."""
-    return SandboxConfig(name=name, nodes=NUM_NODES)
+    return SandboxConfig(name=name, nodes=NUM_NODES, nfs=nfs)
 
 
 def measurements(field: Sequence[Peer], given: argparse.Namespace) -> Iterator[Measurement]:
     """Measure one peer after the other, or all at the same time, each on a Slurm of its own."""
     with contextlib.ExitStack() as stack:
         if not given.together:
-            sandbox = stack.enter_context(sandbox_of(config(given.sandbox)))
+            nfs = str(stack.enter_context(new_folder()).resolve()) if given.nfs else ""
+            sandbox = stack.enter_context(sandbox_of(config(given.sandbox, nfs)))
             for peer in field:
                 yield measure(peer, sandbox, given.minutes, given.train_s)
             return
@@ -219,8 +229,15 @@ def parse() -> argparse.Namespace:
         "--together", action="store_true",
         help="all peers at the same time, under the same load of this machine",
     )  # fmt: skip
+    parser.add_argument(
+        "--nfs", action="store_true",
+        help="each node sees the run's folder by an NFS client of its own; for ours only",
+    )  # fmt: skip
     parser.add_argument("--samples", type=Path, metavar="FILE", help="write all details there")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.nfs and (given.peers != ["ours"] or given.together):
+        parser.error("--nfs goes with --peers ours, and without --together")
+    return given
 
 
 if __name__ == "__main__":

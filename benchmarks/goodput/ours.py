@@ -1,4 +1,7 @@
-"""The training as a user of hpc_elastic writes it; ``ours.py FOLDER SETTINGS`` submits it."""
+"""The training as a user of hpc_elastic writes it; ``ours.py FOLDER SHARED SETTINGS`` submits it.
+
+The trail goes into a folder that this machine sees at once, all else into the shared one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from hpc_elastic.data import ElasticSampler
 EPOCHS = 1_000_000
 
 
-def train(folder: str) -> None:
+def train(folder: str, shared: str) -> None:
     """Train until the run is cancelled."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -27,7 +30,7 @@ def train(folder: str) -> None:
     sampler = ElasticSampler(len(data), SEED, batch=GLOBAL_BATCH)
     loader = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": optimizer, "sampler": sampler}
-    checkpoints = Checkpointer(Path(folder, "checkpoints"), state)
+    checkpoints = Checkpointer(Path(shared, "checkpoints"), state)
     trail = Trail(Path(folder), checkpoints.restore() or 0)
     model = DistributedDataParallel(net)
     for _ in sampler.epochs(EPOCHS):
@@ -41,13 +44,13 @@ def train(folder: str) -> None:
                 checkpoints.save(batch.step)
 
 
-def submit(folder: str, settings: str) -> None:
+def submit(folder: str, shared: str, settings: str) -> None:
     """Submit `train` as a run of one to four nodes, and return."""
     from hpc_elastic import launch
 
     launch(
-        train, folder, nodes="1:4", nproc_per_node=1, launcher="slurm",
-        run_dir=Path(folder, "run"), wait=False, **json.loads(settings),
+        train, folder, shared, nodes="1:4", nproc_per_node=1, launcher="slurm",
+        run_dir=Path(shared, "run"), wait=False, **json.loads(settings),
     )  # fmt: skip
 
 

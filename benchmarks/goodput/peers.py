@@ -45,14 +45,17 @@ class Peer(Protocol):
         """What it is called in the table."""
 
     def training(
-        self, sandbox: SlurmSandbox, folder: Path
+        self, sandbox: SlurmSandbox, folder: Path, shared: Path
     ) -> contextlib.AbstractContextManager[None]:
         """Submit the training; at the end, end what runs outside Slurm.
 
-        Its groups leave their trails in the folder.
+        Args:
+            sandbox: Where.
+            folder: Its groups leave their trails in it.
+            shared: For checkpoints and all else; the same one, unless it is shared as by NFS.
         """
 
-    def saved(self, folder: Path) -> int:
+    def saved(self, shared: Path) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
 
 
@@ -64,14 +67,14 @@ class Ours:
     name: str = "hpc_elastic"
 
     @contextlib.contextmanager
-    def training(self, sandbox: SlurmSandbox, folder: Path) -> Iterator[None]:
+    def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
         """Submit a run of one to four nodes."""
-        _python(sandbox, folder, HERE / "ours.py", json.dumps(self.settings))
+        _python(sandbox, folder, HERE / "ours.py", str(shared), json.dumps(self.settings))
         yield
 
-    def saved(self, folder: Path) -> int:
+    def saved(self, shared: Path) -> int:
         """Return the step of the newest checkpoint."""
-        steps = [int(p.name.removeprefix("step-")) for p in folder.glob("checkpoints/step-*")]
+        steps = [int(p.name.removeprefix("step-")) for p in shared.glob("checkpoints/step-*")]
         return max(steps, default=0)
 
 
@@ -85,7 +88,7 @@ class Submitit:
     no_hold: bool = False
 
     @contextlib.contextmanager
-    def training(self, sandbox: SlurmSandbox, folder: Path) -> Iterator[None]:
+    def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
         """Start the store on the login node, and submit."""
         state = load(sandbox.name, sandbox.root)
         assert state is not None
@@ -101,11 +104,11 @@ class Submitit:
             finally:
                 store.kill()
 
-    def saved(self, folder: Path) -> int:
+    def saved(self, shared: Path) -> int:
         """Return the step of the checkpoint."""
         import torch
 
-        path = folder / "checkpoint.pt"
+        path = shared / "checkpoint.pt"
         return int(torch.load(path, weights_only=True)["step"]) if path.exists() else 0
 
 
@@ -116,7 +119,8 @@ def _python(
     """Run a script that submits something and leaves what it has to say in the folder."""
     env = {**os.environ, **sandbox.env, "PYTHONPATH": str(HERE.parent), **variables}
     argv = [sys.executable, str(script), str(folder), *arguments]
-    subprocess.run(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=60)
+    argv = sandbox.on_login(argv)
+    subprocess.run(argv, env=env, cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=180)
 
 
 def peers(settings: dict[str, Any]) -> dict[str, Peer]:

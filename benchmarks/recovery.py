@@ -45,22 +45,18 @@ from evidence.result import About, Cell, Column, Figure, Result, Table, Target, 
 from evidence.result import Peer as Named
 from evidence.sandbox import sandbox_of
 from evidence.show import among, options, present
-from evidence.trails import show_ends
-from recovery.faults import CASES, NEWCOMER, Stage, jobs, occupy_newcomer, sweep_up
+from recovery.faults import CASES, NEWCOMER, Stage, occupy_newcomer, sweep_up
 from recovery.peers import OURS, Peer, nvrx_version, peers
-from recovery.trail import STAGES, Fault, Recovery, Worker, group_of, read_workers, recovery
+from recovery.trail import STAGES, Recovery
+from recovery.waiting import PATIENCE_S, outcome, trained
 from rich.console import Console
 
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
 
 PEERS = ["ours", "c10d", "c10d-tuned"]
-BOUND_S = 120.0
-"""Longer than any time-out that torchrun's rendezvous has by default, but for its join."""
-PATIENCE_S = 150.0
 TARGET_S = 5.0
 TARGET_OWN_S = 1.0
 _LOST = ("follower", "leader-agent", "leader-node")
-_POLL_S = 0.2
 ABOUT = About(
     title="Recovery from a fault",
     measured="From a fault to the next training step of a group of four nodes of the Slurm "
@@ -116,35 +112,6 @@ def measure(case: str, peer: Peer, sandbox: SlurmSandbox, train_s: float) -> Mea
             return Measurement(case, peer.name, found[0], time.time() - fault.at, found[1])
         finally:
             sweep_up(sandbox)
-
-
-def trained(folder: Path, size: int, train_s: float) -> list[Worker]:
-    """Wait until the whole group has trained for so long, and return its workers; none if never."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        group = group_of(read_workers(folder), size)
-        spans = [w.steps[-1][0] - w.steps[0][0] for w in group if w.steps]
-        if len(spans) == size and min(spans) >= train_s:
-            return group
-        time.sleep(_POLL_S)
-    show_ends(folder.rglob("*.log"))
-    return []
-
-
-def outcome(
-    sandbox: SlurmSandbox, peer: Peer, folder: Path, fault: Fault
-) -> tuple[str, Recovery | None]:
-    """Wait for the next step, or for the end of all who could make one."""
-    for poll in itertools.count():
-        if recovery(read_workers(folder), fault) is not None:
-            time.sleep(_POLL_S)  # the others' first steps, and the leader's events
-            return "recovered", recovery(read_workers(folder), fault, peer.notices(folder))
-        if time.time() - fault.at > BOUND_S:
-            return "no step", None
-        if poll % 5 == 4 and not set(jobs(sandbox)) - {fault.host}:
-            return "all die", None
-        time.sleep(_POLL_S)
-    raise AssertionError("unreachable")
 
 
 def result(measured: Sequence[Measurement], repeats: int, other: Named) -> Result:

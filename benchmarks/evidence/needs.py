@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from evidence.machine import package_version
 
@@ -37,6 +38,12 @@ def _has_slurm() -> bool:
     return shutil.which("slurmctld") is not None
 
 
+def _has_clients() -> bool:
+    from hpc_elastic.testing.slurm_sandbox.requirements import missing_packages
+
+    return not missing_packages(nfs=True) and Path("/dev/fuse").exists()
+
+
 def _finds_itself() -> bool:
     begin = time.monotonic()
     socket.getnameinfo(("::ffff:127.0.0.1", 0), 0)
@@ -55,6 +62,9 @@ LOOK_UP = Need(
     "a reverse look-up of 127.0.0.1 that answers at once",
     _finds_itself,
     "add the line `::ffff:127.0.0.1 localhost` to /etc/hosts: torch's store waits 5 s else",
+)
+NFS_CLIENTS = Need(
+    "FUSE and a compiler", _has_clients, "./scripts/slurm_sandbox.py up --nfs FOLDER --install"
 )
 SANDBOX = (ROOT, SLURM)
 KERNEL_PROGRAMS = {

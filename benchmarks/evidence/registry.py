@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evidence.needs import KERNELS, LOOK_UP, SANDBOX, Need, package
+from evidence.needs import KERNELS, LOOK_UP, NFS_CLIENTS, SANDBOX, Need, package
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -72,6 +72,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
               repeats=False),
     Benchmark("goodput-together", "goodput.py", "--minutes 10 --together",
               "--minutes 2 --peers ours,submitit", 15, SANDBOX, repeats=False),
+    Benchmark("shared-folder", "shared_folder.py", "--repeats 3",
+              "--repeats 1 --parts ends,operations --agents 4", 105, (*SANDBOX, NFS_CLIENTS)),
     Benchmark("checkpoint", "checkpoint.py", "--gib 1 --repeats 5 --steps",
               "--gib 0.1 --repeats 1 --rounds 1", 8),
     Benchmark("checkpoint-4gib", "checkpoint.py", "--gib 4 --repeats 2",

@@ -58,7 +58,10 @@ def split(run: str) -> list[str]:
         found.append("there are no records")
     last, late = 0, 0
     for line in (Path(run) / "progress.jsonl").read_text().splitlines():
-        term = int(json.loads(line).get("epoch") or 0)
+        try:
+            term = int(json.loads(line).get("epoch") or 0)
+        except ValueError:
+            continue  # cut short by the end of its writer
         late += term < last
         last = max(term, last)
     if late > _LATE_LINES:

@@ -180,3 +180,102 @@ def test_a_split_leadership_on_the_kernels_nfs_is_found(tmp_path, records, terms
     found = facts.split(str(tmp_path))
     assert len(found) == (problem is not None)
     assert problem is None or found[0].startswith(problem)
+
+
+def test_a_line_of_progress_that_was_cut_short_shows_nothing(tmp_path):
+    """Its writer was killed, and the next leader went on behind it."""
+    write_run(tmp_path, [(1, "7_0"), (2, "7_1")], [1, 2])
+    lines = (tmp_path / "progress.jsonl").read_text().splitlines()
+    (tmp_path / "progress.jsonl").write_text("\n".join([lines[0], '{"epo', lines[1]]))
+    assert facts.split(str(tmp_path)) == []
+
+
+# ---- a folder shared as by NFS ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """The script."""
+    return driver("shared_folder")
+
+
+def test_what_nfs_costs_is_told_beside_the_local_disk(folder):
+    """A save by the difference of the medians, an end by the longest; wrong words are counted."""
+    measured = folder.Measured(
+        saves={
+            "local disk": [folder.ends.Course([0.1, 0.2, 0.1], [1.0, 1.0, 9.0], 2.0, 3.0)],
+            "NFS": [folder.ends.Course([0.2, 0.2, 0.5], [4.0, 4.0, 4.0], 6.0, 7.0)],
+        },
+        ends={
+            "local disk": [folder.ends.Course(end_s=1.0)],
+            "NFS": [folder.ends.Course(end_s=2.0, problems=("exit code 1",))],
+        },
+    )
+    made = folder.result(measured, 1)
+    assert made.tables[0].texts()[:2] == [
+        ["a save of 96 MiB: held up", "0.10 (0.10 to 0.20)", "0.20 (0.20 to 0.50)", "+0.10"],
+        ["a save of 96 MiB: complete", "1.00 (1.00 to 9.00)", "4.00 (4.00 to 4.00)", "+3.00"],
+    ]
+    assert [t.met for t in made.targets] == [True, False, False, False]
+    assert made.notes == ("NFS: exit code 1",)
+
+
+def test_deaths_are_held_against_the_aim_and_joins_against_the_local_disk(folder):
+    """One that did not recover misses the target, wherever that was."""
+    death, join, lost = (
+        folder.deaths.Measurement,
+        folder.deaths.JOIN,
+        "the leader's node is killed",
+    )
+    found = [
+        death("a follower's node is killed", "local disk", "recovered", 0.5, 0.6),
+        death("a follower's node is killed", "NFS", "recovered", 0.9, 0.8),
+        death(lost, "local disk", "recovered", 1.0, 1.0),
+        death(lost, "NFS", "no step"),
+        death(join, "local disk", "recovered", 9.0, 1.0),
+        death(join, "NFS", "recovered", 20.0, 2.5),
+    ]
+    made = folder.result(folder.Measured(deaths=found), 1)
+    assert made.tables[0].texts()[1] == [lost, "1.00", "1.00", "no step", ""]
+    assert {t.what: t.verdict for t in made.targets} == {
+        "a follower's node is killed: next step": "met, 10 % to spare",
+        "the leader's node is killed: next step": "missed: 1 did not recover",
+        "a node joins: pause, more than on the local disk": "missed by 50 %",
+    }
+
+
+def test_what_did_not_hold_is_told(folder):
+    """Each as a note; a target is about NFS alone."""
+    case, *_ = folder.faults.CASES
+    found = [
+        folder.faults.Measurement(case, "local disk", ("the audit: x",), 3.0, 2, 4),
+        folder.faults.Measurement(case, "NFS", (), 4.0, 2, 4),
+    ]
+    made = folder.result(folder.Measured(faults=found), 1)
+    assert [row[2:4] for row in made.tables[0].texts()] == [["0 of 1", "3.0"], ["1 of 1", "4.0"]]
+    assert made.targets[0].met and made.notes == (f"local disk, {case}: the audit: x",)
+
+
+def test_operations_are_told_a_minute_and_beyond_the_steady_ones(folder):
+    """Those of a follower without its own log and ledger; watching is what it adds."""
+    from collections import Counter
+
+    operations = folder.operations
+
+    def window(seconds, leader, follower, own, login, files=0):
+        own_log = ("write", "run/tasks/N_N/agent.log")
+        asked = {
+            "login": Counter({("getattr", "run"): login}),
+            "node1": Counter({("write", "run/rdzv/lease.N"): leader}),
+            "node2": Counter({("getattr", "run"): follower, own_log: own}),
+        }
+        return operations.Window(seconds, asked, files)
+
+    size = operations.Size(2, "node1", window(60, 120, 3, 10, 30), window(60, 120, 3, 10, 50))
+    size.events["a save"] = window(30, 100, 20, 5, 15, 7)
+    found = operations.Found([size], ["64 agents were not measured: memory."])
+    made = folder.result(folder.Measured(operations=found), 1)
+    assert made.tables[0].texts() == [["2", "120", "3.0", "3.0", "10.0", "30", "20"]]
+    assert made.tables[1].texts() == [["a save", "2", "30", "40", "18", "58", "0", "7"]]
+    assert [(t.value, t.met) for t in made.targets] == [(2.0, True), (3.0, True)]
+    assert "64 agents were not measured: memory." in made.notes

@@ -198,6 +198,7 @@ class NodeRegister:
         self.mount.hold_up(self.rdzv, staged, _SYNCED_AFTER_S)
         del self._staged[id(record)]
         self.staged, name = file, ("record", record.number)
+        file.made_at = self._storage.world.now
         if not self._register.exclusive:
             self.rdzv.entries.pop(name, None)
         try:

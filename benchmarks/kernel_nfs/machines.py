@@ -188,6 +188,16 @@ class Machine:
         code: int | None = self.call("guest", "ended", pid)
         return code
 
+    def ahead_s(self) -> float:
+        """Return how far its clock is ahead of this machine's, by the quickest of some answers."""
+        found = []
+        for _ in range(10):
+            asked = time.time()
+            there = float(self.call("time", "time"))
+            answered = time.time()
+            found.append((answered - asked, there - (asked + answered) / 2))
+        return min(found)[1]
+
     @property
     def is_alive(self) -> bool:
         """Whether it runs."""

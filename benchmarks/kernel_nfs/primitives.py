@@ -1,7 +1,7 @@
 """What a client sees of another one's changes, and when: functions that run in a machine.
 
-Times are seconds since the epoch: all machines have this machine's clock. Which system calls are
-made is what is measured: so `os`, not `pathlib`.
+Times are seconds since the epoch by the machine's own clock, which may be a second off. Which
+system calls are made is what is measured: so `os`, not `pathlib`.
 """
 
 from __future__ import annotations

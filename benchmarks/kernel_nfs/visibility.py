@@ -71,6 +71,7 @@ def measure(
     paths = {way: f"{folder}/{number}/it" for number, way in enumerate(change.ways)}
     writer.call(_MODULE, "prepare", list(paths.values()), change.kind)
     reader.call(_MODULE, "warm", list(paths.values()))
+    apart_s = reader.ahead_s() - writer.ahead_s()
     with ThreadPoolExecutor(len(paths)) as pool:
 
         def wait(way: str) -> Any:
@@ -86,7 +87,7 @@ def measure(
         done = {way: act(way) for way in change.ways}
         for way in change.ways:
             seen = waits[way].result()
-            yield way, max(0.0, seen["vain"] - done[way]) if seen["ended"] else None
+            yield way, max(0.0, seen["vain"] - apart_s - done[way]) if seen["ended"] else None
 
 
 def compete(one: Machine, other: Machine, folder: str, rounds: int = 20) -> dict[str, int]:

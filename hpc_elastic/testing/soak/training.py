@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hpc_elastic import Checkpointer, should_checkpoint
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import GlobalBatch
+from hpc_elastic.files import is_there
 
 FINISH = "finish"
 """The file that tells it to finish."""
@@ -58,7 +59,7 @@ def train(folder: str) -> dict[str, Any]:
         What it came to, see `_Training.outcome`.
     """
     finish = Path(folder, FINISH)
-    return _train(Path(folder, CHECKPOINTS), lambda epoch: finish.exists())
+    return _train(Path(folder, CHECKPOINTS), lambda epoch: is_there(finish))
 
 
 def train_with_handler(folder: str) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def _train(
 
 def _exit_if_told(folder: Path) -> None:
     told = folder / EXIT.format(host=socket.gethostname())
-    if told.exists():
+    if is_there(told):
         how = told.read_text()
         told.unlink()
         EARLY_EXITS[how](0)

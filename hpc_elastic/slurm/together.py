@@ -16,7 +16,7 @@ would. Everything here may be done twice; `create_atomic` decides who does it fi
 
     <run>/departing/list.<n>        who has put question n; list.<n>.done: the answer
     <run>/departing/wish.<task>@<attempt>
-    <run>/departing/limits.json     what was left of the time of each task that ran then
+    <run>/departing/limits.<n>      what was left of the time of each task that ran then
     <run>/departing/batch.<n>       whose wishes are taken; .requeued, .postponed: it is done
 """
 
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.files import create_atomic, names_in, read_json, write_atomic
+from hpc_elastic.files import create_atomic, names_in, read_json, remove_behind, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
@@ -45,7 +45,7 @@ FEWEST = 4
 _GATHER_S = 0.5
 _LOOK_S = 0.1
 _PATIENCE_S = 3.0
-_LIMITS = "limits.json"
+_LIMITS = "limits"
 _MOST = 1000
 """Tasks of an answer that is written down for others."""
 
@@ -94,8 +94,9 @@ class Together:
         """
         name, key = queue_name(self._task), f"{queue_name(self._task)}@{self._attempt}"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = {} if self._knows_limit else self._read(_LIMITS)
-            if key in known.get("left_s", ()):
+            last = _last(_LIMITS, names_in(self._folder))
+            known = self._read(f"{_LIMITS}.{last}")
+            if not self._knows_limit and key in known.get("left_s", ()):
                 self._knows_limit = True
                 left_s = known["left_s"][key]
                 return None if left_s is None else left_s - (time.time() - known["time"])
@@ -104,8 +105,9 @@ class Together:
         if not self._knows_limit and len(runs) <= _MOST:
             left = {f"{state.task}@{state.restarts}": state.time_left_s for state in runs}
             with contextlib.suppress(OSError):
-                limits = json.dumps({"time": asked_at, "left_s": left})
-                write_atomic(self._folder / _LIMITS, limits)
+                number = _last(_LIMITS, names_in(self._folder)) + 1
+                self._takes(f"{_LIMITS}.{number}", {"time": asked_at, "left_s": left})
+                self._remove_before(_LIMITS, number)
         self._knows_limit = True
         return listed[name].time_left_s if name in listed else None
 
@@ -197,7 +199,7 @@ class Together:
         for name in names_in(self._folder):
             of_kind = name.startswith(f"{kind}.")
             if of_kind and int(name.removeprefix(f"{kind}.").partition(".")[0]) < number:
-                (self._folder / name).unlink(missing_ok=True)
+                remove_behind(self._folder / name)
 
     def _counts(self, name: str, own: str) -> bool:
         """Tell whether a file is another task's wish for the attempt that runs."""

@@ -174,14 +174,18 @@ def _stormy(rng: random.Random) -> Scenario:
     num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     min_nodes = rng.randint(1, max(1, num_nodes - 1))
     calm_after_s = rng.uniform(4.0, 18.0)
+    liveness = Liveness(
+        heartbeat_s=rng.choice((0.5, 1.0, 1.0)),
+        lost_after_s=3.0,
+        stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
+    )
+    rules = _draw_rules(rng, num_nodes, min_nodes)
+    if rules.min_wait_s is not None:  # an election takes less
+        rules = replace(rules, min_wait_s=rules.min_wait_s + 2 * liveness.stale_s)
     return Scenario(
         num_nodes=num_nodes,
-        rules=_draw_rules(rng, num_nodes, min_nodes),
-        liveness=Liveness(
-            heartbeat_s=rng.choice((0.5, 1.0, 1.0)),
-            lost_after_s=3.0,
-            stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
-        ),
+        rules=rules,
+        liveness=liveness,
         training=_draw_training(rng, calm_after_s),
         calm_after_s=calm_after_s,
         num_faults=rng.choice((0, 1, 1, 2, 2, 3, 4, 8)),

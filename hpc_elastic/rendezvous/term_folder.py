@@ -34,6 +34,8 @@ from hpc_elastic.rendezvous.steps import Steps
 Message = dict[str, Any]
 
 _TRIES = 3
+_ALL_EVERY = 10
+"""Every so many looks for notices the term folder is listed, too."""
 
 
 class TermOverError(Exception):
@@ -91,6 +93,7 @@ class TermFolder:
         self._confirmed: set[str] = set()
         self._claimed: Mapping[str, float] | None = None
         """The notices in the folder; None: they have to be looked for."""
+        self._looks = 0
 
     def enter(self) -> Steps[None]:
         """Make sure that the folder is this leader's.
@@ -152,14 +155,16 @@ class TermFolder:
         """Remove what is confirmed, claim what is new; return what is left, with its seconds.
 
         What is confirmed is not returned, however long its removal takes. A notice of a name that
-        is claimed already waits until that one is removed. Where nothing is new, nothing but the
-        notices' own folder is looked at.
+        is claimed already waits until that one is removed. Where nothing is new, as a rule nothing
+        but the notices' own folder is looked at; now and then the term folder is, for what an
+        earlier leader has moved there late.
 
         Raises:
             TermOverError: another leads.
             OSError: it may be tried again.
         """
-        if self._confirmed or self._claimed is None:
+        self._looks += 1
+        if self._confirmed or self._claimed is None or self._looks % _ALL_EVERY == 0:
             yield from self.remove_confirmed()
             self._claimed = yield partial(self._files.claimed_notices, self.epoch)
             self._confirmed.intersection_update(self._claimed)

@@ -308,7 +308,7 @@ def test_a_paused_leader_comes_back_as_a_follower(peers, tmp_path):
     for p in agents:
         p.ask("fence")
         assert p.says("fence")["fence"] == "free"
-    epochs = [register._read(n).epoch for n in range(1, register.last_number() + 1)]
+    epochs = [register.read(n).epoch for n in range(1, register.last_number() + 1)]
     assert epochs == sorted(epochs) and epochs[-1] == elected.epoch == 2
 
 

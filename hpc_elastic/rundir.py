@@ -64,7 +64,7 @@ from hpc_elastic.files import create_atomic, names_in, read_json, write_atomic
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
-STATUS_SELDOM_S = 7.0
+STATUS_SELDOM_S = 8.0
 """Between two statuses that differ in their numbers alone, where a server has the run's files."""
 
 

@@ -31,7 +31,7 @@ class Pace:
     @classmethod
     def of(cls, mount: Mount) -> Pace:
         """Return that of a run on a mount: a server of files is asked more seldom."""
-        return cls() if mount.is_local else cls(look_s=5.0, show_s=STATUS_SELDOM_S)
+        return cls() if mount.is_local else cls(look_s=6.0, show_s=STATUS_SELDOM_S)
 
 
 class World(Protocol):

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from group import eventually
 
 from hpc_elastic.testing.disk import full, mount, mount_memory, unmount
 
@@ -25,9 +24,10 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def read_only(disk: Path) -> Iterator[None]:
-    """Remount a disk, which works only between two writes of others."""
-    eventually(lambda: mount("-o", "remount,ro", disk))
+    """Lay a read-only view of a disk over it: what is open for writing, as a lease is, stays so."""
+    assert mount("--bind", disk, disk)
     try:
+        assert mount("-o", "remount,bind,ro", disk)
         yield
     finally:
-        assert mount("-o", "remount,rw", disk)
+        unmount(disk)

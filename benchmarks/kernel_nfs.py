@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
 
 
 def refuse() -> None:
-    """End the script, and say what to do, where it can not run."""
+    """Exit where something is missing, with what it is and how to get it."""
     unmet = [need for need in (*SANDBOX, KERNELS) if not need.is_met()]
     if unmet:
         sys.exit("\n".join(f"it needs {need.name}: {need.remedy}" for need in unmet))

@@ -268,8 +268,8 @@ def _until(condition: Callable[[], bool], limit_s: float) -> dict[str, float | b
     """Look until a condition holds.
 
     Returns:
-        ``vain``: when the last look in vain began, which a machine without time to run does not
-        put off; ``ended``: whether a look was not in vain.
+        ``vain``: when the last look began that did not find it, which a machine without time to run
+        does not put off; ``ended``: whether a look found it.
     """
     deadline, vain = time.time() + limit_s, 0.0
     while time.time() < deadline:
@@ -361,7 +361,7 @@ def two_at_once(folder: str, rounds: int, at: float, apart_s: float) -> None:
 
 
 def list_two(folder: str, rounds: int, at: float, apart_s: float) -> None:
-    """In each round list its folder until it has both files, and look the second one up in vain."""
+    """In each round list its folder until it has both files; look the second one up before that."""
     for number in range(rounds):
         end = at + apart_s * (number + 1) - 0.05
         while time.time() < end:

@@ -63,7 +63,7 @@ class Run:
         return [event for event in self.look()["events"] if event["kind"] == "round"]
 
     def trains(self, size: int, since: float) -> dict[str, Any]:
-        """Wait until so many nodes make steps in a round that formed after a moment; return when.
+        """Wait until so many nodes make steps in a round that formed after that time; return when.
 
         Returns:
             The newest event `trains` of that round: all of its members have made a step.
@@ -139,11 +139,7 @@ def _faults(run: Run, report: Report) -> None:
 
     leader = run.leader()
     follower = next(node for node in cluster.sandbox.nodes if node != leader)
-    report.notes.append(f"{_held(cluster, follower)} delegations were held by the follower")
-    at = cluster.kill(follower)
-    whole = run.trains(2, at)
-    figures["a follower's machine killed: next step of all"] = whole["time"] - at
-    figures["first save after that"] = run.saved(whole["time"]) - whole["time"]
+    at, whole = _kill(run, report, follower, "a follower", "first save after that")
     say(f"{follower}, a follower, was killed; two go on and have saved")
 
     first = run.saved(whole["time"])
@@ -154,12 +150,19 @@ def _faults(run: Run, report: Report) -> None:
     say(f"{follower} is back, and three have saved")
 
     leader = run.leader()
-    report.notes.append(f"{_held(cluster, leader)} delegations were held by the leader")
-    at = cluster.kill(leader)
-    whole = run.trains(2, at)
-    figures["the leader's machine killed: next step of all"] = whole["time"] - at
-    figures["first save after that one"] = run.saved(whole["time"]) - whole["time"]
+    _kill(run, report, leader, "the leader", "first save after that one")
     say(f"{leader}, which led, was killed; {run.leader()} leads, two go on and have saved")
+
+
+def _kill(run: Run, report: Report, node: str, who: str, then: str) -> tuple[float, dict]:
+    """Kill a node's machine; return when that was, and the others' first step and save after it."""
+    held = _held(run.cluster, node)
+    report.notes.append(f"{held} delegations were held by the {who.split()[-1]}")
+    at = run.cluster.kill(node)
+    whole = run.trains(2, at)
+    report.figures[f"{who}'s machine killed: next step of all"] = whole["time"] - at
+    report.figures[then] = run.saved(whole["time"]) - whole["time"]
+    return at, whole
 
 
 def _held(cluster: Cluster, node: str) -> int:

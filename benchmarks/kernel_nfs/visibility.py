@@ -64,7 +64,7 @@ def measure(
 ) -> Iterator[tuple[str, float | None]]:
     """Yield each way of asking, and for how many seconds it did not tell of the change.
 
-    None: it did not in time. 0: no look was in vain that began after the change.
+    None: it did not in time. 0: every look that began after the change found it.
 
     Each way has a folder of its own, so that none profits from what another one fetched.
     """

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.files import names_in, read_json, remove_behind, write_atomic
+from hpc_elastic.files import names_in, names_listed, read_json, remove_behind, write_atomic
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class RunFiles:
         """Rename the folder; remove what the leader before has staged and not put in place."""
         mine = self._folder(epoch)
         self._folder(before).rename(mine)
-        for left in mine.iterdir():
-            if not left.name.startswith(_NOTICE):
-                remove_behind(left)
+        for left in names_listed(mine):
+            if not left.startswith(_NOTICE):
+                remove_behind(mine / left)
 
     def status(self) -> dict[str, Any] | None:
         """Return what status.json holds; None where it is damaged."""
@@ -97,8 +97,9 @@ class RunFiles:
 
     def claimed_notices(self, epoch: int) -> dict[str, float]:
         """Read what is claimed."""
-        found = [f for f in self._folder(epoch).iterdir() if f.name.startswith(_NOTICE)]
-        return {f.name.removeprefix(_NOTICE): _left_s(f) for f in sorted(found)}
+        folder = self._folder(epoch)
+        found = sorted(name for name in names_listed(folder) if name.startswith(_NOTICE))
+        return {name.removeprefix(_NOTICE): _left_s(folder / name) for name in found}
 
     def remove_notice(self, epoch: int, name: str) -> None:
         """Begin to remove it from the folder; usually it is gone when this returns."""

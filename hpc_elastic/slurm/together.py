@@ -92,13 +92,12 @@ class Together:
         Raises:
             SlurmCommandError: Slurm does not answer.
         """
-        name, key = queue_name(self._task), f"{queue_name(self._task)}@{self._attempt}"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            last = _last(_LIMITS, names_in(self._folder))
-            known = self._read(f"{_LIMITS}.{last}")
-            if not self._knows_limit and key in known.get("left_s", ()):
+        name = queue_name(self._task)
+        if not self._knows_limit:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                known = self._read(f"{_LIMITS}.{_last(_LIMITS, names_in(self._folder))}")
+                left_s = known["left_s"][f"{name}@{self._attempt}"]
                 self._knows_limit = True
-                left_s = known["left_s"][key]
                 return None if left_s is None else left_s - (time.time() - known["time"])
         asked_at, listed = time.time(), self.tasks([job_of(name)])
         runs = [state for state in listed.values() if state.phase is Phase.RUNNING]

@@ -105,7 +105,7 @@ class Follower:
                 known.reader.source = source  # its host may be known by now
 
     def _read(self, file: _Followed, now: float) -> float:
-        """Read what a file has to show now; return how many seconds that took in vain."""
+        """Read what a file has to show now; return the seconds that finding nothing took."""
         if file.is_closed or now < file.read_at:
             return 0.0
         began = time.monotonic()

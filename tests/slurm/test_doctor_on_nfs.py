@@ -1,29 +1,16 @@
 """What the doctor says of a folder that nodes share as by NFS: sound, slow, or unfit."""
 
-import os
-
 import pytest
 from test_doctor import examine, left, place  # noqa: F401
-from test_shared_folder import mounts  # noqa: F401
+from test_shared_folder import _possible, mounts  # noqa: F401
 
 from hpc_elastic import files
 from hpc_elastic.doctor import peers
 from hpc_elastic.doctor.place import Place
 from hpc_elastic.doctor.shared import DEEDS, NUM_ROUNDS, PATH, Race
-from hpc_elastic.testing.pytest_plugin import refuse
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
-from hpc_elastic.testing.slurm_sandbox.requirements import check
+from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _possible():
-    """Skip all of it where there is no FUSE, no compiler or no root."""
-    try:
-        check(nfs=True)
-    except SandboxError as error:
-        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in ("", "0", "false", "no"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Whoever waits for a file by its path waits for as long as the caches live, so th
 other modules, which are marked `nfs` there, do not come to their end.
 """
 
-import os
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from test_growing_runs import (  # noqa: F401
     test_a_late_node_joins_at_a_checkpoint_and_costs_no_step,
 )
 from test_runs import test_a_leader_that_dies_is_replaced  # noqa: F401
+from test_shared_folder import _possible  # noqa: F401
 from test_slurm_logs import (  # noqa: F401
     follow,
     test_a_run_is_followed_across_a_late_node_and_a_requeue,
@@ -28,9 +28,7 @@ from test_steered_runs import (  # noqa: F401
     test_a_cancelled_run_is_resumed_on_other_nodes,
 )
 
-from hpc_elastic.testing.pytest_plugin import refuse
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.requirements import check
+from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
 
 NAME = "nfs_runs"
 
@@ -38,10 +36,6 @@ NAME = "nfs_runs"
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """A sandbox of four nodes that know for ten minutes what they have seen."""
-    try:
-        check(nfs=True)
-    except SandboxError as error:
-        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in ("", "0", "false", "no"))
     SlurmSandbox(NAME).down()
     folder = tmp_path_factory.getbasetemp().resolve()
     try:

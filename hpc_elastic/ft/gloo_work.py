@@ -47,8 +47,12 @@ class GlooWork(NamedWork):
         self._handed: Handed | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the operation; see `NamedWork.wait`."""
-        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        """Wait for the end of the operation; see `NamedWork.wait`.
+
+        Args:
+            timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
+        """
+        until = time.monotonic() + timeout.total_seconds() if timeout else None
         while True:
             if self._group.at_rest and self._group.over and not self._work.is_completed():
                 raise self._group.over
@@ -59,7 +63,7 @@ class GlooWork(NamedWork):
                     return super().wait()
                 if self._group.at_rest and self._group.over is not None:
                     raise self._group.over from e
-            if timeout is not None and until is not None and time.monotonic() >= until:
+            if timeout and until is not None and time.monotonic() >= until:
                 raise CollectiveTimeoutError(
                     f"{self._operation} timed out after {timeout.total_seconds():g} s "
                     f"in {self._group.place}"

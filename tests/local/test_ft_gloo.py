@@ -281,6 +281,29 @@ def test_registered_group_serves_functional_collectives(address):
             assert one.do(reduce_by_name) == (1.0, 1.0)
 
 
+def test_a_time_out_of_zero_is_none(address):
+    """torch's C++ code waits with a time-out of 0, by which it means none: a peer may be late."""
+    with members(2) as them:
+        together(them, configure, address, 2, 1, ranked=True)
+        early = them[0].begin(total_by_zero, 1.0)
+        while not them[0].do(is_waiting):
+            pass
+        assert them[1].do(total, 2.0) == 3.0
+        assert early() == 3.0
+
+
+def total_by_zero(group, number: float) -> float:
+    tensor = torch.tensor([number])
+    work = group.allreduce([tensor])
+    group.waits_since = time.monotonic()
+    work.wait(timedelta(0))
+    return tensor.item()
+
+
+def is_waiting(group) -> bool:
+    return time.monotonic() - getattr(group, "waits_since", float("inf")) > 0.3
+
+
 def reduce_by_name(group) -> tuple[float, float]:
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional

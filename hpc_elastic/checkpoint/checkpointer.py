@@ -32,6 +32,7 @@ import torch
 
 from hpc_elastic import reports
 from hpc_elastic.checkpoint import folders, rng
+from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.options import Options
 from hpc_elastic.checkpoint.restoring import Restorer
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _NICENESS = 19
 """Of the thread that writes: it gets what the training leaves of the cores."""
+_CLEANED_UP_IN_S = 1.0
+"""A save that returns when it is committed waits so long for removals, which are sooner over."""
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 """Those of this process whose saves are boundaries, until they are closed."""
 _numbers: dict[Path, itertools.count[int]] = {}
@@ -122,8 +125,9 @@ class Checkpointer:
         near = None if self._tier is None else self._tier.store
         self._is_held = _is_held if self._options.boundary else lambda: False
         self._context = Context(  # knows nothing of this Checkpointer, nor does a save that is done
-            store, self._group, rule, self._options.timeout_s, near=near, is_held=self._is_held
-        )
+            store, self._group, rule, self._options.timeout_s, Cleaner(store),
+            near=near, is_held=self._is_held,
+        )  # fmt: skip
         self._snapshots = Snapshots()
         self._save: Save | None = None
         self._committed: int | None = None
@@ -171,6 +175,8 @@ class Checkpointer:
                 return False
             self._fill(save, waits=waits and not save.looks_out)
             self._begin(save, waits=waits)
+            if waits and not save.urgent:
+                self._context.cleaner.wait(_CLEANED_UP_IN_S)
         self.blocked_s = time.monotonic() - begin
         reports.note_blocked(self.blocked_s)
         _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
@@ -239,8 +245,7 @@ class Checkpointer:
         finally:
             _open.discard(self)
             self._stop_looking_out()
-            if self._save is not None:
-                self._save.await_clean_up()
+            self._context.cleaner.wait()
             if self._tier is not None:
                 self._tier.close()
 
@@ -417,8 +422,8 @@ def _carry_out(run: list[Callable[[Save], None]], save: Save) -> None:
     try:
         run.pop()(save)
     finally:
-        save.end()
         save.clean_up()
+        save.end()
 
 
 def _carry_out_behind(run: list[Callable[[Save], None]], save: Save) -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 
 from hpc_elastic import fence
 from hpc_elastic.checkpoint import retention
+from hpc_elastic.checkpoint.cleaner import Cleaner
 from hpc_elastic.checkpoint.group import Group
 from hpc_elastic.checkpoint.manifest import MANIFEST, Part, merge, name_ranks
 from hpc_elastic.checkpoint.retention import Retention
@@ -46,7 +47,7 @@ from hpc_elastic.checkpoint.writer import Image, write_part, write_text
 from hpc_elastic.errors import CheckpointError
 
 EXIT_PATIENCE_S = 30.0
-"""How long the other ranks, and removals, are waited for at the end of a program."""
+"""How long the other ranks are waited for at the end of a program."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Context:
         group: Who saves.
         rule: What is kept of the earlier ones.
         timeout_s: How long one rank waits for another.
+        cleaner: Removes what is not kept.
         near: Stores a part in near memory (`tiers`); None without it.
         is_held: Tells whether this rank has heard that the group is about to change.
         damaged: Steps that did not verify when the state was restored.
@@ -84,6 +86,7 @@ class Context:
     group: Group
     rule: Retention
     timeout_s: float
+    cleaner: Cleaner
     damaged: set[int] = field(default_factory=set)
     near: Callable[[int, Callable[[Path], Part]], object] | None = None
     is_held: Callable[[], bool] = lambda: False
@@ -121,7 +124,6 @@ class Save:
     _over: threading.Event = field(default_factory=threading.Event)
     _called: threading.Event = field(default_factory=threading.Event)
     _give_up: threading.Event = field(default_factory=threading.Event)
-    _is_cleaned_up: threading.Event = field(default_factory=threading.Event)
     _written: int = 0
 
     @property
@@ -190,25 +192,13 @@ class Save:
         self._over.set()
 
     def clean_up(self) -> None:
-        """Remove what is not kept any more (rank 0, after `end`).
+        """Begin to remove what is not kept any more (rank 0).
 
-        Nobody waits for that: a removal takes minutes where a node that died holds a file open
-        (an NFS v4 delegation). An urgent save leaves it to the next one.
+        An urgent save leaves it to the next one.
         """
         context, is_for_store = self.context, self.to_store or self.is_stored
-        try:
-            if context.group.rank == 0 and is_for_store and not self.urgent:
-                if self.is_stored:
-                    self._retire()
-                context.store.empty_trash()
-        except OSError as e:
-            _log.warning("old checkpoints stay in %s for now: %s", context.store.directory, e)
-        finally:
-            self._is_cleaned_up.set()
-
-    def await_clean_up(self) -> None:
-        """Wait until what is not kept any more is removed, but not for ever."""
-        self._is_cleaned_up.wait(EXIT_PATIENCE_S)
+        if context.group.rank == 0 and is_for_store and not self.urgent:
+            context.cleaner.begin(self._retire if self.is_stored else lambda: None)
 
     def leave_mark(self, reason: str) -> None:
         """Tell the other ranks that this one does not take part in the save."""
@@ -389,7 +379,7 @@ class Save:
         return math.inf if threading.main_thread().is_alive() else EXIT_PATIENCE_S
 
     def _retire(self) -> None:
-        """Remove the checkpoints that are not kept any more (rank 0)."""
+        """Set the checkpoints aside that are not kept any more."""
         store, context = self.context.store, self.context
         going = retention.removable(
             store.steps(), committed=self.step, rule=context.rule, damaged=context.damaged

@@ -128,9 +128,16 @@ class Store:
 
     def empty_trash(self) -> None:
         """Delete what was set aside; a file that a dead node holds open can take minutes (NFS)."""
-        for name in names_in(self.directory):
-            if name.startswith(TRASH):
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+        for folder in self._set_aside():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def trash(self) -> set[Path]:
+        """Return the files that `empty_trash` has still to delete."""
+        return {folder / name for folder in self._set_aside() for name in names_in(folder)}
+
+    def _set_aside(self) -> list[Path]:
+        names = names_in(self.directory)
+        return [self.directory / name for name in names if name.startswith(TRASH)]
 
     def sweep(self, token: str, number: int) -> None:
         """Set aside what dead groups and earlier saves have left (rank 0, before a save).

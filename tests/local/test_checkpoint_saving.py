@@ -408,6 +408,39 @@ def test_the_end_of_the_program_waits_for_a_save_but_not_for_ever(tmp_path, whic
     assert Store(tmp_path / "c").steps() == steps
 
 
+HELD_UP = """
+import shutil
+import sys
+import threading
+from pathlib import Path
+from savers import Counter, checkpointer, save_at
+from hpc_elastic.checkpoint import cleaner
+
+cleaner._GETS_ON_S = 0.2
+shutil.rmtree = lambda *args, **kwargs: threading.Event().wait()  # a dead node's delegation
+counter = Counter()
+is_asynchronous = sys.argv[2] == "asynchronous"
+with checkpointer(Path(sys.argv[1]), counter, 1, asynchronous=is_asynchronous) as c:
+    for step in range(1, 6):
+        save_at(c, counter, step)
+        c.wait()
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("how", ["asynchronous", "at once"])
+def test_nothing_waits_for_a_removal_that_is_held_up(tmp_path, how):
+    """Neither a save nor the program's end waits for old checkpoints that can not be removed."""
+    (tmp_path / "c").mkdir()
+    argv = [sys.executable, "-c", HELD_UP, str(tmp_path / "c"), how]
+    run = subprocess.run(
+        argv, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert run.returncode == 7, run.stderr
+    store = Store(tmp_path / "c")
+    assert 5 in store.steps() and store.trash()
+
+
 # ---- random numbers -----------------------------------------------------------------------
 
 

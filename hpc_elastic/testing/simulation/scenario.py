@@ -22,6 +22,10 @@ LONGEST_AWAY_S = 8.0
 """A task that was requeued starts again after this long at most."""
 _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
+_GIVEN_BACK = 4
+"""How often in a row all nodes go back to the queue since they did not meet, each for longer."""
+_GIVEN_BACK_S = 22.5
+"""The longest that they stay away for the first time; see `hpc_elastic.rendezvous.patience`."""
 _QUIET = 0.1
 """So many schedules are quiet."""
 
@@ -145,7 +149,8 @@ class Scenario:
         the first may be won by a node that nobody reaches and the second by one whose process is
         just ending; the new leader's wait for members that do not find it, and its yielding; tasks
         that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end; and
-        newcomers, each of whom may break the round once before it counts as standing.
+        newcomers, each of whom may break the round once before it counts as standing; and the
+        waits of nodes that are too few, and their times in the queue.
         """
         lost = self.liveness.lost_after_s
         election = (
@@ -158,7 +163,9 @@ class Scenario:
         forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
         holding = _STRAGGLE_S + self.rules.grow_after_s + self.enough_grace_s
-        away = 8 * (self.rules.min_wait_s or 0.0) + LONGEST_AWAY_S
+        away = LONGEST_AWAY_S
+        if (wait_s := self.rules.min_wait_s) is not None:
+            away += sum((2 + n) * wait_s + _GIVEN_BACK_S * 2**n for n in range(_GIVEN_BACK))
         return (
             SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
             + SLURM_TIMEOUT_S + self.longest_stop_s + growth + holding + away

@@ -12,7 +12,9 @@ An agent that can not reach the leader takes it for dead when
 That takes two reads of the lease, the second begun so long after the first had ended, and none in
 between that differs. A lease that can not be read proves nothing, however long.
 
-A record that does not verify counts as a leader out of reach without a lease.
+A record that does not verify counts as a leader out of reach without a lease. It is passed over
+only if looks further apart than files may be old have found it so: until then another node may
+read a part of what is whole, and would take back what the record decides.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ class Watch:
     """Whether this agent was connected to it."""
     inquired: bool = False
     slurm_says_dead: bool = False
-
+    seen_since: float | None = None
+    """When the first look ended that found this epoch."""
     lease_until: float = 0.0
     """When the last look began that found this value."""
 
     def saw_lease(self, lease: int | None, asked: float, now: float) -> None:
         """A look that began at ``asked`` has found this value."""
+        if self.seen_since is None:
+            self.seen_since = now
         if self.lease_since is None or lease != self.lease:
             self.lease, self.lease_since = lease, now
         self.lease_until = asked
@@ -52,7 +57,7 @@ class Watch:
     def slept(self, for_s: float) -> None:
         """This agent was not running for so long: what it has seen before proves nothing."""
         self.since += for_s
-        self.lease_since = None
+        self.lease_since = self.seen_since = None
         self.refused_since = None
 
     def is_dead(self, liveness: Liveness, now: float, *, damaged: bool) -> bool:
@@ -63,6 +68,9 @@ class Watch:
             return now - self.refused_since >= CONFIRM_REFUSAL_S
         if now - self.since <= liveness.lost_after_s:
             return False
+        if damaged:
+            seen_since = now if self.seen_since is None else self.seen_since
+            return self.lease_until - seen_since >= liveness.stale_s
         lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.lost_after_s)
         seen_s = self.lease_until - self.lease_since if self.lease_since is not None else 0.0
-        return damaged or seen_s >= lapse_s
+        return seen_s >= lapse_s

@@ -89,6 +89,14 @@ def test_a_damaged_record_is_a_leader_out_of_reach():
     assert when is not None and 3.0 < when < 5.0
 
 
+def test_a_record_that_may_be_read_in_part_is_not_passed_over():
+    """Where files may be 60 s old, one that was linked just now may yet be whole."""
+    search = Search(agent(B, 0.0, Liveness.of(0.5, 3.0, 4, 60.0)))
+    search.number, search.beats = 6, 0.5
+    when = search.until_claim(120.0)
+    assert when is not None and 60.0 <= when < 65.0
+
+
 def test_a_claim_follows_the_damaged_record():
     """With the newest one that verifies as what is known."""
     f = agent(B)

@@ -31,7 +31,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evidence.result import About, Column, Figure, Result, Table, Target
@@ -148,7 +148,7 @@ def goodput(place: str, given: argparse.Namespace) -> float:
     return target.value
 
 
-def result(measured: Measured, repeats: int) -> Result:
+def result(measured: Measured, parts: Sequence[str], repeats: int) -> Result:
     """Return all tables, and hold what was measured against the aims."""
     tables: list[Table] = []
     targets: list[Target] = []
@@ -179,7 +179,8 @@ def result(measured: Measured, repeats: int) -> Result:
         targets += operations.targets(measured.operations)
         notes += operations.BOUNDS
     notes += measured.operations.skipped
-    return Result(ABOUT, tuple(tables), tuple(targets), notes=tuple(notes), repeats=repeats)
+    about = replace(ABOUT, title=f"{ABOUT.title}: {', '.join(parts)}")
+    return Result(about, tuple(tables), tuple(targets), notes=tuple(notes), repeats=repeats)
 
 
 def main() -> None:
@@ -189,7 +190,7 @@ def main() -> None:
     try:
         measure(given, measured, Console(stderr=True, highlight=False))
     finally:
-        present(result(measured, given.repeats), given)
+        present(result(measured, given.parts, given.repeats), given)
 
 
 def parse() -> argparse.Namespace:

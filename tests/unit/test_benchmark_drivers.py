@@ -211,7 +211,7 @@ def test_what_nfs_costs_is_told_beside_the_local_disk(folder):
             "NFS": [folder.ends.Course(end_s=2.0, problems=("exit code 1",))],
         },
     )
-    made = folder.result(measured, 1)
+    made = folder.result(measured, folder.PARTS, 1)
     assert made.tables[0].texts()[:2] == [
         ["a save of 96 MiB: held up", "0.10 (0.10 to 0.20)", "0.20 (0.20 to 0.50)", "+0.10"],
         ["a save of 96 MiB: complete", "1.00 (1.00 to 9.00)", "4.00 (4.00 to 4.00)", "+3.00"],
@@ -235,7 +235,7 @@ def test_deaths_are_held_against_the_aim_and_joins_against_the_local_disk(folder
         death(join, "local disk", "recovered", 9.0, 1.0),
         death(join, "NFS", "recovered", 20.0, 2.5),
     ]
-    made = folder.result(folder.Measured(deaths=found), 1)
+    made = folder.result(folder.Measured(deaths=found), ["deaths"], 1)
     assert made.tables[0].texts()[1] == [lost, "1.00", "1.00", "no step", ""]
     assert {t.what: t.verdict for t in made.targets} == {
         "a follower's node is killed: next step": "met, 10 % to spare",
@@ -251,7 +251,7 @@ def test_what_did_not_hold_is_told(folder):
         folder.faults.Measurement(case, "local disk", ("the audit: x",), 3.0, 2, 4),
         folder.faults.Measurement(case, "NFS", (), 4.0, 2, 4),
     ]
-    made = folder.result(folder.Measured(faults=found), 1)
+    made = folder.result(folder.Measured(faults=found), ["faults"], 1)
     assert [row[2:4] for row in made.tables[0].texts()] == [["0 of 1", "3.0"], ["1 of 1", "4.0"]]
     assert made.targets[0].met and made.notes == (f"local disk, {case}: the audit: x",)
 
@@ -274,7 +274,7 @@ def test_operations_are_told_a_minute_and_beyond_the_steady_ones(folder):
     size = operations.Size(2, "node1", window(60, 120, 3, 10, 30), window(60, 120, 3, 10, 50))
     size.events["a save"] = window(30, 100, 20, 5, 15, 7)
     found = operations.Found([size], ["64 agents were not measured: memory."])
-    made = folder.result(folder.Measured(operations=found), 1)
+    made = folder.result(folder.Measured(operations=found), ["operations"], 1)
     assert made.tables[0].texts() == [["2", "120", "3.0", "3.0", "10.0", "30", "20"]]
     assert made.tables[1].texts() == [["a save", "2", "30", "40", "18", "58", "0", "7"]]
     assert [(t.value, t.met) for t in made.targets] == [(2.0, True), (3.0, True)]

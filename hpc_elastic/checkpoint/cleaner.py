@@ -6,7 +6,6 @@ from a node that is dead.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -32,6 +31,7 @@ class Cleaner:
         self._waiting: deque[Callable[[], object]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._num_removed = 0
 
     def begin(self, set_aside: Callable[[], object]) -> None:
         """Begin to set things aside and to delete all that was, after what was begun before."""
@@ -52,13 +52,12 @@ class Cleaner:
         Args:
             timeout_s: How long at most; None: for as long as it gets on.
         """
-        before, thread = None, self._thread
-        if timeout_s is not None and thread is not None:
+        thread, before = self._thread, -1
+        if thread is not None and timeout_s is not None:
             thread.join(timeout_s)
-            return
-        with contextlib.suppress(OSError):
-            while thread and thread.is_alive() and (left := self._store.trash()) != before:
-                before = left
+        elif thread is not None:
+            while thread.is_alive() and before < self._num_removed:
+                before = self._num_removed
                 thread.join(_GETS_ON_S)
 
     def _run(self) -> None:
@@ -70,6 +69,7 @@ class Cleaner:
                 set_aside = self._waiting.popleft()
             try:
                 set_aside()
-                self._store.empty_trash()
+                for _ in self._store.empty_trash():
+                    self._num_removed += 1
             except OSError as e:
                 _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)

@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,18 +127,19 @@ class Store:
         """Remove a folder: it is out of sight at once, and then deleted as far as that works."""
         shutil.rmtree(self.set_aside(folder), ignore_errors=True)
 
-    def empty_trash(self) -> None:
-        """Delete what was set aside; a file that a dead node holds open can take minutes (NFS)."""
-        for folder in self._set_aside():
-            shutil.rmtree(folder, ignore_errors=True)
+    def empty_trash(self) -> Iterator[None]:
+        """Delete what was set aside, one file at each turn.
 
-    def trash(self) -> set[Path]:
-        """Return the files that `empty_trash` has still to delete."""
-        return {folder / name for folder in self._set_aside() for name in names_in(folder)}
-
-    def _set_aside(self) -> list[Path]:
-        names = names_in(self.directory)
-        return [self.directory / name for name in names if name.startswith(TRASH)]
+        A file that a dead node holds open takes minutes (an NFS 4 delegation), and so does then
+        every look into its folder.
+        """
+        for folder in (self.directory / name for name in names_in(self.directory)):
+            if folder.name.startswith(TRASH):
+                for name in names_in(folder):
+                    with contextlib.suppress(OSError):
+                        (folder / name).unlink()
+                    yield
+                shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, token: str, number: int) -> None:
         """Set aside what dead groups and earlier saves have left (rank 0, before a save).

@@ -27,6 +27,7 @@ import json
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,30 +211,50 @@ def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
     return staged
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[str, Any] | None:
     """Return the object in a JSON file that is written atomically; None where there is none yet.
+
+    Args:
+        path: The file.
+        read: How it is read; `read_removable` for a file that is removed while the run goes on.
 
     Raises:
         DamagedFileError: it is no JSON.
         OSError: it may not be read.
     """
     try:
-        text = _read_listed(path)
+        text = _read_listed(path, read)
         value = None if text is None else json.loads(text)
     except (ValueError, RecursionError) as e:
         raise DamagedFileError(f"{path} is damaged: {e}") from e
     return value if isinstance(value, dict) else None
 
 
-def _read_listed(path: Path) -> str | None:
+def read_removable(path: Path) -> str:
+    """Return the text of a file that another node may remove after this one's death.
+
+    It is opened for writing as well, where that is allowed: then no server of NFS 4 gives a
+    delegation. It would have to recall that from the dead node, which takes 100 s, and the client
+    that removes the file holds the lock of its folder all the while.
+    """
+    try:
+        with path.open("r+", errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError:  # it is somebody else's, or the disk is read-only
+        return path.read_text(errors="replace")
+
+
+def _read_listed(path: Path, read: Callable[[Path], str]) -> str | None:
     """Return the text of a file; None if it is not there."""
     try:
         refresh(path)
-        return path.read_text()
+        return read(path)
     except FileNotFoundError:
         if not is_there(path):
             return None
     try:
-        return path.read_text()
+        return read(path)
     except FileNotFoundError:  # it was removed since
         return None

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpc_elastic import files
+
 _POLL_S = 0.1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC = -100, 0x2000, 0x7FF
@@ -237,6 +239,16 @@ def warm(paths: list[str]) -> None:
         os.listdir(os.path.dirname(path))
         if _exists(path) and os.path.isfile(path):
             _read(path)
+
+
+def read_removable(path: str) -> str:
+    """Read a file as the product reads what other nodes remove."""
+    return files.read_removable(Path(path))
+
+
+def look_in(path: str) -> None:
+    """List the folder of a path."""
+    os.listdir(os.path.dirname(path))
 
 
 def seen(way: str, path: str, there: bool, limit_s: float) -> dict[str, float | bool]:

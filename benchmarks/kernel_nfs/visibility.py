@@ -139,17 +139,30 @@ def delegated(owner: Machine, other: Machine, folder: str, held: Callable[[], in
         folder: Of the files; it is made.
         held: Tells how many delegations the server has given to the owner.
     """
-    deeds = {"unlink": "remove", "rename over it": "replace", "append to it": "append"}
+    deeds = {
+        "unlink": "remove",
+        "rename over it": "replace",
+        "append to it": "append",
+        "unlink what the product reads as removable": "remove",
+    }
     paths = {deed: f"{folder}/{number}/it" for number, deed in enumerate(deeds)}
+    *delegated, removable = paths.values()
     owner.call(_MODULE, "prepare", list(paths.values()), "file")
     time.sleep(_SETTLE_S)
-    owner.call(_MODULE, "warm", list(paths.values()))
+    owner.call(_MODULE, "warm", delegated)
+    owner.call(_MODULE, "read_removable", removable)
     number = held()
     owner.kill()
+    deeds["list a folder in which a removal hangs"] = "look_in"
+    paths["list a folder in which a removal hangs"] = paths["unlink"]
     with ThreadPoolExecutor(len(deeds)) as pool:
 
         def timed(deed: str) -> float:
-            arguments = [paths[deed]] + (["new"] if deed != "unlink" else [])
+            if deeds[deed] == "look_in":
+                time.sleep(2 * _SETTLE_S)
+            arguments = [paths[deed]]
+            if deeds[deed] in ("replace", "append"):
+                arguments.append("new")
             began = time.time()
             other.call(_MODULE, deeds[deed], *arguments, timeout_s=240)
             return time.time() - began

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import DamagedFileError
-from hpc_elastic.files import names_in, names_listed, read_json, remove_behind, write_atomic
+from hpc_elastic.files import (
+    names_in,
+    names_listed,
+    read_json,
+    read_removable,
+    remove_behind,
+    write_atomic,
+)
 from hpc_elastic.rundir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -126,7 +133,7 @@ def make_term_folder(run: RunDir, epoch: int = 0) -> None:
 
 def _left_s(file: Path) -> float:
     try:
-        text = file.read_text(errors="replace").strip()
+        text = read_removable(file).strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
     except PermissionError:  # it asks all the same: who made it may write here

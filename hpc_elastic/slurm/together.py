@@ -34,7 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.files import create_atomic, names_in, read_json, remove_behind, write_atomic
+from hpc_elastic.files import (
+    create_atomic,
+    names_in,
+    read_json,
+    read_removable,
+    remove_behind,
+    write_atomic,
+)
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
@@ -221,7 +228,7 @@ class Together:
         return None
 
     def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name) or {}
+        return read_json(self._folder / name, read_removable) or {}
 
 
 def _plain(tasks: dict[str, TaskState]) -> dict[str, Any]:

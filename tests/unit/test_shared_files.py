@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,3 +105,24 @@ def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, m
     monkeypatch.setattr(os, "listdir", revalidating)
     assert files.read_json(path) == {"status": "succeeded"}
     assert files.read_json(tmp_path / "none.json") is None
+
+
+def test_what_others_remove_is_opened_for_writing_where_that_is_allowed(tmp_path, monkeypatch):
+    """No server gives a delegation then; what may only be read is read all the same."""
+    file, modes, may_write = tmp_path / "notice", [], True
+    file.write_text("30")
+    open_file = Path.open
+
+    def opened(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        modes.append(mode)
+        if "+" in mode and not may_write:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_file(path, mode, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+    assert files.read_removable(file) == "30" and modes == ["r+"]
+    may_write = False
+    assert files.read_removable(file) == "30"
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        files.read_removable(file)

@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -233,17 +234,15 @@ def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[
 def read_removable(path: Path) -> str:
     """Return the text of a file that another node may remove after this one's death.
 
-    It is opened for writing as well, where that is allowed: then no server of NFS 4 gives a
-    delegation. It would have to recall that from the dead node, which takes 100 s, and the client
-    that removes the file holds the lock of its folder all the while.
+    A server of NFS 4 gives a delegation of what is read. It would have to recall that from the dead
+    node, which takes 100 s, and the client that removes the file holds the lock of its folder all
+    the while. So this client gives it back at once: Linux's does so before it changes a mode.
     """
-    try:
-        with path.open("r+", errors="replace") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise
-    except OSError:  # it is somebody else's, or the disk is read-only
-        return path.read_text(errors="replace")
+    with path.open(errors="replace") as file:
+        text = file.read()
+        with contextlib.suppress(OSError):  # it is somebody else's, or the disk is read-only
+            os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+    return text
 
 
 def _read_listed(path: Path, read: Callable[[Path], str]) -> str | None:

@@ -4,7 +4,6 @@ import ast
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -107,21 +106,18 @@ def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, m
     assert files.read_json(tmp_path / "none.json") is None
 
 
-def test_what_others_remove_is_opened_for_writing_where_that_is_allowed(tmp_path, monkeypatch):
-    """No server gives a delegation then; what may only be read is read all the same."""
-    file, modes, may_write = tmp_path / "notice", [], True
+def test_the_mode_of_what_others_remove_is_set_again_once_it_is_read(tmp_path, monkeypatch):
+    """Linux's client gives a delegation back before that; where it may not, nothing is lost."""
+    file, modes = tmp_path / "notice", []
     file.write_text("30")
-    open_file = Path.open
+    file.chmod(0o640)
+    monkeypatch.setattr(os, "fchmod", lambda fd, mode: modes.append(mode))
+    assert files.read_removable(file) == "30" and modes == [0o640]
 
-    def opened(path: Path, mode: str = "r", **kwargs: Any) -> Any:
-        modes.append(mode)
-        if "+" in mode and not may_write:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return open_file(path, mode, **kwargs)
+    def refused(fd: int, mode: int) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(Path, "open", opened)
-    assert files.read_removable(file) == "30" and modes == ["r+"]
-    may_write = False
+    monkeypatch.setattr(os, "fchmod", refused)
     assert files.read_removable(file) == "30"
     file.unlink()
     with pytest.raises(FileNotFoundError):

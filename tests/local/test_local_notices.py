@@ -87,7 +87,7 @@ def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_p
     assert (left["task"], left["reason"], left["how"]) == (task, "signal", "requeue")
     run.eventually(lambda: steps(run, 2) and steps(run, 2)[0], "the other node goes on")
     children = map(int, (tmp_path / "children-2").read_text().split())
-    assert not any(map(psutil.pid_exists, children)), "whatever session they are in"
+    assert all(map(is_gone, children)), "whatever session they are in"
 
     (tmp_path / "over").touch()
     assert run.wait() == 0, run.output()

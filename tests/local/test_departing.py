@@ -269,14 +269,14 @@ def test_what_a_notice_file_holds(tmp_path, claimed, text, left_s):
 
 def test_a_notice_that_may_not_be_read_is_one_all_the_same(claimed, monkeypatch):
     """Somebody made it who may write there; the others count as well."""
-    read = Path.read_text
+    open_file = Path.open
 
-    def read_text(file, **how):
-        if file.name.endswith("40_3"):
+    def opened(file, *args, **how):
+        if file.name == "notice.40_3":
             raise PermissionError(13, "Permission denied")
-        return read(file, **how)
+        return open_file(file, *args, **how)
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "open", opened)
     found = claimed(**{"40_3": b"5", "40_4": b"5"})
     assert found == {"40_3": DEFAULT_LEFT_S, "40_4": 5.0}
 

@@ -44,11 +44,11 @@ SCRIPT = textwrap.dedent(
             step += 1
             report(step=int(step))
             if dist.get_rank() == 0:
+                with (folder / "steps").open("a") as f:  # first: it may be ended at any point
+                    f.write(f"{int(step)}\\n")
                 staged = saved.with_suffix(".new")
                 staged.write_text(str(int(step)))
                 staged.replace(saved)
-                with (folder / "steps").open("a") as f:
-                    f.write(f"{int(step)}\\n")
             if cfg.exits in EXITS and dist.get_rank() == 1 and step == 5:
                 EXITS[cfg.exits](0)
         dist.destroy_process_group()

@@ -63,7 +63,7 @@ class Run:
         return [event for event in self.look()["events"] if event["kind"] == "round"]
 
     def trains(self, size: int, since: float) -> dict[str, Any]:
-        """Wait until so many nodes make steps in a round that formed after that time; return when.
+        """Wait until ``size`` nodes make steps in a round that formed after ``since``.
 
         Returns:
             The newest event `trains` of that round: all of its members have made a step.

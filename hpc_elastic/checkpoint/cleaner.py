@@ -53,12 +53,14 @@ class Cleaner:
             timeout_s: How long at most; None: for as long as it gets on.
         """
         thread, before = self._thread, -1
-        if thread is not None and timeout_s is not None:
+        if thread is None:
+            return
+        if timeout_s is not None:
             thread.join(timeout_s)
-        elif thread is not None:
-            while thread.is_alive() and before < self._num_removed:
-                before = self._num_removed
-                thread.join(_GETS_ON_S)
+            return
+        while thread.is_alive() and before < self._num_removed:
+            before = self._num_removed
+            thread.join(_GETS_ON_S)
 
     def _run(self) -> None:
         while True:

@@ -52,7 +52,8 @@ class GlooWork(NamedWork):
         Args:
             timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
         """
-        until = time.monotonic() + timeout.total_seconds() if timeout else None
+        timeout = timeout or None
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             if self._group.at_rest and self._group.over and not self._work.is_completed():
                 raise self._group.over
@@ -63,7 +64,7 @@ class GlooWork(NamedWork):
                     return super().wait()
                 if self._group.at_rest and self._group.over is not None:
                     raise self._group.over from e
-            if timeout and until is not None and time.monotonic() >= until:
+            if timeout is not None and until is not None and time.monotonic() >= until:
                 raise CollectiveTimeoutError(
                     f"{self._operation} timed out after {timeout.total_seconds():g} s "
                     f"in {self._group.place}"

@@ -69,8 +69,8 @@ class Watch:
         if now - self.since <= liveness.lost_after_s:
             return False
         if damaged:
-            seen_since = now if self.seen_since is None else self.seen_since
-            return self.lease_until - seen_since >= liveness.stale_s
+            since = self.seen_since
+            return since is not None and self.lease_until - since >= liveness.stale_s
         lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.lost_after_s)
         seen_s = self.lease_until - self.lease_since if self.lease_since is not None else 0.0
         return seen_s >= lapse_s

@@ -27,7 +27,8 @@ from hpc_elastic.rendezvous.rules import Rules
 SURE_S = 5.0
 """For so long a run is seen to wait in vain before it gives its nodes back: for some seconds Slurm
 calls tasks running whose run has ended."""
-_AWAY_S = 15.0
+AWAY_S = 15.0
+"""How long nodes that were given back stay away, about, for the first time."""
 _AWAY_IN_VAIN_S = 60.0
 _LONGEST_AWAY_S = 600.0
 _SHORTEST_AWAY_S = 10.0
@@ -75,7 +76,7 @@ class Patience:
             self._in_vain_since = now
         return self._in_vain_since is not None and now - self._in_vain_since >= SURE_S
 
-    def time_away(self, base_s: float = _AWAY_S) -> float:
+    def time_away(self, base_s: float = AWAY_S) -> float:
         """Return how long nodes are to stay away that go back now."""
         longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.given_back)
         return longest * self.rng.uniform(0.5, 1.5)
@@ -99,7 +100,7 @@ class Patience:
             agents: Those that have nodes.
             why: Why they wait in vain; empty: they have waited for too long.
         """
-        delay_s = self.time_away(_AWAY_IN_VAIN_S if why else _AWAY_S)
+        delay_s = self.time_away(_AWAY_IN_VAIN_S if why else AWAY_S)
         self.given_back += 1
         return self._away(agents, delay_s, everybody=True, why=why)
 

@@ -444,7 +444,7 @@ raise SystemExit(7)
 
 @pytest.mark.parametrize("how", ["asynchronous", "at once"])
 def test_nothing_waits_for_a_removal_that_is_held_up(tmp_path, how):
-    """Neither a save nor the program's end waits for old checkpoints that can not be removed."""
+    """Neither a save nor the program's end waits for a removal that hangs."""
     (tmp_path / "c").mkdir()
     argv = [sys.executable, "-c", HELD_UP, str(tmp_path / "c"), how]
     run = subprocess.run(

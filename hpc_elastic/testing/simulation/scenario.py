@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hpc_elastic.rendezvous.attendance import Liveness
+from hpc_elastic.rendezvous.patience import AWAY_S
 from hpc_elastic.rendezvous.regroup import GATHER_S
 from hpc_elastic.rendezvous.rules import Rules
 
@@ -24,8 +25,8 @@ _LONGEST_LOOK_S, _STAGGER_S, _STRAGGLE_S = 2.0, 1.0, 10.0
 _WHOLE_ELECTIONS = 3
 _GIVEN_BACK = 4
 """How often in a row all nodes go back to the queue since they did not meet, each for longer."""
-_GIVEN_BACK_S = 22.5
-"""The longest that they stay away for the first time; see `hpc_elastic.rendezvous.patience`."""
+_GIVEN_BACK_S = 1.5 * AWAY_S
+"""The longest that they stay away for the first time (`Patience.time_away`)."""
 _QUIET = 0.1
 """So many schedules are quiet."""
 
@@ -148,9 +149,9 @@ class Scenario:
         The sum of what may follow one after the other: the last slow answer; elections, of which
         the first may be won by a node that nobody reaches and the second by one whose process is
         just ending; the new leader's wait for members that do not find it, and its yielding; tasks
-        that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end; and
-        newcomers, each of whom may break the round once before it counts as standing; and the
-        waits of nodes that are too few, and their times in the queue.
+        that Slurm calls RUNNING and that do not come; Slurm's own silence; the workers' end;
+        newcomers, each of which may break the round once before it counts as standing; and the time
+        that too few nodes wait, and then spend in the queue.
         """
         lost = self.liveness.lost_after_s
         election = (

@@ -217,26 +217,27 @@ def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[
 
     Args:
         path: The file.
-        read: How it is read; `read_removable` for a file that is removed while the run goes on.
+        read: How it is read; `read_undelegated` for a file that others change later.
 
     Raises:
         DamagedFileError: it is no JSON.
         OSError: it may not be read.
     """
     try:
-        text = _read_listed(path, read)
+        text = read_listed(path, read)
         value = None if text is None else json.loads(text)
     except (ValueError, RecursionError) as e:
         raise DamagedFileError(f"{path} is damaged: {e}") from e
     return value if isinstance(value, dict) else None
 
 
-def read_removable(path: Path) -> str:
-    """Return the text of a file that another node may remove after this one's death.
+def read_undelegated(path: Path) -> str:
+    """Return the text of a file that another node removes or appends to after this one's death.
 
     A server of NFS 4 gives a delegation of what is read. It would have to recall that from the dead
-    node, which takes 100 s, and the client that removes the file holds the lock of its folder all
-    the while. So this client gives it back at once: Linux's does so before it changes a mode.
+    node, which takes 100 s; the other node waits for that, and if it removes the file, so do all
+    who use its folder there. So this client gives it back at once: Linux's does so before it
+    changes a mode.
     """
     with path.open(errors="replace") as file:
         text = file.read()
@@ -245,8 +246,16 @@ def read_removable(path: Path) -> str:
     return text
 
 
-def _read_listed(path: Path, read: Callable[[Path], str]) -> str | None:
-    """Return the text of a file; None if it is not there."""
+def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str | None:
+    """Return the text of a file; None if it is not there.
+
+    Args:
+        path: The file.
+        read: How it is read.
+
+    Raises:
+        OSError: it may not be read.
+    """
     try:
         refresh(path)
         return read(path)

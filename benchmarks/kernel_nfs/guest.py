@@ -29,7 +29,7 @@ def run(argv: list[str], env: dict[str, str], cwd: str, timeout_s: float) -> dic
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"code": 124, "out": "", "err": f"not ended after {timeout_s:g} s"}
-    return {"code": done.returncode, "out": done.stdout[-20000:], "err": done.stderr[-4000:]}
+    return {"code": done.returncode, "out": done.stdout[-100000:], "err": done.stderr[-4000:]}
 
 
 def start(argv: list[str], env: dict[str, str], cwd: str, log: str) -> int:

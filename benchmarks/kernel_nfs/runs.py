@@ -43,7 +43,7 @@ class Run:
         self.commits: dict[str, float] = {}
         """Every checkpoint that was seen, and when it was committed."""
         login = cluster.login
-        login.run(["mkdir", "-p", f"{FOLDER}/home", self.folder])
+        login.run(["mkdir", "-p", self.folder])
         self.log = cluster.layout.directory / "log" / f"launcher-{name}.log"
         script = CLONE / "benchmarks" / "kernel_nfs" / "submit.py"
         argv = python(
@@ -100,8 +100,8 @@ class Run:
 def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) -> Report:
     """Boot machines that mount the folder so, and see one run through.
 
-    Two nodes train and save; the third joins; a follower's machine dies and comes back; the
-    leader's machine dies; the run is told to finish.
+    The doctor tries two nodes. Two nodes train and save; the third joins; a follower's machine dies
+    and comes back; the leader's machine dies; the run is told to finish.
     """
     report = Report(options)
     cluster.remount(options)
@@ -109,6 +109,9 @@ def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) 
         cluster.boot(machine)
     say(f"mounted: {cluster.seen_options}")
     wait_until("two nodes are idle", lambda: len(cluster.idle()) == 2, PATIENCE_S)
+    cluster.login.run(["mkdir", "-p", f"{FOLDER}/home"])
+    _doctor(cluster, report)
+    say("the doctor has tried two nodes")
     run = Run(cluster, name, say)
     try:
         _faults(run, report)
@@ -117,6 +120,25 @@ def play(cluster: Cluster, name: str, options: str, say: Callable[[str], None]) 
         report.problems.append(f"{type(e).__name__}: {e}")
     keep(run)
     return report
+
+
+def _doctor(cluster: Cluster, report: Report) -> None:
+    """Note what the doctor finds about the folder: how soon others see what, and complaints."""
+    command = python("-m", "hpc_elastic", "doctor", "--probe", "--json", "--dir", FOLDER)
+    done = cluster.login.call(
+        "guest", "run", command, cluster.env, FOLDER, PATIENCE_S, timeout_s=PATIENCE_S + 60
+    )
+    try:
+        found = json.loads(done["out"])["findings"]
+    except ValueError:
+        report.problems.append(f"doctor: {done}")
+        return
+    of_folder = [finding for finding in found if finding["check"].startswith("directory.")]
+    if not any(finding["check"] == "directory.delay" for finding in of_folder):
+        report.problems.append("doctor: it says nothing about the folder's delay")
+    for finding in of_folder:
+        line = f"doctor: {finding['check']}: {finding['verdict']}: {finding['found']}"
+        (report.problems if finding["verdict"] == "fail" else report.notes).append(line)
 
 
 def _faults(run: Run, report: Report) -> None:
@@ -161,6 +183,7 @@ def _kill(run: Run, report: Report, node: str, who: str, then: str) -> tuple[flo
     at = run.cluster.kill(node)
     whole = run.trains(2, at)
     report.figures[f"{who}'s machine killed: next step of all"] = whole["time"] - at
+    report.figures[f"{who}'s machine killed: the run's files tell of that"] = time.time() - at
     report.figures[then] = run.saved(whole["time"]) - whole["time"]
     return at, whole
 

@@ -23,7 +23,8 @@ from hpc_elastic.files import (
     names_in,
     names_listed,
     read_json,
-    read_removable,
+    read_listed,
+    read_undelegated,
     remove_behind,
     write_atomic,
 )
@@ -74,14 +75,17 @@ class RunFiles:
         write_atomic(self.run.status, text, staged_in=self._folder(epoch))
 
     def append_progress(self, lines: Sequence[dict[str, Any]], *, maybe_torn: bool) -> None:
-        """Append, below the end of a line where that is missing."""
+        """Append, below the end of a line where that is missing.
+
+        It is not opened for reading beside that: the next leader would wait for the delegation.
+        """
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         path = self.run.progress
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        before = read_listed(path, read_undelegated) if maybe_torn else None
+        if before and not before.endswith("\n"):
+            text = f"\n{text}"
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            end = os.lseek(fd, 0, os.SEEK_END) if maybe_torn else 0
-            if end and os.pread(fd, 1, end - 1) != b"\n":
-                text = f"\n{text}"
             if os.write(fd, text.encode()) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         finally:
@@ -133,7 +137,7 @@ def make_term_folder(run: RunDir, epoch: int = 0) -> None:
 
 def _left_s(file: Path) -> float:
     try:
-        text = read_removable(file).strip()
+        text = read_undelegated(file).strip()
     except FileNotFoundError:
         return DEFAULT_LEFT_S
     except PermissionError:  # it asks all the same: who made it may write here

@@ -38,7 +38,7 @@ from hpc_elastic.files import (
     create_atomic,
     names_in,
     read_json,
-    read_removable,
+    read_undelegated,
     remove_behind,
     write_atomic,
 )
@@ -228,7 +228,7 @@ class Together:
         return None
 
     def _read(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name, read_removable) or {}
+        return read_json(self._folder / name, read_undelegated) or {}
 
 
 def _plain(tasks: dict[str, TaskState]) -> dict[str, Any]:

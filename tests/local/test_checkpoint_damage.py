@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from disks import full, mounted, read_only
+from group import eventually
 from savers import Counter, checkpointer, exit_code, fork, in_nursery, names_in, restored, save_at
 
 from hpc_elastic.checkpoint import restoring
@@ -154,7 +155,7 @@ def test_a_disk_that_can_not_be_written_costs_only_the_attempt(
         assert save_at(c, counter, 2) is asynchronous
         with pytest.raises(CheckpointError, match=r"step 2 .*disk/c: .*(No space|Read-only)"):
             c.wait()
-        assert names_in(small_disk / "c") == ["step-00000001"]
+        eventually(lambda: names_in(small_disk / "c") == ["step-00000001"])
         assert c.restore() == 1
     assert c.failures == 1 and "the earlier ones are as they were" in caplog.text
     assert save_at(c, counter, 3)
@@ -226,7 +227,7 @@ def test_a_fenced_writer_commits_nothing(tmp_path, monkeypatch):
     save_at(c, counter, 2)
     with pytest.raises(CheckpointFencedError, match="record 4 exists"):
         c.wait()
-    assert names_in(folder) == ["step-00000001"]
+    eventually(lambda: names_in(folder) == ["step-00000001"])
 
 
 def test_leftovers_go_once_their_group_is_surely_over(tmp_path, monkeypatch):

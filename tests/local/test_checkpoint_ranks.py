@@ -115,6 +115,7 @@ def one_fails(rank: int, folder: Path, culprit: int, asynchronous: bool) -> list
         c.save(step)
         said.append(outcome(c))
         dist.barrier()
+    c.close()
     return said
 
 

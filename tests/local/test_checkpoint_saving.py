@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
@@ -140,7 +141,7 @@ def test_a_save_in_the_background_that_fails_does_not_end_the_training(
             c.wait()
     assert isinstance(e.value.__cause__, OSError)
     assert "step 2 was not written" in caplog.text and c.failures == 1
-    assert names_in(tmp_path) == ["step-00000001"]
+    eventually(lambda: names_in(tmp_path) == ["step-00000001"])
     c.wait()
     assert save_at(c, counter, 2) is True
     c.close()
@@ -381,6 +382,7 @@ def test_a_save_that_came_too_late_is_not_told(tmp_path, page, monkeypatch):
 PROGRAM = """
 import sys
 from pathlib import Path
+from group import eventually
 from savers import Counter, checkpointer, save_at
 from hpc_elastic.checkpoint import group, saving
 
@@ -413,6 +415,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from group import eventually
 from savers import Counter, checkpointer, save_at
 from hpc_elastic.checkpoint import cleaner, store
 

@@ -9,6 +9,8 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic import files
+from hpc_elastic.rendezvous.run_files import RunFiles
+from hpc_elastic.rundir import RunDir
 
 PACKAGE = Path(hpc_elastic.__file__).parent
 FROM_MEMORY = {"exists", "is_file", "is_dir", "stat", "lstat"}
@@ -112,13 +114,37 @@ def test_the_mode_of_what_others_remove_is_set_again_once_it_is_read(tmp_path, m
     file.write_text("30")
     file.chmod(0o640)
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: modes.append(mode))
-    assert files.read_removable(file) == "30" and modes == [0o640]
+    assert files.read_undelegated(file) == "30" and modes == [0o640]
 
     def refused(fd: int, mode: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "fchmod", refused)
-    assert files.read_removable(file) == "30"
+    assert files.read_undelegated(file) == "30"
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        files.read_removable(file)
+        files.read_undelegated(file)
+
+
+def test_what_the_next_leader_appends_to_is_left_without_a_delegation(tmp_path, monkeypatch):
+    """A server gives one to who opens it for reading, be it for writing as well."""
+    run, opened, released = RunFiles(RunDir(tmp_path)), [], []
+    progress = run.run.progress
+    progress.write_text('{"a": 1}\n{"torn')
+    open_, fchmod = os.open, os.fchmod
+
+    def noted(path, flags, *args, **kwargs):
+        opened.append((str(path), flags & os.O_ACCMODE))
+        return open_(path, flags, *args, **kwargs)
+
+    def given_back(fd, mode):
+        released.append(Path(f"/proc/self/fd/{fd}").readlink())
+        fchmod(fd, mode)
+
+    monkeypatch.setattr(os, "open", noted)
+    monkeypatch.setattr(os, "fchmod", given_back)
+    run.append_progress([{"b": 2}], maybe_torn=True)
+    run.append_progress([{"c": 3}], maybe_torn=False)
+    assert progress.read_text() == '{"a": 1}\n{"torn\n{"b": 2}\n{"c": 3}\n'
+    assert [how for path, how in opened if path == str(progress)] == [os.O_WRONLY] * 2
+    assert released == [progress]

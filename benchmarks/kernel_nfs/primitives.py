@@ -241,9 +241,9 @@ def warm(paths: list[str]) -> None:
             _read(path)
 
 
-def read_removable(path: str) -> str:
+def read_undelegated(path: str) -> str:
     """Read a file as the product reads what other nodes remove."""
-    return files.read_removable(Path(path))
+    return files.read_undelegated(Path(path))
 
 
 def look_in(path: str) -> None:

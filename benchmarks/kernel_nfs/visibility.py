@@ -150,7 +150,7 @@ def delegated(owner: Machine, other: Machine, folder: str, held: Callable[[], in
     owner.call(_MODULE, "prepare", list(paths.values()), "file")
     time.sleep(_SETTLE_S)
     owner.call(_MODULE, "warm", delegated)
-    owner.call(_MODULE, "read_removable", removable)
+    owner.call(_MODULE, "read_undelegated", removable)
     number = held()
     owner.kill()
     deeds["list a folder in which a removal hangs"] = "look_in"

@@ -263,7 +263,7 @@ def _events(found: Found) -> Table:
     )  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for name in dict.fromkeys(name for size in found.sizes for name in size.events):
-        for size in found.sizes:
+        for size in [size for size in found.sizes if name in size.events]:
             window = size.events[name]
             more = {
                 client: window.num(client) - size.steady.rate(client) * window.seconds / 60

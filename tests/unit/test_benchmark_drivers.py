@@ -273,9 +273,11 @@ def test_operations_are_told_a_minute_and_beyond_the_steady_ones(folder):
 
     size = operations.Size(2, "node1", window(60, 120, 3, 10, 30), window(60, 120, 3, 10, 50))
     size.events["a save"] = window(30, 100, 20, 5, 15, 7)
-    found = operations.Found([size], ["64 agents were not measured: memory."])
+    light = operations.Size(64, "node1", window(60, 120, 3, 10, 30), window(60, 120, 3, 10, 50))
+    found = operations.Found([size, light], ["64 agents were not measured: memory."])
     made = folder.result(folder.Measured(operations=found), ["operations"], 1)
-    assert made.tables[0].texts() == [["2", "120", "3.0", "3.0", "10.0", "30", "20"]]
+    steady = ["120", "3.0", "3.0", "10.0", "30", "20"]
+    assert made.tables[0].texts() == [["2", *steady], ["64", *steady]]
     assert made.tables[1].texts() == [["a save", "2", "30", "40", "18", "58", "0", "7"]]
-    assert [(t.value, t.met) for t in made.targets] == [(2.0, True), (3.0, True)]
+    assert [(t.value, t.met) for t in made.targets] == [(2.0, True), (3.0, True)] * 2
     assert "64 agents were not measured: memory." in made.notes

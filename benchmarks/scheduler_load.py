@@ -21,7 +21,6 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -233,7 +232,7 @@ def start(folder: Path, counter: Counter, *overrides: str) -> subprocess.Popen[b
 
 def end(launcher: subprocess.Popen[bytes], sandbox: SlurmSandbox) -> None:
     """End the launcher and all jobs."""
-    launcher.send_signal(signal.SIGINT)
+    launcher.terminate()  # whoever runs in the background may have SIGINT ignored
     launcher.wait(PATIENCE_S)
     sandbox.heal_all()
 

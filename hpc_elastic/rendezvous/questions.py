@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 
 _SLURM_FIRST_S, _SLURM_LONGEST_S, _SLURM_SHARE = 0.5, 60.0, 10.0
-_LONGER = 1.75
+_LONGER = 2.0
 _GENTLY_S = 5.0
-_HURRIED_S = 8.0
+_HURRIED_S = 10.0
 _TASKS_PER_S = 5000
 
 

@@ -38,7 +38,7 @@ GRACE_S = 5.0
 """How long a result may be on its way after the last task has gone."""
 ASK_S = 4.0
 """Seconds between two questions to the scheduler while something is expected to change."""
-ASK_LED_S = 10.0
+ASK_LED_S = 12.0
 """Seconds between two questions while the leaders of all runs write, and no group has changed."""
 ASK_SETTLED_S = 60.0
 """Seconds between two questions while every run trains and its leader writes."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hpc_elastic.ft.checkpointing import CheckpointTransport, HTTPTransport
     from hpc_elastic.ft.data import DistributedSampler
     from hpc_elastic.ft.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from hpc_elastic.ft.gloo import ProcessGroupGloo
     from hpc_elastic.ft.local_sgd import DiLoCo, LocalSGD
     from hpc_elastic.ft.manager import (
         ExceptionWithTraceback,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         Manager,
         WorldSizeMode,
     )
+    from hpc_elastic.ft.nccl import ProcessGroupNCCL
     from hpc_elastic.ft.optim import OptimizerWrapper
     from hpc_elastic.ft.optim import OptimizerWrapper as Optimizer
     from hpc_elastic.ft.process_group import (
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
         ManagedProcessGroup,
         ProcessGroup,
         ProcessGroupDummy,
-        ProcessGroupGloo,
-        ProcessGroupNCCL,
     )
 
 __all__ = [
@@ -58,6 +58,8 @@ __all__ = [
 _MODULES = {
     "checkpointing": ("CheckpointTransport", "HTTPTransport"),
     "data": ("DistributedSampler",),
+    "gloo": ("ProcessGroupGloo",),
+    "nccl": ("ProcessGroupNCCL",),
     "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
     "local_sgd": ("DiLoCo", "LocalSGD"),
     "manager": ("ExceptionWithTraceback", "LeftQuorumError", "Manager", "WorldSizeMode"),
@@ -67,8 +69,6 @@ _MODULES = {
         "ManagedProcessGroup",
         "ProcessGroup",
         "ProcessGroupDummy",
-        "ProcessGroupGloo",
-        "ProcessGroupNCCL",
     ),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -6,14 +6,17 @@ imitate one. What a group has to do is said in `pg_base`, how it is made and abo
 in their own process.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from hpc_elastic.ft.broken import (
     AbortedError,
     CollectiveTimeoutError,
     NotConfiguredError,
     ProcessGroupError,
 )
-from hpc_elastic.ft.gloo import ProcessGroupGloo
-from hpc_elastic.ft.nccl import ProcessGroupNCCL
 from hpc_elastic.ft.pg_base import ProcessGroup
 from hpc_elastic.ft.pg_dummy import ProcessGroupDummy
 from hpc_elastic.ft.pg_wrapper import ProcessGroupWrapper
@@ -33,7 +36,16 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupDummy",
     "ProcessGroupError",
-    "ProcessGroupGloo",
-    "ProcessGroupNCCL",
+    "ProcessGroupGloo",  # noqa: F822 - by __getattr__
+    "ProcessGroupNCCL",  # noqa: F822 - by __getattr__
     "ProcessGroupWrapper",
 ]
+
+_BACKENDS = {"ProcessGroupGloo": "hpc_elastic.ft.gloo", "ProcessGroupNCCL": "hpc_elastic.ft.nccl"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a backend at its first use: torchft has them here, and they are built on this."""
+    if name not in _BACKENDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_BACKENDS[name]), name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Store
 
 from hpc_elastic import reports
 from hpc_elastic.ft.link import Link

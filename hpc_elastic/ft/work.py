@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import Work
+from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
 T = TypeVar("T")

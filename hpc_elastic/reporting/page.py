@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpc_elastic.reporting import colours, vega, words
+from hpc_elastic.reporting import colours, vega
 from hpc_elastic.reporting.charts import (
     LOST,
     MOST_LANES,
@@ -23,6 +23,7 @@ from hpc_elastic.reporting.charts import (
     schema,
 )
 from hpc_elastic.reporting.texts import as_yaml, by_cause, costliest, departures
+from hpc_elastic.reporting.words import UNKNOWN, moment, number, share, zone
 from hpc_elastic.words import counted, duration, node_time
 
 SHOWN_AT_ONCE = 12
@@ -52,7 +53,8 @@ def html(report: Mapping[str, Any]) -> str:
     """
     drawn = charts(report)
     return _environment().get_template("page.html.j2").render(
-        r=report, w=words, counted=counted, duration=duration, node_time=node_time,
+        r=report, counted=counted, UNKNOWN=UNKNOWN, moment=moment, number=number, share=share,
+        zone=zone, duration=duration, node_time=node_time,
         about=report["about"], spent=report["spent"],
         begin=begin_of(report), tiles=tiles(report),
         kinds=colours.SPENT_ON, meanings=MEANINGS,
@@ -75,21 +77,21 @@ def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     faults = [change for change in report["changes"] if change["fault"]]
     lost = sum(change["lost_steps"] or 0 for change in faults)
     announced = report["checkpoints"]["announced"]
-    of_total = f"of {words.number(about['total_steps'])}" if about["total_steps"] else ""
+    of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
     left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
-    took = duration(about["until"] - begin) if begin is not None else words.UNKNOWN
+    took = duration(about["until"] - begin) if begin is not None else UNKNOWN
     what = "useful share of node time" if spent["goodput"] is not None else "no step is known"
     return (
-        ("Goodput", words.share(spent["goodput"]), what),
+        ("Goodput", share(spent["goodput"]), what),
         ("Lasted", took, "so far" if about["ended"] is None else ""),
         ("Node time", node_time(spent["node_s"]),
          f"and {node_time(spent['queue_s'])} in the queue"),
-        ("Step", words.number(about["step"]), of_total + left),
-        ("Loss", words.number(about["loss"]), "the last that was reported"),
-        ("Faults", words.number(len(faults)), f"{counted(lost, 'step')} lost"),
-        ("Checkpoints", words.number(len(announced)),
-         f"saved; {words.number(len(report['checkpoints']['kept']))} on disk now"),
-        ("Restarts", words.number(about["restarts"]), f"of {about['max_restarts']} allowed"),
+        ("Step", number(about["step"]), of_total + left),
+        ("Loss", number(about["loss"]), "the last that was reported"),
+        ("Faults", number(len(faults)), f"{counted(lost, 'step')} lost"),
+        ("Checkpoints", number(len(announced)),
+         f"saved; {number(len(report['checkpoints']['kept']))} on disk now"),
+        ("Restarts", number(about["restarts"]), f"of {about['max_restarts']} allowed"),
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from requeue.candidates import (
 )
 
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import Phase, job_of
+from hpc_elastic.slurm.job_state import Phase, job_of
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig
 
 OURS = "hpc_elastic"

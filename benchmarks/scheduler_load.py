@@ -33,7 +33,7 @@ from evidence.result import About, Column, Figure, Result, Table, Target
 from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
 
 PATIENCE_S = 300.0

@@ -6,7 +6,7 @@
     from hpc_elastic import Checkpointer         atomic, verified, asynchronous checkpoints
     from hpc_elastic import checkpoint_boundary  a worker has a complete checkpoint
     from hpc_elastic import log_run_scalars     restarts and goodput into TensorBoard or W&B
-    from hpc_elastic import fence                may this worker still commit a checkpoint?
+    from hpc_elastic import check_fence          may this worker still commit a checkpoint?
 
 All are loaded when they are first used: importing the package costs nothing.
 """
@@ -17,18 +17,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic import fence
     from hpc_elastic.api import LaunchResult, launch
     from hpc_elastic.checkpoint import Checkpointer
-    from hpc_elastic.preemption import leave_node, notice_left_s, should_checkpoint
-    from hpc_elastic.reports import checkpoint_boundary, report
-    from hpc_elastic.scalars import log_run_scalars
+    from hpc_elastic.run.fencing import check_fence
+    from hpc_elastic.worker.checkpoint_trigger import leave_node, notice_left_s, should_checkpoint
+    from hpc_elastic.worker.reporting import checkpoint_boundary, log_run_scalars, report
 
 __all__ = [
     "Checkpointer",
     "LaunchResult",
+    "check_fence",
     "checkpoint_boundary",
-    "fence",
     "launch",
     "leave_node",
     "log_run_scalars",
@@ -40,20 +39,19 @@ __all__ = [
 _LAZY = {
     "Checkpointer": "hpc_elastic.checkpoint",
     "LaunchResult": "hpc_elastic.api",
-    "checkpoint_boundary": "hpc_elastic.reports",
+    "check_fence": "hpc_elastic.run.fencing",
+    "checkpoint_boundary": "hpc_elastic.worker.reporting",
     "launch": "hpc_elastic.api",
-    "leave_node": "hpc_elastic.preemption",
-    "log_run_scalars": "hpc_elastic.scalars",
-    "notice_left_s": "hpc_elastic.preemption",
-    "report": "hpc_elastic.reports",
-    "should_checkpoint": "hpc_elastic.preemption",
+    "leave_node": "hpc_elastic.worker.checkpoint_trigger",
+    "log_run_scalars": "hpc_elastic.worker.reporting",
+    "notice_left_s": "hpc_elastic.worker.checkpoint_trigger",
+    "report": "hpc_elastic.worker.reporting",
+    "should_checkpoint": "hpc_elastic.worker.checkpoint_trigger",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import what the package offers at its first use (PEP 562)."""
-    if name == "fence":
-        return importlib.import_module("hpc_elastic.fence")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpc_elastic.config import Nproc
+from hpc_elastic.config.schema import Nproc
 from hpc_elastic.errors import ConfigError
 
 
@@ -87,11 +87,11 @@ def launch(
         WorkerGroupError: the training failed; holds the first failure.
         SystemExit: Ctrl-C or SIGTERM; what has become of the run was printed.
     """
-    from hpc_elastic.settings import resolve
-    from hpc_elastic.submit import session
-    from hpc_elastic.submit.entry import entry_of
-    from hpc_elastic.submit.freeze import require_writable
-    from hpc_elastic.submit.plan import PlannedRun
+    from hpc_elastic.config.resolve import resolve
+    from hpc_elastic.launcher import session
+    from hpc_elastic.launcher.plan import PlannedRun
+    from hpc_elastic.launcher.prepare import entry_of
+    from hpc_elastic.launcher.sweep import require_writable
 
     config = {
         "nodes": nodes,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record what Slurm's commands print, as data of the unit tests of `hpc_elastic.slurm.outputs`.
+"""Record what Slurm's commands print, as data of the unit tests of `hpc_elastic.slurm.parsing`.
 
     scripts/slurm_sandbox.py up --name recorded --slurm 24.11
     scripts/record_slurm_outputs.py --name recorded
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from hpc_elastic.slurm.environment import for_commands  # noqa: E402
-from hpc_elastic.slurm.outputs import NODES_FORMAT, SQUEUE_FORMAT  # noqa: E402
+from hpc_elastic.slurm.parsing import NODES_FORMAT, SQUEUE_FORMAT  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until  # noqa: E402
 from hpc_elastic.testing.slurm_sandbox.config import parse_version  # noqa: E402

@@ -77,8 +77,8 @@ class _Member:
 
     async def connect(self, address: str) -> None:
         lighthouse = part_of(OURS, "lighthouse_frames")
-        from hpc_elastic.net.keys import user_secret
-        from hpc_elastic.net.stream import connect
+        from hpc_elastic.transport.auth import user_secret
+        from hpc_elastic.transport.connection import connect
 
         host, port = lighthouse.parse_address(address)
         secret, hello = user_secret(lighthouse.PURPOSE), {"replica": self._name}

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 _LATE_LINES = 2
 """Of one append, at most, which a leader made that was stopped right before it."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_elastic import files
+from hpc_elastic import shared_files
 
 _POLL_S = 0.1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -243,7 +243,7 @@ def warm(paths: list[str]) -> None:
 
 def read_undelegated(path: str) -> str:
     """Read a file as the product reads what other nodes remove."""
-    return files.read_undelegated(Path(path))
+    return shared_files.read_undelegated(Path(path))
 
 
 def look_in(path: str) -> None:

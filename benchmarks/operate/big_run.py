@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic import known_runs
-from hpc_elastic.output_index import IndexWriter
-from hpc_elastic.rendezvous.series import spacing_s
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.rendezvous.run_status import spacing_s
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.log_index import IndexWriter
 
 DAY_S = 86_400.0
 STEPS_PER_S = 2.0
@@ -182,7 +182,7 @@ def write(folder: Path, plan: Plan, now: float) -> RunDir:
         "rounds": len(history.rounds), "restarts": history.restarts, "failure": None,
     }  # fmt: skip
     run.result.write_text(json.dumps(result))
-    known_runs.add({"big": run.path})
+    registry.add({"big": run.path})
     return run
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evidence.result import Column, Table, figure
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 AFTER_S = 2.0
 _PATIENCE_S = 180.0

@@ -51,13 +51,13 @@ def main() -> None:
     import torch
     from torch.optim import optimizer as torchs
 
-    from hpc_elastic.agent.worker import _prepare_torch
-    from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
+    from hpc_elastic.agent.worker_main import _prepare_torch
+    from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="operate-") as folder:
         os.environ |= {DIRECTORY_VARIABLE: folder, "LOCAL_RANK": "0"}
-        page = ControlPage.create(Path(folder), 0)
+        page = SharedPage.create(Path(folder), 0)
         _prepare_torch()
         hooks = torchs._global_optimizer_post_hooks
         ours = dict(hooks)

@@ -61,7 +61,7 @@ class Ours:
 
     settings: dict[str, Any]
     name: str = OURS
-    program: str = "hpc_elastic.agent.task"
+    program: str = "hpc_elastic.agent"
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
         """Submit a run of one to four nodes."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from evidence.trails import Steps, read_trail
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 STAGES = ("detect", "rendezvous", "to worker", "start+import", "init", "first step")
 

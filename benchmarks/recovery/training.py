@@ -27,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from hpc_elastic import checkpoint_boundary, fence  # noqa: E402 - under torchrun they do nothing
+from hpc_elastic import check_fence, checkpoint_boundary  # noqa: E402 - do nothing in torchrun
 
 IMPORTED = time.time()
 STEP_S = 0.03
@@ -72,7 +72,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def _save(path: Path, state: dict[str, object]) -> None:
     staged = path.with_suffix(".new")
     torch.save(state, staged)
-    fence.check()
+    check_fence()
     staged.replace(path)
 
 

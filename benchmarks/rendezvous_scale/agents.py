@@ -16,13 +16,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.net.stream import Stream, connect
-from hpc_elastic.net.wire import BadFrameError
-from hpc_elastic.rendezvous.agent_effects import Claim, Connect, Effect, HangUp, Look, Say, Tell
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.effects import (
+    AgentEffect,
+    Claim,
+    Connect,
+    Deliver,
+    Disconnect,
+    ReadLog,
+    SendToLeader,
+)
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.transport.auth import BadFrameError
+from hpc_elastic.transport.connection import ClientConnection, connect
 from rendezvous_scale.leading import SECRET, liveness, member
 from rendezvous_scale.process import allow_files
 
@@ -50,14 +58,14 @@ class Reached:
 
 
 class LightAgent:
-    """One agent: carries out what its `Following` decides."""
+    """One agent: carries out what its `FollowerState` decides."""
 
     def __init__(self, group: Group, me: Agent) -> None:
         self.group = group
         self.me = me
         self.rank: int | None = None
-        self.stream: Stream | None = None
-        self.following = Following(me, group.liveness, time.monotonic())
+        self.stream: ClientConnection | None = None
+        self.following = FollowerState(me, group.liveness, time.monotonic())
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -76,21 +84,21 @@ class LightAgent:
         if self._task is not None:
             self._task.cancel()
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: Iterable[AgentEffect]) -> None:
         for effect in effects:
             match effect:
-                case Look():
+                case ReadLog():
                     record, lease = self.group.record, self.group.lease()
                     now = time.monotonic()
                     self._carry_out(self.following.looked(record.number, record, lease, now))
                 case Connect(record):
                     self._task = asyncio.create_task(self._follow(record))
-                case HangUp():
+                case Disconnect():
                     self.die()
-                case Say(message) if self.stream is not None:
+                case SendToLeader(message) if self.stream is not None:
                     is_beat = message["type"] == "beat"
                     self.stream.send({**message, "progress": _PROGRESS} if is_beat else message)
-                case Tell(message):
+                case Deliver(message):
                     self._hear(message)
                 case Claim():
                     raise AssertionError("an agent takes the leader for dead")
@@ -104,7 +112,7 @@ class LightAgent:
             self.group.waiting.add(self)
             self._carry_out(self.following.join())
 
-    async def _follow(self, record: Record) -> None:
+    async def _follow(self, record: LogEntry) -> None:
         where, hello = record.leader, asdict(self.me)
         self.group.tries += 1
         try:
@@ -130,10 +138,10 @@ class LightAgent:
 class Group:
     """All agents of a run."""
 
-    def __init__(self, record: Record, size: int, folder: Path) -> None:
+    def __init__(self, record: LogEntry, size: int, folder: Path) -> None:
         self.record = record
         self.liveness = liveness(size)
-        self._register = Register(RunDir(folder).rdzv, SECRET)
+        self._register = DecisionLog(RunDir(folder).rdzv, SECRET)
         self.tries = 0
         self._agents = [LightAgent(self, member(slot)) for slot in range(size)]
         self.waiting: set[LightAgent] = set()
@@ -215,14 +223,14 @@ def _tcp_bytes(connection: socket.socket) -> tuple[int, int]:
     return _TCP_INFO_BYTES.unpack(info)
 
 
-def follow(pipe: Connection, size: int, record: Record, folder: Path) -> None:
+def follow(pipe: Connection, size: int, record: LogEntry, folder: Path) -> None:
     """Be ``size`` agents; form and form again, each when told to, until the pipe closes."""
     allow_files(size)
     gc.disable()  # each agent has a process of its own in a real run
     asyncio.run(_follow(pipe, size, record, folder))
 
 
-async def _follow(pipe: Connection, size: int, record: Record, folder: Path) -> None:
+async def _follow(pipe: Connection, size: int, record: LogEntry, folder: Path) -> None:
     group = Group(record, size, folder)
     pipe.send("ready")
     while await asyncio.to_thread(_told, pipe):

@@ -9,17 +9,16 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.events import EventLog
-from hpc_elastic.net.listener import Listener
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Leader, Office
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.config.schema import RendezvousSettings
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.leader import Leader, LeaderContext
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.connection import Listener
 from rendezvous_scale.process import allow_files
 
 ADDRESS = "127.0.0.1"
@@ -31,10 +30,10 @@ def member(slot: int, attempt: int = 0) -> Agent:
     return Agent(f"1000_{slot}", attempt, slot, f"node{slot:05d}", nproc=8)
 
 
-def liveness(size: int) -> Liveness:
+def liveness(size: int) -> HeartbeatConfig:
     """Return what a run of so many nodes has by default."""
     defaults = RendezvousSettings()
-    return Liveness.of(defaults.heartbeat_s, defaults.lost_after_s, size)
+    return HeartbeatConfig.of(defaults.heartbeat_s, defaults.lost_after_s, size)
 
 
 class World:
@@ -105,20 +104,25 @@ def _tell_cpu(pipe: Connection, over: asyncio.Event) -> None:
         over.set()
 
 
-def _office(size: int, folder: Path) -> Office:
+def _office(size: int, folder: Path) -> LeaderContext:
     run = RunDir(folder)
     events = EventLog(run.events(member(0).task), member(0).task)
     for needed in (run.first_term, events.path.parent):
         needed.mkdir(parents=True, exist_ok=True)
     settings = RendezvousSettings()
-    rules = Rules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
-    register = Register(run.rdzv, SECRET)
-    return Office(
-        rules, liveness(size), SECRET, register, partial(Journal, run, "scale", events), World(size)
+    rules = RoundRules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
+    register = DecisionLog(run.rdzv, SECRET)
+    return LeaderContext(
+        rules,
+        liveness(size),
+        SECRET,
+        register,
+        partial(StatusWriter, run, "scale", events),
+        World(size),
     )
 
 
-def _claim(register: Register, port: int) -> Record:
+def _claim(register: DecisionLog, port: int) -> LogEntry:
     here = Endpoint(ADDRESS, port, member(0).task, 0)
     record = claim(1, None, here, time.time())
     assert register.create(record)

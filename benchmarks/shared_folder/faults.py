@@ -15,7 +15,7 @@ from kernel_nfs.facts import split
 from recovery.trail import run_events
 from recovery.waiting import trained
 
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.testing.slurm_sandbox import SandboxTimeoutError
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak.watch import Watch

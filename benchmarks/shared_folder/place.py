@@ -85,7 +85,7 @@ class Training:
     num_saves: int = 0
 
     name = "hpc_elastic"
-    program = "hpc_elastic.agent.task"
+    program = "hpc_elastic.agent"
 
     def leader(self, _: Path | None = None) -> str:
         """Return the node whose agent leads."""

@@ -1,19 +1,18 @@
-"""What a task runs: one elastic agent, and the entry of its workers.
+"""What runs on a node: one elastic agent, and the entry of its workers.
 
-- `task`        the process that Slurm starts; catches `signals`, and goes on in `start`
-- `start`       finds the task's run (`lookup`), hands over to `supervise`
-- `surroundings`  what is prepared before torch is imported: environment, first spares
-- `gang`        what is special about the nodes of one multi-node job
-- `supervise`   wires a session, torch's agent and the run directory together
-- `tasks`, `world`  the run's other tasks as the scheduler sees them, and the rest a leader needs
-- `agent`       torch's LocalElasticAgent, with the run's leader deciding on restarts
-- `boundaries`  checkpoint boundaries and steps to save at, between the workers and the leader
-- `preemption`  why, and by when, this node is to be left; `notices` finds it out
-- `processes`   the workers' processes as torch makes them; `leftovers` ends what they leave behind
-- `output_times`  when the output of this node was written, for those who read it
-- `steadfast`   what keeps a worker at work while its node is under notice
-- `spares`      processes that have imported torch, to make the next workers from
-- `report`      failed workers as the run's report shows them
-- `worker`      the process that calls the user's function; `prewarm` while it is a spare
-- `hydra_job`   what Hydra does around a job, done for a worker
+- `__main__`         the process that Slurm starts: catches `signals`, goes on in `task_main`
+- `task_context`     the task's run, found by its index in the job array or its node's id
+- `preflight`        health checks of the node, beside the imports; `gpu_check` those of GPUs
+- `node_agent`       wires session, torch's agent and run directory together
+- `elastic_agent`    torch's LocalElasticAgent, with the run's leader deciding on restarts
+- `worker_channel`   checkpoint boundaries and steps to save at, between workers and leader
+- `worker_failures`  failed workers as the run's result shows them
+- `preemption`       why, and by when, this node is to be left
+- `hang_watch`       a group that makes no step, and who holds it up; `stacks` of workers
+- `worker_main`      the process that calls the user's function; `hydra_job` as Hydra does
+- `warm_workers`     processes that have imported torch, to make the next workers from
+- `process_cleanup`  ends what workers leave behind
+- `metrics`          OpenMetrics, load of the workers
+- `output_times`     when output was written
+- `replica`          with ``ft=true``: the server of this node's replica group
 """

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 
 
 @contextmanager

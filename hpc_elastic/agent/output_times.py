@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpc_elastic.mount import Mount
-from hpc_elastic.output_index import IndexWriter
+from hpc_elastic.run.log_index import IndexWriter
+from hpc_elastic.shared_files import Mount
 
 _log = logging.getLogger(__name__)
 

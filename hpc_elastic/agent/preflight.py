@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic import commands
-from hpc_elastic.agent.lookup import Task
-from hpc_elastic.agent.tasks import RunTasks
+from hpc_elastic import _util
+from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.environment import granted_gpus
-from hpc_elastic.slurm.replacement import excluded
+from hpc_elastic.slurm.requeue import excluded
+from hpc_elastic.slurm.scheduler import RunTasks
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     if not granted or shutil.which("nvidia-smi") is None:
         return None
     try:
-        done = commands.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
+        done = _util.run(["nvidia-smi", *_QUERY], timeout_s=_NVIDIA_SMI_S)
         if done.returncode != 0:
             raise ValueError((done.stdout + done.stderr).strip())
         return judge_gpus(granted, parse_gpus(done.stdout), shared=shared)
@@ -196,7 +196,7 @@ def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
         return None
     try:
         check = [sys.executable, "-m", "hpc_elastic.agent.gpu_check"]
-        done = commands.run(check, timeout_s=_GPU_CHECK_S)
+        done = _util.run(check, timeout_s=_GPU_CHECK_S)
         problem = json.loads(done.stdout.strip().splitlines()[-1])["problem"]
     except subprocess.TimeoutExpired:
         problem = f"a product of matrices is not done after {_GPU_CHECK_S:.0f} s"

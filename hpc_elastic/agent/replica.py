@@ -13,17 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic import fence
-from hpc_elastic.agent.preemption import Notice
-from hpc_elastic.agent.worker import RESULTS_VARIABLE
-from hpc_elastic.ft.group_server import GroupServer
-from hpc_elastic.ft.keeper import Keeper, Send
-from hpc_elastic.ft.protocol import SOCKET_ENV, Message, pack, unpack
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous.heard import Round
-from hpc_elastic.rendezvous.quorum_keeper import MakeKeeper, replica_name
-from hpc_elastic.rendezvous.record import Agent
-from hpc_elastic.rendezvous.replicas import results_of
+from hpc_elastic.agent.preemption import PreemptionNotice
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
+from hpc_elastic.ft.manager_server import ManagerServer
+from hpc_elastic.ft.messages import SOCKET_ENV, Message, pack, unpack
+from hpc_elastic.rendezvous.leader import MakeKeeper, replica_name
+from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.replica_state import results_of
+from hpc_elastic.rendezvous.session import RoundInfo
+from hpc_elastic.run import fencing
+from hpc_elastic.worker.shared_page import RESULTS_VARIABLE, WorkerStatus
 
 GROUP_VARIABLES = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")
 """Which of the run's replica groups a worker belongs to, for scripts; the names are torchft's."""
@@ -45,7 +44,7 @@ class Replica:
         self._path = folder / "ft.sock"
         self._max_nodes = max_nodes
         self._say: Callable[[Json], None] = lambda _: None
-        self._server = GroupServer(self._path, replica_name(me), self)
+        self._server = ManagerServer(self._path, replica_name(me), self)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._told: float | None = None
         """The end of the notice that the quorum has been told of."""
@@ -86,7 +85,9 @@ class Replica:
         self._told = None
         self._in_loop(self._server.expect, self.me.nproc)
 
-    def why_leave(self, notice: Notice, _: Sequence[Progress], now: float) -> str | None:
+    def why_leave(
+        self, notice: PreemptionNotice, _: Sequence[WorkerStatus], now: float
+    ) -> str | None:
         """Ask once to be let go; tell why to wait for that no longer, None to wait.
 
         Args:
@@ -102,12 +103,12 @@ class Replica:
             return "its time is up"
         return None if self._server.was_placed else "its workers are in no quorum yet"
 
-    def environment(self, round_: Round) -> dict[str, str]:
+    def environment(self, round_: RoundInfo) -> dict[str, str]:
         """Return what its workers find in their environment."""
         group_id, num_groups = GROUP_VARIABLES
         return {
             SOCKET_ENV: str(self._path),
-            fence.REPLICA_VARIABLE: fence.replica(self.me.task, self.me.attempt, self.me.slot),
+            fencing.REPLICA_VARIABLE: fencing.replica(self.me.task, self.me.attempt, self.me.slot),
             RESULTS_VARIABLE: results_of(round_.number, self.me),
             group_id: str(self.me.slot),
             num_groups: str(self._max_nodes),
@@ -131,7 +132,7 @@ class _KeeperOfRun:
     """`quorum_keeper.QuorumKeeper` over the keeper of `hpc_elastic.ft`."""
 
     def __init__(self, min_replicas: int, epoch: int, lost: Iterable[str]) -> None:
-        self._keeper = Keeper(epoch, min_replicas=min_replicas, lost_members=lost)
+        self._keeper = LighthouseState(epoch, min_replicas=min_replicas, lost_members=lost)
 
     def arrived(self, replica: str, now: float) -> Iterator[tuple[str, Json]]:
         return _packed(self._keeper.arrived(replica, now))
@@ -146,5 +147,5 @@ class _KeeperOfRun:
         return _packed(self._keeper.tick(now))
 
 
-def _packed(sends: Iterable[Send]) -> Iterator[tuple[str, Json]]:
+def _packed(sends: Iterable[ReplicaMessage]) -> Iterator[tuple[str, Json]]:
     return ((send.replica, pack(send.message)) for send in sends)

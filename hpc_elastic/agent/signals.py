@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 
-from hpc_elastic.readable import readable
+from hpc_elastic._util import readable
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm's own, and those that a user may choose as ``launcher.notice_signal``."""
@@ -39,7 +39,7 @@ def withstand() -> None:
         signal.siginterrupt(number, False)
 
 
-class Caught:
+class SignalPipe:
     """The signals that came since this was made (an agent's main thread, once)."""
 
     def __init__(self) -> None:

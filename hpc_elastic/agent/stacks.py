@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_elastic import commands
+from hpc_elastic import _util
 
 ASK = signal.SIGRTMAX - 9
 """Real-time signals have no meaning of their own; glibc uses the first two, below SIGRTMIN."""
@@ -74,7 +74,7 @@ def _by_py_spy(pid: int) -> str | None:
         return None
     try:
         dump = [command, "dump", "--full-filenames", "--pid", str(pid)]
-        done = commands.run(dump, timeout_s=_PY_SPY_WITHIN_S)
+        done = _util.run(dump, timeout_s=_PY_SPY_WITHIN_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 and "Thread" in done.stdout else None

@@ -5,16 +5,21 @@
                               shard-<rank>.safetensors
     <directory>/.staging-step-100-<token>/            not committed yet, or never will be
 
-The modules, downwards: `checkpointer` (the user's object) and `options`, `saving` (one save: write,
-commit), `staging` (the folder of a save until then), `snapshot` (host buffers), `state` (the user's
-objects as a tree of tensors and values), `writer` (safetensors files), `rng`, `retention`, `store`
-(the folders of a directory), `values` and `manifest` (pure). `store`, `manifest`, `values`,
-`retention` and `options` do without torch.
+- `checkpointer`  the user's object, and its options
+- `save`          one save: write, commit, or take back
+- `snapshot`      host buffers
+- `state`         the user's objects as a tree of tensors and values; random number generators
+- `sharding`      which rank writes what
+- `files`         safetensors files, written past the page cache
+- `store`         the folders of a directory: commit, verification, retention, removal
+- `manifest`      what a checkpoint holds (pure)
+- `restore`       the newest checkpoint that verifies; `resharding` reads it under any mesh
+- `export`        one file for torch.load
+- `memory_tier`   saves in the memory of nodes: `node_memory` a node's folder, `replication` copies
+                  on another node
+- `collectives`   the group of ranks, and tensors exchanged in it
 
-What a rank writes is planned in `sharding`, and read back under any mesh by `reading` and `shards`;
-`export` writes one file for torch.load. Near memory: `tiers` (where saves go), `memory` (a node's
-folder), `peers` and `neighbour` (copies on another node), `gathering` and `exchange` (bringing a
-save together again).
+`store` and `manifest` need no torch.
 """
 
 from __future__ import annotations
@@ -22,9 +27,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.checkpoint.checkpointer import Checkpointer
-    from hpc_elastic.checkpoint.options import Options
-    from hpc_elastic.checkpoint.tiers import Tiers
+    from hpc_elastic.checkpoint.checkpointer import Checkpointer, Options
+    from hpc_elastic.checkpoint.memory_tier import Tiers
 
 __all__ = ["Checkpointer", "Options", "Tiers"]
 

@@ -9,7 +9,7 @@
                 ckpt.save(step)
 
 Every rank makes one, and calls it at the same steps. A save copies the state into host memory and
-returns; a thread writes, checks and commits it (`saving` has the theory). What is committed is
+returns; a thread writes, checks and commits it (`save` has the theory). What is committed is
 complete, on every rank, and verified when it is read.
 """
 
@@ -24,26 +24,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import torch
 
-from hpc_elastic import reports
-from hpc_elastic.checkpoint import folders, rng
-from hpc_elastic.checkpoint.cleaner import Cleaner
-from hpc_elastic.checkpoint.group import Group
-from hpc_elastic.checkpoint.options import Options
-from hpc_elastic.checkpoint.restoring import Restorer
-from hpc_elastic.checkpoint.retention import Retention
-from hpc_elastic.checkpoint.saving import Context, Save
+from hpc_elastic.checkpoint import state as state_module
+from hpc_elastic.checkpoint import store as store_module
+from hpc_elastic.checkpoint.collectives import RankGroup
+from hpc_elastic.checkpoint.memory_tier import MemoryTier, Tiers
+from hpc_elastic.checkpoint.restore import Restorer
+from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat, flatten, rank_states
-from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.checkpoint.tiers import MemoryTier, Tiers
+from hpc_elastic.checkpoint.store import Cleaner, Retention, Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
+from hpc_elastic.worker import reporting
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class Checkpointer:
         if self._options.boundary:
             _require_one(store.directory, self._state)
         store.prepare()
-        self._group = Group.current()
+        self._group = RankGroup.current()
         self._warn_of_positions(flat)
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
         self._tier: MemoryTier | None = None
@@ -124,7 +123,7 @@ class Checkpointer:
             self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
         near = None if self._tier is None else self._tier.store
         self._is_held = _is_held if self._options.boundary else lambda: False
-        self._context = Context(  # knows nothing of this Checkpointer, nor does a save that is done
+        self._context = SaveContext(  # knows nothing of this Checkpointer, nor does a done save
             store, self._group, rule, self._options.timeout_s, Cleaner(store),
             near=near, is_held=self._is_held,
         )  # fmt: skip
@@ -163,7 +162,7 @@ class Checkpointer:
             ConfigError: the step is no number, or something in the state can not be stored.
         """
         step = _checked_step(step)
-        with reports.busy():
+        with reporting.busy():
             return self._save_now(step, urgent)
 
     def _save_now(self, step: int, urgent: bool | None) -> bool:
@@ -178,10 +177,10 @@ class Checkpointer:
             if waits and not save.urgent:
                 self._context.cleaner.wait(_CLEANED_UP_IN_S)
         self.blocked_s = time.monotonic() - begin
-        reports.note_blocked(self.blocked_s)
+        reporting.note_blocked(self.blocked_s)
         _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
         if waits and self._committed == step and self._options.boundary:
-            reports.checkpoint_boundary(step=step)
+            reporting.checkpoint_boundary(step=step)
         return not waits or self._committed == step
 
     def restore(self) -> int | None:
@@ -205,13 +204,13 @@ class Checkpointer:
         context = self._context
         accepted = self._options.accept_inexact
         restorer = Restorer(context.store, self._group, context.damaged, self._tier, accepted)
-        with reports.busy():
+        with reporting.busy():
             step = restorer.restore(self._state, self._options.strict, with_rng=self._options.rng)
         self._save = None
         self._committed = step
         self._stored = step if step in context.store.steps() else None
         if self._options.boundary:
-            reports.note_restored(step, time.monotonic() - begin)
+            reporting.note_restored(step, time.monotonic() - begin)
         return step
 
     @property
@@ -271,10 +270,10 @@ class Checkpointer:
     def _new_save(self, step: int, urgent: bool | None) -> Save:
         number, for_hold = next(self._numbers), urgent is None and self._is_held()
         if urgent is None:
-            urgent = for_hold or (self._options.boundary and reports.save_is_urgent())
+            urgent = for_hold or (self._options.boundary and reporting.save_is_urgent())
         is_due = self._tier is None or self._tier.shared_due(number, urgent=False)
         to_store = is_due or urgent
-        may_hear = self._group.world_size > 1 and reports.own_page() is not None
+        may_hear = self._group.world_size > 1 and reporting.own_page() is not None
         return Save(
             self._context, step, number, None, urgent, to_store,
             for_hold=for_hold and not is_due, looks_out=may_hear and not to_store,
@@ -323,7 +322,7 @@ class Checkpointer:
         pieces = self._planner.plan(flat.tensors, flat.first)
         rank_values: dict[str, Any] = dict(rank_states(self._state, flat))
         if self._options.rng:
-            rank_values["rng"] = rng.capture()
+            rank_values["rng"] = state_module.capture()
         take = self._snapshots.borrow if waits else self._snapshots.copy
         save.image = take(flat, pieces, rank_values)
 
@@ -351,7 +350,7 @@ class Checkpointer:
             self.failures += 1
             _log.error("%s; the earlier ones are as they were", save.problem)
             if not isinstance(save.problem, CheckpointFencedError):  # others go on, and save
-                reports.note_not_saved(save.step, str(save.problem))
+                reporting.note_not_saved(save.step, str(save.problem))
         elif save.error is not None:
             _log.info("%s", save.error)
         save.look_out()
@@ -361,10 +360,10 @@ class Checkpointer:
         if self._save is None or self._save.is_stored:
             self._stored = step
             if self._options.boundary:
-                reports.note_stored(step)
+                reporting.note_stored(step)
             self._remember_directory()
         if self._options.boundary:
-            reports.announce_boundary(step=step)
+            reporting.announce_boundary(step=step)
 
     def _remember_directory(self) -> None:
         """Let commands find the checkpoints wherever the script keeps them (rank 0)."""
@@ -373,7 +372,7 @@ class Checkpointer:
         self._is_remembered = True
         directory = self._context.store.directory
         try:
-            folders.remember(directory)
+            store_module.remember(directory)
         except OSError as e:
             _log.warning("`verify` and others have to be given %s: %s", directory, e)
 
@@ -390,7 +389,7 @@ class Checkpointer:
 
     def _settle(self) -> None:
         if self._save is not None:
-            with reports.busy():
+            with reporting.busy():
                 self._save.wait()
 
     def _stop_looking_out(self) -> None:
@@ -407,7 +406,7 @@ class Checkpointer:
 
 def _is_held() -> bool:
     """Tell whether the agent has asked this worker to stay at its next checkpoint."""
-    page = reports.own_page()
+    page = reporting.own_page()
     return page is not None and page.is_held
 
 
@@ -450,7 +449,7 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: there is an open one, of another directory or with another state.
     """
-    if reports.own_page() is None:
+    if reporting.own_page() is None:
         return
     mine = directory, tuple(sorted(state))
     for is_sure in (False, True):
@@ -488,3 +487,47 @@ def _checked_step(step: SupportsIndex) -> int:
     if number < 0 or isinstance(step, bool):
         raise ConfigError("step", step, "give the number of optimizer steps done, at least 0")
     return number
+
+
+# ---- How a Checkpointer works, as its user wishes (pure)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a Checkpointer works.
+
+    Attributes:
+        asynchronous: Write behind the training's back. Otherwise `Checkpointer.save` returns when
+            all is committed.
+        when_busy: What a save does while an earlier one is still being written: ``wait`` for it,
+            or ``skip`` the new one.
+        rng: Save and restore the random number generators of each rank (`state`).
+        strict: Refuse to restore a checkpoint that has other keys than the state.
+        replicated: Who writes what all ranks have: ``spread`` over all, or the ``first``.
+        accept_inexact: Keys of the state whose objects are restored under another world size as
+            rank 0 had them, though each rank had a state of its own: samples are trained twice or
+            never, if it is a position in data.
+        timeout_s: How long one rank waits for another to finish writing, more than 0.
+        boundary: Whether a save is a moment at which the group may change, and the run goes on from
+            there. One Checkpointer of a script has that. False for one beside it, as of the best
+            model: after a change of the group its newest step may be older than the other's.
+    """
+
+    asynchronous: bool = True
+    when_busy: Literal["wait", "skip"] = "wait"
+    rng: bool = True
+    strict: bool = True
+    replicated: Literal["spread", "first"] = "spread"
+    accept_inexact: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+    boundary: bool = True
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("when_busy", ("wait", "skip")), ("replicated", ("spread", "first"))):
+            if getattr(self, key) not in allowed:
+                raise ConfigError(key, getattr(self, key), f"give one of {', '.join(allowed)}")
+        if isinstance(self.accept_inexact, str):
+            remedy = f"give a tuple of keys: ({self.accept_inexact!r},)"
+            raise ConfigError("accept_inexact", self.accept_inexact, remedy)
+        if not self.timeout_s > 0:
+            raise ConfigError("timeout_s", self.timeout_s, "give a number of seconds above 0")

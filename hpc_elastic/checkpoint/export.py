@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
-from hpc_elastic.checkpoint import values
+from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint.manifest import Manifest
-from hpc_elastic.checkpoint.reading import read
+from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import dtype_of
 from hpc_elastic.errors import CheckpointError, ConfigError, near_miss
 
@@ -63,18 +63,18 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
 
 def _decoded(manifest: Manifest, key: str | None) -> Any:
     if key is None:
-        return {k: values.decode(v) for k, v in manifest.values.items()}
+        return {k: tree_codec.decode(v) for k, v in manifest.values.items()}
     if key not in manifest.values:
         known = ", ".join(manifest.values)
         remedy = f"the state has {known}{near_miss(key, manifest.values)}"
         raise ConfigError("key", key, remedy)
-    return values.decode(manifest.values[key])
+    return tree_codec.decode(manifest.values[key])
 
 
 def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.Tensor]:
     """Write the file but for the tensors' bytes; return the tensors, mapped from it."""
     with skip_data():
-        torch.save(values.replace_refs(state, lambda ref: _blank(manifest, ref.fqn)), path)
+        torch.save(tree_codec.replace_refs(state, lambda ref: _blank(manifest, ref.fqn)), path)
     with path.open("r+b") as f:  # a full disk is an error here; in mapped memory it is a SIGBUS
         os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
     with set_default_mmap_options(mmap.MAP_SHARED):
@@ -94,7 +94,7 @@ def _blank(manifest: Manifest, fqn: str) -> torch.Tensor:
 
 def _collect(state: Any, mapped: Any, found: dict[str, torch.Tensor]) -> None:
     """Find each tensor of the mapped file by the place of its `Ref` in the state."""
-    if isinstance(state, values.Ref):
+    if isinstance(state, tree_codec.Ref):
         found[state.fqn] = mapped
     elif isinstance(state, dict):
         for key, item in state.items():

@@ -1,7 +1,7 @@
 """What a checkpoint holds, as data (pure, without torch).
 
-Each rank describes what it wrote in a `Part`; rank 0 merges all parts into the `Manifest`, which
-is the checkpoint: a file that it does not name does not count. A tensor is stored as boxes
+Each rank describes what it wrote in a `RankPart`; rank 0 merges all parts into the `Manifest`,
+which is the checkpoint: a file that it does not name does not count. A tensor is stored as boxes
 (`Chunk`), so that every rank may write its own share, and another world size may read it.
 
 Both are sealed as ``{"checksum": "xxh3_64:<hex>", "content": {...}}``; the checksum is that of the
@@ -66,7 +66,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank wrote."""
 
     rank: int
@@ -75,7 +75,7 @@ class Part:
     """By name; only this rank's chunks."""
     values: Mapping[str, Any]
     """By key of the state: everything that is no tensor, and where the tensors stand in it
-    (`values`)."""
+    (`tree_codec`)."""
     rank_values: Mapping[str, Any]
     """What each rank has for itself: the states of its random number generators ("rng"), its
     "positions" in data, and "values" that may be another rank's, too."""
@@ -85,7 +85,7 @@ class Part:
         return seal(_plain(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Part:
+    def from_json(cls, text: str) -> RankPart:
         """Read a part file.
 
         Raises:
@@ -114,7 +114,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Any]
-    """Rank 0's; see `Part.values`."""
+    """Rank 0's; see `RankPart.values`."""
     rank_values: Mapping[int, Mapping[str, Any]]
 
     def to_json(self) -> str:
@@ -147,7 +147,7 @@ class Manifest:
             )
 
 
-def merge(parts: Iterable[Part], *, step: int, world_size: int, created: float) -> Manifest:
+def merge(parts: Iterable[RankPart], *, step: int, world_size: int, created: float) -> Manifest:
     """Make one checkpoint of what all ranks wrote.
 
     A box that two ranks wrote is taken from the lower rank.
@@ -179,7 +179,7 @@ def merge(parts: Iterable[Part], *, step: int, world_size: int, created: float) 
     )
 
 
-def _rank_values(part: Part, parts: Sequence[Part]) -> dict[str, Any]:
+def _rank_values(part: RankPart, parts: Sequence[RankPart]) -> dict[str, Any]:
     """Return what a rank has for itself; values that all ranks share stand in `Manifest.values`."""
     own = dict(part.rank_values)
     others = [each.rank_values.get("values", {}) for each in parts]
@@ -205,7 +205,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 # ---- merging ------------------------------------------------------------------------------
 
 
-def _merge_tensors(parts: Sequence[Part]) -> dict[str, TensorEntry]:
+def _merge_tensors(parts: Sequence[RankPart]) -> dict[str, TensorEntry]:
     merged: dict[str, TensorEntry] = {}
     boxes: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], Chunk]] = {}
     for part in parts:
@@ -318,7 +318,7 @@ class _Reading:
             raise CheckpointCorruptError(f"not the form of a {self._what}: {error!r}") from error
 
 
-def _plain(whole: Part | Manifest) -> dict[str, Any]:
+def _plain(whole: RankPart | Manifest) -> dict[str, Any]:
     return {
         **vars(whole),
         "files": [[f.name, f.num_bytes, f.checksum] for f in whole.files],

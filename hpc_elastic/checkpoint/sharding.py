@@ -36,7 +36,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """One box of one tensor, which this rank writes.
 
     Attributes:
@@ -89,9 +89,11 @@ class Planner:
         self._world = tuple(range(world_size))
         self._replicated = replicated
         self._structure: Hashable = None
-        self._plan: list[Piece] = []
+        self._plan: list[ShardPiece] = []
 
-    def plan(self, tensors: Mapping[str, torch.Tensor], first: Collection[str] = ()) -> list[Piece]:
+    def plan(
+        self, tensors: Mapping[str, torch.Tensor], first: Collection[str] = ()
+    ) -> list[ShardPiece]:
         """Return what this rank writes (every rank, at each save; cheap for a known structure).
 
         Args:
@@ -113,7 +115,7 @@ class Planner:
             self._structure = structure
         return self._plan
 
-    def _make(self, tensors: Mapping[str, torch.Tensor], first: frozenset[str]) -> list[Piece]:
+    def _make(self, tensors: Mapping[str, torch.Tensor], first: frozenset[str]) -> list[ShardPiece]:
         held: dict[tuple[int, ...], list[_Held]] = {}
         for fqn in sorted(tensors):
             item = _held(fqn, tensors[fqn], self._world)
@@ -126,7 +128,7 @@ class Planner:
 
     def _share(
         self, holders: tuple[int, ...], items: Sequence[_Held], first: frozenset[str]
-    ) -> Iterable[Piece]:
+    ) -> Iterable[ShardPiece]:
         def is_spread(item: _Held) -> bool:
             large = item.num_bytes >= SPREAD_FROM_BYTES and item.fqn not in first
             return large and self._replicated == "spread" and len(holders) > 1
@@ -240,7 +242,7 @@ class _Held:
         """Number of rows that the box can be cut into."""
         return self.box[1][self._dim] if self.box[1] else 1
 
-    def piece(self, begin: int = 0, end: int | None = None) -> Piece:
+    def piece(self, begin: int = 0, end: int | None = None) -> ShardPiece:
         """Return the rows from ``begin`` to before ``end``; all of them by default."""
         offsets, sizes = (list(numbers) for numbers in self.box)
         start = [0] * len(sizes)
@@ -248,7 +250,9 @@ class _Held:
             start[self._dim] = begin
             offsets[self._dim] += begin
             sizes[self._dim] = end - begin
-        return Piece(self.fqn, self.shape, self.dtype, tuple(offsets), tuple(sizes), tuple(start))
+        return ShardPiece(
+            self.fqn, self.shape, self.dtype, tuple(offsets), tuple(sizes), tuple(start)
+        )
 
 
 def _held(fqn: str, tensor: torch.Tensor, world: tuple[int, ...]) -> _Held | None:

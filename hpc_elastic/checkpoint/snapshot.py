@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint.sharding import Piece
+from hpc_elastic.checkpoint.files import FileLayout, HostSnapshot, lay_out
+from hpc_elastic.checkpoint.sharding import ShardPiece
 from hpc_elastic.checkpoint.state import Flat
-from hpc_elastic.checkpoint.writer import Image, Layout, lay_out
 
 _TOUCH_BYTES = 16 << 20
 
@@ -70,8 +70,8 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._buffer: HostBuffer | None = None
-        self._pieces: Sequence[Piece] | None = None
-        self._layout = Layout((), (), 0)
+        self._pieces: Sequence[ShardPiece] | None = None
+        self._layout = FileLayout((), (), 0)
         self._views: tuple[mmap.mmap, list[torch.Tensor]] | None = None
 
     def warm_up(self, flat: Flat, num_bytes: int) -> None:
@@ -83,7 +83,9 @@ class Snapshots:
         """
         self._buffer_for(flat).warm_up(num_bytes)
 
-    def copy(self, flat: Flat, pieces: Sequence[Piece], rank_values: Mapping[str, Any]) -> Image:
+    def copy(
+        self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
+    ) -> HostSnapshot:
         """Copy the pieces; when it returns, the state may change.
 
         The image is valid until the next call.
@@ -99,9 +101,11 @@ class Snapshots:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         data = [memoryview(memory)[: layout.num_bytes]]
-        return Image(layout, data, flat.values, rank_values, keep=memory)
+        return HostSnapshot(layout, data, flat.values, rank_values, keep=memory)
 
-    def borrow(self, flat: Flat, pieces: Sequence[Piece], rank_values: Mapping[str, Any]) -> Image:
+    def borrow(
+        self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
+    ) -> HostSnapshot:
         """Return an image in the state's own memory, as far as it is on the CPU.
 
         The state may not change until it is written.
@@ -111,7 +115,7 @@ class Snapshots:
         layout = self._layout_of(pieces)
         tensors = [_plain(piece.view(flat.tensors[piece.fqn])) for piece in layout.pieces]
         data = [_bytes_of(tensor) for tensor in tensors]
-        return Image(layout, data, flat.values, rank_values, keep=tensors)
+        return HostSnapshot(layout, data, flat.values, rank_values, keep=tensors)
 
     def _buffer_for(self, flat: Flat) -> HostBuffer:
         if self._buffer is None:
@@ -119,7 +123,7 @@ class Snapshots:
             self._buffer = HostBuffer(pinned=pinned)
         return self._buffer
 
-    def _layout_of(self, pieces: Sequence[Piece]) -> Layout:
+    def _layout_of(self, pieces: Sequence[ShardPiece]) -> FileLayout:
         if pieces is not self._pieces:  # the planner keeps its list while the structure is the same
             self._pieces, self._layout, self._views = pieces, lay_out(pieces), None
         return self._layout
@@ -130,7 +134,7 @@ class Snapshots:
         return self._views[1]
 
 
-def _views(memory: mmap.mmap, layout: Layout) -> list[torch.Tensor]:
+def _views(memory: mmap.mmap, layout: FileLayout) -> list[torch.Tensor]:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return [
         whole[begin : begin + piece.num_bytes].view(getattr(torch, piece.dtype)).view(piece.sizes)

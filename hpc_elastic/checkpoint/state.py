@@ -15,7 +15,12 @@ of them says so: ``fits_any_world_size = True``.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import logging
+import random
+import struct
 import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +30,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_elastic.checkpoint import reading, values
+from hpc_elastic import tree_codec
+from hpc_elastic.checkpoint import resharding
 from hpc_elastic.checkpoint.manifest import Manifest
-from hpc_elastic.checkpoint.values import Ref
-from hpc_elastic.errors import CheckpointError, ConfigError
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from hpc_elastic.tree_codec import Ref
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ class Flat:
     """A state, taken apart."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """JSON by the state's keys; see `values`."""
+    """JSON by the state's keys; see `tree_codec`."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """By name; they share their memory with the state."""
     first: set[str] = field(default_factory=set)
@@ -62,7 +68,7 @@ class Filling:
 
     def tree(self, key: str) -> Any:
         """Return what was saved of an object, once the tensors have been read."""
-        return values.replace_refs(self.trees[key], self._leaf)
+        return tree_codec.replace_refs(self.trees[key], self._leaf)
 
     def _leaf(self, ref: Ref) -> Any:
         if ref in self.present.leaves:
@@ -186,7 +192,7 @@ def load(
             the state may have been filled.
     """
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    reading.read(manifest, folder, filling.tensors)
+    resharding.read(manifest, folder, filling.tensors)
     for key, item in filling.items.items():
         _fill(key, item, filling.tree(key))
 
@@ -196,27 +202,27 @@ def files_needed(
 ) -> set[str]:
     """Return the files that `load` would read on this rank; raises what it does."""
     filling = _prepare(manifest, state, strict=strict, ranks=ranks)
-    return reading.files_needed(manifest, filling.tensors)
+    return resharding.files_needed(manifest, filling.tensors)
 
 
 def _prepare(
     manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
 ) -> Filling:
     items = {key: _bare(state[key]) for key in _common_keys(manifest, state, strict=strict)}
-    trees = {key: values.decode(ranks.value(manifest, key, state[key])) for key in items}
+    trees = {key: tree_codec.decode(ranks.value(manifest, key, state[key])) for key in items}
     present = flatten(items)
     wanted: dict[str, torch.Tensor] = {}
     for key, item in items.items():
         like: Mapping[str, torch.Tensor] = {}
         if isinstance(item, torch.optim.Optimizer):
-            like = reading.like_parameters(item, trees[key], values.escape(key))
-        names = [ref.fqn for ref in values.refs_of(trees[key])]
-        wanted |= reading.targets(manifest, names, present.tensors, like)
+            like = resharding.like_parameters(item, trees[key], tree_codec.escape(key))
+        names = [ref.fqn for ref in tree_codec.refs_of(trees[key])]
+        wanted |= resharding.targets(manifest, names, present.tensors, like)
     return Filling(items, trees, present, wanted)
 
 
 def _add(flat: Flat, key: str, item: Any) -> None:
-    path = values.escape(key)
+    path = tree_codec.escape(key)
 
     def ref_of(at: str, leaf: object) -> Ref | None:
         found = _as_tensor(leaf)
@@ -231,9 +237,9 @@ def _add(flat: Flat, key: str, item: Any) -> None:
             flat.leaves[ref] = leaf
         return ref
 
-    flat.values[key] = values.encode(_tree_of(path, item), path, ref_of)
+    flat.values[key] = tree_codec.encode(_tree_of(path, item), path, ref_of)
     if isinstance(item, torch.nn.Module):
-        flat.first.update(values.join(path, name) for name, _ in item.named_buffers())
+        flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
 
 
 def _tree_of(path: str, item: Any) -> object:
@@ -315,3 +321,95 @@ def _with_versions(module: torch.nn.Module, tree: Any) -> Any:
     if versions is not None:
         like._metadata = versions  # type: ignore[attr-defined]
     return like
+
+
+# ---- The random number generators of this process: Python's, NumPy's, torch's on CPU and GPUs
+# Each rank saves and restores its own. A rank that has none in the checkpoint, since the world
+# has grown, gets them from a seed that depends on the step, the rank, and rank 0's saved state
+# only: so every restore of that checkpoint goes on alike, and no two ranks draw the same numbers.
+
+
+def capture() -> dict[str, Any]:
+    """Return the states as JSON.
+
+    NumPy's is its global generator's, if NumPy has been imported; the GPUs', all that this process
+    can see, if CUDA is in use. Generators that the user made are his own to save.
+    """
+    states: dict[str, Any] = {"python": _of_python(), "torch": _text(torch.get_rng_state())}
+    if "numpy" in sys.modules:
+        states["numpy"] = _of_numpy()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = [_text(state) for state in torch.cuda.get_rng_state_all()]
+    return states
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Set the generators as `capture` found them.
+
+    A GPU that there was not then keeps its state, and so does NumPy's if it was not imported.
+
+    Raises:
+        CheckpointCorruptError: the states are none.
+    """
+    try:
+        _set_python(states["python"])
+        torch.set_rng_state(_tensor(states["torch"]))
+        if "numpy" in states:
+            _set_numpy(states["numpy"])
+        if "cuda" in states and torch.cuda.is_available():
+            for device in range(min(len(states["cuda"]), torch.cuda.device_count())):
+                torch.cuda.set_rng_state(_tensor(states["cuda"][device]), device)
+    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as e:
+        raise CheckpointCorruptError(f"no states of random number generators: {e}") from e
+
+
+def derive(step: int, rank: int, of_first: Mapping[str, Any]) -> None:
+    """Seed the generators of a rank that the checkpoint knows nothing of.
+
+    Args:
+        step: Of the checkpoint.
+        rank: This process's.
+        of_first: Rank 0's states.
+    """
+    source = json.dumps([step, rank, of_first], sort_keys=True).encode()
+    seed = int.from_bytes(hashlib.sha256(source).digest()[:8], "little")
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _of_python() -> list[Any]:
+    version, words, gauss = random.getstate()
+    return [version, _base64(struct.pack(f"<{len(words)}I", *words)), gauss]
+
+
+def _set_python(state: list[Any]) -> None:
+    version, words, gauss = state
+    data = base64.b64decode(words)
+    random.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
+
+
+def _of_numpy() -> list[Any]:
+    name, words, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+    return [name, _base64(words.astype("<u4").tobytes()), position, has_gauss, gauss]
+
+
+def _set_numpy(state: list[Any]) -> None:
+    import numpy as np
+
+    name, words, position, has_gauss, gauss = state
+    keys = np.frombuffer(base64.b64decode(words), dtype="<u4")
+    np.random.set_state((name, keys, position, has_gauss, gauss))
+
+
+def _text(state: torch.Tensor) -> str:
+    return _base64(bytes(state.tolist()))
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

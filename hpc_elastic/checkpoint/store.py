@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import re
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from hpc_elastic import fence
 from hpc_elastic.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -28,7 +30,9 @@ from hpc_elastic.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
-from hpc_elastic.files import names_in
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import names_in, write_atomic
 
 LEFTOVER_AGE_S = 3600.0
 """A staging folder of a group that nobody can tell to be over is removed after this long."""
@@ -100,7 +104,7 @@ class Store:
             OSError: nothing was committed.
         """
         sync_folder(staging)
-        fence.check()
+        fencing.check_fence()
         target = self.folder(step)
         if not _rename_to_new(staging, target):
             problems = verify(target)
@@ -110,7 +114,7 @@ class Store:
                 return False
             _log.warning("%s is replaced: %s", target, problems[0])
             self.set_aside(target)
-            fence.check()
+            fencing.check_fence()
             if not _rename_to_new(staging, target):
                 raise CheckpointError(f"{target} was made by another writer meanwhile")
         sync_folder(self.directory)
@@ -243,3 +247,301 @@ def _rename_to_new(source: Path, target: Path) -> bool:
             raise
         return False
     return True
+
+
+# ---- Removals from a directory of checkpoints, for which no save waits
+# A server of NFS 4 holds a removal up for minutes where it has to recall a delegation of the file
+# from a node that is dead.
+
+
+_GETS_ON_S = 5.0
+"""A program's end waits no longer for removals of which none ends in this time."""
+
+
+class Cleaner:
+    """Removes in a daemon thread, one thing after another.
+
+    Args:
+        store: Where.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._num_removed = 0
+
+    def begin(self, set_aside: Callable[[], object]) -> None:
+        """Begin to set things aside and to delete all that was, after what was begun before."""
+        with self._lock:
+            self._waiting.append(set_aside)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="checkpoint-cleaner", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    _log.warning("%s: old checkpoints stay for now", e)
+                    return
+                self._thread = thread
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until all is done.
+
+        Args:
+            timeout_s: How long at most; None: for as long as it gets on.
+        """
+        thread, before = self._thread, -1
+        if thread is None:
+            return
+        if timeout_s is not None:
+            thread.join(timeout_s)
+            return
+        while thread.is_alive() and before < self._num_removed:
+            before = self._num_removed
+            thread.join(_GETS_ON_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                set_aside = self._waiting.popleft()
+            try:
+                set_aside()
+                for _ in self._store.empty_trash():
+                    self._num_removed += 1
+            except OSError as e:
+                _log.warning("old checkpoints stay in %s for now: %s", self._store.directory, e)
+
+
+# ---- Which checkpoints of a run a user may do without, and their removal. Needs no torch
+# A checkpoint counts as good once all of its bytes were read and their checksums are right. The
+# newest ``keep_last`` good ones stay, and so does whatever is newer than the oldest of them,
+# damaged or not: what a run restores now is never older. Nodes' memory is left alone.
+
+
+@dataclass(frozen=True)
+class Item:
+    """A folder that goes, or that could not be removed.
+
+    Attributes:
+        folder: Where it is.
+        num_bytes: What its files take.
+    """
+
+    folder: Path
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What is to go from one directory of checkpoints.
+
+    Attributes:
+        directory: The directory.
+        kept: The good steps that stay, newest first.
+        damaged: What is wrong with those that were read and are not good, by step.
+        going: What goes: old checkpoints first, then leftovers of aborted saves.
+    """
+
+    directory: Path
+    kept: list[int]
+    damaged: Mapping[int, str]
+    going: list[Item]
+
+
+def plan(directory: Path, *, keep_last: int, is_over: Callable[[str], bool]) -> Cleaning:
+    """Return what may go; nothing is changed.
+
+    Args:
+        directory: Of the checkpoints.
+        keep_last: So many of the newest good ones stay; 0: none.
+        is_over: Tells whether the group with this token can not commit any more.
+
+    Raises:
+        CheckpointError: the directory can not be read.
+    """
+    store = Store(directory)
+    try:
+        steps = store.steps()
+        kept, damaged = _newest_good(store, steps, keep_last)
+        old = choose(steps, kept, keep_last)
+        left = [directory / name for name in leftovers(_names(directory), is_over)]
+        going = [Item(f, size(f)) for f in [*map(store.folder, old), *left]]
+    except OSError as e:
+        raise CheckpointError(f"{e.filename or directory}: {e.strerror or e}") from e
+    return Cleaning(directory, kept, damaged, going)
+
+
+def choose(steps: Iterable[int], kept: list[int], keep_last: int) -> list[int]:
+    """Return the steps to remove, oldest first (pure).
+
+    Args:
+        steps: All that there are.
+        kept: The newest good ones.
+        keep_last: How many of these are to stay: where there are fewer, none is removed.
+    """
+    if len(kept) < keep_last:
+        return []
+    return sorted(step for step in steps if not kept or step < min(kept))
+
+
+def leftovers(names: Iterable[str], is_over: Callable[[str], bool]) -> list[str]:
+    """Return the folders that saves have left which will never be committed (pure)."""
+    staged = ((name, STAGING.fullmatch(name)) for name in names)
+    return sorted(
+        name for name, m in staged if name.startswith(TRASH) or (m and is_over(m["token"]))
+    )
+
+
+def fenced_by(last_record: int, *, run_goes_on: bool) -> Callable[[str], bool]:
+    """Return what tells whether a group of a run can not commit any more (pure).
+
+    Args:
+        last_record: The number of the run's last record.
+        run_goes_on: Whether a task of the run may be there.
+    """
+
+    def is_over(token: str) -> bool:
+        record = record_of(token)
+        return not run_goes_on or (record is not None and record < last_record)
+
+    return is_over
+
+
+def remove(cleaning: Cleaning) -> list[Item]:
+    """Remove what is to go, the oldest first; return what is left of it.
+
+    A checkpoint is out of sight by one rename, before the first of its bytes goes.
+    """
+    store = Store(cleaning.directory)
+    for item in cleaning.going:
+        try:
+            store.remove(item.folder)
+        except OSError:
+            continue  # found below
+    gone = {item.folder.name.lstrip(".") for item in cleaning.going}
+    return [
+        Item(cleaning.directory / name, size(cleaning.directory / name))
+        for name in sorted(_names(cleaning.directory))
+        if name.lstrip(".") in gone or any(f"{TRASH}{g}-" in name for g in gone)
+    ]
+
+
+def size(folder: Path) -> int:
+    """Return the bytes of all files in a folder, as far as they are there."""
+    total = 0
+    for path, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many files
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _newest_good(store: Store, steps: list[int], num: int) -> tuple[list[int], dict[int, str]]:
+    good: list[int] = []
+    damaged: dict[int, str] = {}
+    for step in steps:
+        if len(good) == num:
+            break
+        problems = verify(store.folder(step))
+        if problems:
+            damaged[step] = problems[0]
+        else:
+            good.append(step)
+    return good, damaged
+
+
+def _names(directory: Path) -> list[str]:
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
+
+
+# ---- Where the checkpoints of a run are: the one home of that fact, for workers and for commands
+# A script chooses the directory of its Checkpointer. Where that is not ``<run>/checkpoints``,
+# rank 0 writes it down in the run directory at the first checkpoint that it commits there:
+#
+#     <run>/saves_to/<hash of the path>     the path of the directory, one line
+#
+# Nothing here needs torch, so that the command line can use it.
+
+
+def remember(directory: Path) -> None:
+    """Write down that this worker's run saves to a directory (rank 0; outside of a run: nothing).
+
+    Args:
+        directory: The Checkpointer's, as an absolute path.
+
+    Raises:
+        OSError: the run directory can not be written.
+    """
+    record = fencing.own_record()
+    if record is None:
+        return
+    run = RunDir(record.parent.parent)
+    name = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+    if directory != run.checkpoints and not (run.saves_to / name).exists():
+        run.saves_to.mkdir(exist_ok=True)
+        write_atomic(run.saves_to / name, f"{directory}\n")
+
+
+def directories(run: RunDir) -> list[Path]:
+    """Return the directories that hold checkpoints of a run: the customary one first.
+
+    Raises:
+        OSError: the run directory, or one of them, can not be read.
+    """
+    try:
+        notes = sorted(run.saves_to.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        notes = []
+    known = [Path(note.read_text().rstrip("\n")) for note in notes if note.name[0] != "."]
+    found = dict.fromkeys([run.checkpoints, *known])
+    return [directory for directory in found if Store(directory).steps()]
+
+
+# ---- Which checkpoints may go (pure)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept.
+
+    Attributes:
+        keep_last: How many of the newest checkpoints, at least 1.
+        keep_every: Checkpoints of steps that are a multiple of this stay for ever; None: none do.
+    """
+
+    keep_last: int = 2
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("keep_last", "keep_every"):
+            value = getattr(self, key)
+            if key == "keep_every" and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ConfigError(key, value, "give a whole number of at least 1")
+
+
+def removable(
+    steps: Collection[int], *, committed: int, rule: Retention, damaged: Collection[int] = ()
+) -> list[int]:
+    """Return the steps to remove, oldest first.
+
+    Args:
+        steps: Of all checkpoints there are.
+        committed: The one that was written just now, and so is good. It stays in any case.
+        rule: What is kept.
+        damaged: Steps that did not verify. They do not count among the last, and go once there
+            is a newer good one.
+    """
+    good = sorted(set(steps) - set(damaged) | {committed})
+    kept = {committed, *good[-rule.keep_last :]}
+    if rule.keep_every is not None:
+        kept |= {step for step in good if step % rule.keep_every == 0}
+    return sorted(step for step in steps if step not in kept and (step in good or step < committed))

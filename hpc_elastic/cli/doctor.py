@@ -16,7 +16,7 @@ from hpc_elastic.cli import options
 
 if TYPE_CHECKING:
     from hpc_elastic.doctor.examine import Examination
-    from hpc_elastic.doctor.watch import Say
+    from hpc_elastic.doctor.probe_job import Say
 
 _EPILOG = """
 \b
@@ -43,7 +43,7 @@ def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     """Return the settings that begin so, for the shell."""
     from dataclasses import fields
 
-    from hpc_elastic.config import SlurmSettings
+    from hpc_elastic.config.schema import SlurmSettings
 
     names = ["nodes", "nproc_per_node", *(field.name for field in fields(SlurmSettings))]
     return [f"{name}=" for name in names if name.startswith(incomplete)]
@@ -65,7 +65,7 @@ def _keys(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[s
     help="Where runs will lie: hydra.sweep.dir, or a folder above it.  [default: this one]",
 )  # fmt: skip
 @options.as_json
-def command(
+def doctor_command(
     settings: tuple[str, ...], probe: bool, nodes: int, wait_s: float, folder: Path, as_json: bool
 ) -> int:
     """Tell whether elastic runs will work on this cluster, and what to do where they won't.
@@ -77,13 +77,13 @@ def command(
 
     A check that failed makes runs fail, or not come back; a warning is a loss that can be avoided.
     """
-    from hpc_elastic.doctor import asked, examine
+    from hpc_elastic.doctor import cli_settings, examine
     from hpc_elastic.doctor.findings import Verdict, worst
     from hpc_elastic.errors import ConfigError
-    from hpc_elastic.submit.processes import terminated_as_interrupt
+    from hpc_elastic.launcher.local import terminated_as_interrupt
 
     try:
-        wanted = asked.parse(settings)
+        wanted = cli_settings.parse(settings)
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
     found = examine.login(wanted, folder)
@@ -94,14 +94,14 @@ def command(
                 found, wanted, folder, num_nodes=nodes, patience_s=wait_s, say=say
             )
     if as_json:
-        print(_json(found, asked.shown(wanted)))
+        print(_json(found, cli_settings.shown(wanted)))
     else:
         _show(found, probed=probe)
     return 1 if worst(found.findings) is Verdict.FAIL else 0
 
 
 def _json(found: Examination, wanted: dict[str, object]) -> str:
-    from hpc_elastic.doctor.report import to_json
+    from hpc_elastic.doctor.findings import to_json
 
     report = to_json(found.findings, versions=found.versions, asked=wanted, facts=found.facts)
     return json.dumps(report, indent=2)
@@ -110,7 +110,7 @@ def _json(found: Examination, wanted: dict[str, object]) -> str:
 def _show(found: Examination, *, probed: bool) -> None:
     from rich.console import Console
 
-    from hpc_elastic.doctor.report import show
+    from hpc_elastic.doctor.findings import show
 
     show(found.findings, Console(highlight=False), probed=probed)
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.events import Event, EventReader
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import Event, EventReader
 
 if TYPE_CHECKING:
-    from hpc_elastic.cli.run_state import End
-    from hpc_elastic.story.episode import Episode
+    from hpc_elastic.cli.run_view import RunEnd
+    from hpc_elastic.report.causes import TimelineEntry
 
 _LOOK_AGAIN_S = 0.5
 _SETTLED_S = 5.0
@@ -36,7 +36,7 @@ _SETTLED_S = 5.0
 @options.as_json
 @click.option("--raw", is_flag=True, help="Print the events themselves, one JSON object a line.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended, however.")
-def command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
+def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
     """Tell what happened to a run: one line for each thing, its cause first.
 
     How the group formed, grew and shrank, and why; who was preempted, died or failed; which step
@@ -56,9 +56,9 @@ def command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 
 def _tell(run: Path, *, as_json: bool) -> int:
-    from hpc_elastic.story.episodes import episodes
-    from hpc_elastic.story.kinds import sound
-    from hpc_elastic.story.sentences import lines
+    from hpc_elastic.report.sentences import lines
+    from hpc_elastic.report.timeline import episodes
+    from hpc_elastic.run.event_schema import sound
 
     found = episodes(sound(EventReader(RunDir(run).event_logs).new()))
     if as_json:
@@ -70,8 +70,8 @@ def _tell(run: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _as_json(episode: Episode) -> dict[str, object]:
-    from hpc_elastic.story.sentences import sentence
+def _as_json(episode: TimelineEntry) -> dict[str, object]:
+    from hpc_elastic.report.sentences import sentence
 
     return {"sentence": sentence(episode), **episode.to_json()}
 
@@ -95,7 +95,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
-        from hpc_elastic.story.kinds import sound
+        from hpc_elastic.run.event_schema import sound
 
         events.extend(sound(new))
         if new or told.waits:
@@ -106,11 +106,11 @@ def _follow(run: Path, *, as_json: bool) -> int:
     return _tell_end(end)
 
 
-def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
+def _read(run: Path, show: Callable[[list[Event]], None]) -> RunEnd:
     """Show what there is, and what comes until the run has ended; return how it has."""
-    from hpc_elastic.cli.run_state import Ending
+    from hpc_elastic.cli.run_view import EndDetector
 
-    reader, ending = EventReader(RunDir(run).event_logs), Ending(RunDir(run), warn=_say)
+    reader, ending = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
     while True:
         end = ending.come()  # before: what comes after it is shown too
         show(reader.new())
@@ -119,7 +119,7 @@ def _read(run: Path, show: Callable[[list[Event]], None]) -> End:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _tell_end(end: End) -> int:
+def _tell_end(end: RunEnd) -> int:
     """Say how a run ended, beside its events, and return the exit code."""
     _say(end.sentence)
     return end.exit_code
@@ -129,7 +129,7 @@ def _say(text: str) -> None:
     click.echo(f"hpc-elastic: {text}", err=True)
 
 
-def _over_at(episode: Episode) -> float:
+def _over_at(episode: TimelineEntry) -> float:
     """Return when it was over, or, of one that goes on, when it began."""
     begins_the_pause = episode.kind != "resumed"
     return episode.time + (episode.cost.pause_s or 0.0 if begins_the_pause else 0.0)
@@ -147,7 +147,7 @@ class _Told:
 
     def tell(self, events: list[Event], now: float) -> None:
         """Print what is new, and will not change any more."""
-        from hpc_elastic.story.episodes import episodes
+        from hpc_elastic.report.timeline import episodes
 
         found = episodes(events)
         settled = list(takewhile(lambda episode: now - _over_at(episode) >= _SETTLED_S, found))
@@ -155,8 +155,8 @@ class _Told:
         for episode in settled:
             self._print(episode)
 
-    def _print(self, episode: Episode) -> None:
-        from hpc_elastic.story.sentences import day_of, lines, sentence
+    def _print(self, episode: TimelineEntry) -> None:
+        from hpc_elastic.report.sentences import day_of, lines, sentence
 
         key = (episode.time, sentence(episode))
         if key in self._sentences:

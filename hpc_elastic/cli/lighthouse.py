@@ -28,7 +28,7 @@ from hpc_elastic.ft.coordination import LighthouseOptions, open_port, serve
     "--heartbeat-timeout-ms", default=5000, show_default=True,
     help="A replica that is silent for longer is lost.",
 )  # fmt: skip
-def command(bind: str, **options: int) -> int:
+def lighthouse_command(bind: str, **options: int) -> int:
     """Keep the quorum of hpc_elastic.ft where no run of this launcher does.
 
     The Managers are given its address in TORCHFT_LIGHTHOUSE. May be killed and started again.

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpc_elastic import known_runs
 from hpc_elastic.cli import options
-from hpc_elastic.known_runs import KnownRun
+from hpc_elastic.run import registry
+from hpc_elastic.run.registry import KnownRun
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpc_elastic.cli.queues import Queue
-    from hpc_elastic.rundir import RunSpec
+    from hpc_elastic.cli.run_view import Queue
+    from hpc_elastic.run.directory import RunSpec
 
 _WIDE = 130
 """From so many columns on a run is one line; otherwise what was overridden stands below."""
@@ -71,13 +71,13 @@ class Listed:
     help="So many runs.",
 )  # fmt: skip
 @options.as_json
-def command(everything: bool, limit: int, as_json: bool) -> int:
+def list_command(everything: bool, limit: int, as_json: bool) -> int:
     """List the runs that you have submitted from this account, the newest first.
 
     Slurm is asked once, for all that have not ended. Runs whose directory was deleted are left
     out; `hpc-elastic status RUN` shows more of one.
     """
-    known = known_runs.newest_first()
+    known = registry.newest_first()
     found = list(known if everything else islice(known, limit))
     runs = listed(found)
     if as_json:
@@ -96,7 +96,7 @@ def listed(
         known: The runs.
         asks: Asks the scheduler; None: Slurm, and the local launchers' tables.
     """
-    from hpc_elastic.cli.queues import ask
+    from hpc_elastic.cli.run_view import ask
 
     files = [_Files.read(run) for run in known]
     going = [f.spec for f in files if f.spec is not None and f.result is None]
@@ -117,8 +117,8 @@ class _Files:
     @classmethod
     def read(cls, run: KnownRun) -> _Files:
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.files import read_json
-        from hpc_elastic.rundir import RunDir
+        from hpc_elastic.run.directory import RunDir
+        from hpc_elastic.shared_files import read_json
 
         files = RunDir(run.path)
         try:
@@ -130,9 +130,9 @@ class _Files:
 
     def listed(self, queue: Queue) -> Listed:
         """Return its line."""
-        from hpc_elastic.cli.looking import label_of, number, phase_of
-        from hpc_elastic.files import is_there
-        from hpc_elastic.rundir import RunDir
+        from hpc_elastic.cli.run_view import label_of, number, phase_of
+        from hpc_elastic.run.directory import RunDir
+        from hpc_elastic.shared_files import is_there
 
         run, status = self.run, self.status
         head = (run.run_id, str(run.path), run.submitted)
@@ -149,7 +149,7 @@ class _Files:
 
 
 def _whole(value: object) -> int | None:
-    from hpc_elastic.cli.looking import number
+    from hpc_elastic.cli.run_view import number
 
     found = number(value)
     return None if found is None else int(found)
@@ -192,8 +192,8 @@ def _print_table(out: Console, runs: Sequence[Listed]) -> None:
 def _cells(run: Listed, *, below: bool) -> Iterator[Any]:
     from rich.text import Text
 
+    from hpc_elastic._util import duration
     from hpc_elastic.cli.status_text import PHASES
-    from hpc_elastic.words import duration
 
     name = Text(run.run_id, style="bold")
     if below:

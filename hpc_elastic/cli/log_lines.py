@@ -17,8 +17,7 @@ from datetime import datetime
 
 import click
 
-from hpc_elastic.story.log_text import cleaned
-from hpc_elastic.story.logs import Line, Source
+from hpc_elastic.report.log_files import LogLine, LogSource, cleaned
 
 _MARKS = {"out": "|", "err": "!"}
 _OTHER_MARK = ":"
@@ -39,16 +38,16 @@ class Writer:
         self._day = f"{datetime.fromtimestamp(now):%Y-%m-%d}"
         self._host_width = self._who_width = 1
         self._second, self._date, self._clock = -1, "", ""
-        self._labels: dict[int, tuple[Source, str]] = {}  # by identity, for hashing takes longer
+        self._labels: dict[int, tuple[LogSource, str]] = {}  # by identity, for hashing takes longer
 
-    def make_room(self, sources: Iterable[Source]) -> None:
+    def make_room(self, sources: Iterable[LogSource]) -> None:
         """Make the columns wide enough for sources; they never become narrower."""
         for source in sources:
             self._host_width = max(self._host_width, len(_host(source)))
             self._who_width = max(self._who_width, len(_who(source)))
         self._labels.clear()
 
-    def rows(self, lines: Iterable[Line]) -> Iterator[str]:
+    def rows(self, lines: Iterable[LogLine]) -> Iterator[str]:
         """Yield each line as it is shown, without an end of line."""
         for line in lines:
             if int(line.time) != self._second:
@@ -62,7 +61,7 @@ class Writer:
         at = datetime.fromtimestamp(time_s)
         self._second, self._date, self._clock = int(time_s), f"{at:%Y-%m-%d}", f"{at:%H:%M:%S}"
 
-    def _row(self, line: Line) -> str:
+    def _row(self, line: LogLine) -> str:
         label = self._label(line.source)
         text = cleaned(line.text, colours=self._on_terminal)
         clock = f"{self._clock}.{int(line.time * 10) % 10}"
@@ -70,7 +69,7 @@ class Writer:
             return f"{click.style(clock, dim=True)} {label} {text}"
         return f"{self._date} {clock} {label} {text}"
 
-    def _label(self, source: Source) -> str:
+    def _label(self, source: LogSource) -> str:
         """Return what stands between the time and the text."""
         known = self._labels.get(id(source))
         if known is None or known[0] is not source:
@@ -79,7 +78,7 @@ class Writer:
             known = self._labels[id(source)] = (source, self._new_label(source))
         return known[1]
 
-    def _new_label(self, source: Source) -> str:
+    def _new_label(self, source: LogSource) -> str:
         host = _host(source).ljust(self._host_width)
         who = _who(source).rjust(self._who_width)
         mark = _MARKS.get(source.stream, _OTHER_MARK)
@@ -89,7 +88,7 @@ class Writer:
         return f"{host} {who} {mark}"
 
 
-def as_json(line: Line) -> str:
+def as_json(line: LogLine) -> str:
     """Return a line as one JSON object; its keys are described by the command's help."""
     source = line.source
     fields = {
@@ -101,15 +100,15 @@ def as_json(line: Line) -> str:
     return json.dumps(fields)
 
 
-def _host(source: Source) -> str:
+def _host(source: LogSource) -> str:
     """Return the node's name without its domain; the task's, where no one node is it."""
     return source.host.partition(".")[0] or source.task
 
 
-def _who(source: Source) -> str:
+def _who(source: LogSource) -> str:
     return f"r{source.rank}" if source.is_worker else source.stream
 
 
-def _colour(source: Source) -> str:
+def _colour(source: LogSource) -> str:
     """Return the colour of a rank; nodes that have the same ranks (``ft=true``) differ, too."""
     return _COLOURS[(zlib.crc32(source.host.encode()) + (source.rank or 0)) % len(_COLOURS)]

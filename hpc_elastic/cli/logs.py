@@ -14,23 +14,23 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.cli.log_lines import Writer, as_json
-from hpc_elastic.cli.run_state import End, Ending, doing, how_it_ended
-from hpc_elastic.cli.since import FORMS, PointInTime
+from hpc_elastic.cli.options import FORMS, PointInTime
+from hpc_elastic.cli.run_view import EndDetector, RunEnd, doing, how_it_ended
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.slurm.nodelist import expand, expand_indices
-from hpc_elastic.story import log_files
-from hpc_elastic.story.log_follow import Follower
-from hpc_elastic.story.log_text import cleaned
-from hpc_elastic.story.logs import (
+from hpc_elastic.report import log_files
+from hpc_elastic.report.log_files import (
     Keep,
-    Line,
+    LogLine,
+    LogSource,
     NothingSelectedError,
     Selection,
-    Source,
+    cleaned,
     merge,
     require_there,
 )
+from hpc_elastic.report.log_follow import Follower
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.slurm.nodelist import expand, expand_indices
 
 _FIRST_LINES = 10
 """With --follow, as of ``tail -f``."""
@@ -155,7 +155,7 @@ def _pattern(
     help="With the agents' logs, and what the launcher captured of the tasks.",
 )
 @options.as_json
-def command(
+def logs_command(
     run: Path,
     *,
     ranks: frozenset[int],
@@ -193,7 +193,7 @@ def command(
 
 
 def _keep(pattern: re.Pattern[str] | None, since: float | None) -> Keep:
-    def keep(line: Line) -> bool:
+    def keep(line: LogLine) -> bool:
         if since is not None and line.time < since:
             return False
         return pattern is None or bool(pattern.search(cleaned(line.text, colours=False)))
@@ -211,10 +211,10 @@ class _Output:
         self._writer = Writer(on_terminal=self._on_terminal, now=time.time())
         self.num_lines = 0
 
-    def make_room(self, sources: Iterable[Source]) -> None:
+    def make_room(self, sources: Iterable[LogSource]) -> None:
         self._writer.make_room(sources)
 
-    def write(self, lines: Iterable[Line]) -> None:
+    def write(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.num_lines += 1
             rows = [as_json(line)] if self._as_json else self._writer.rows([line])
@@ -255,7 +255,7 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
 
 
 def _require_output(
-    run: RunDir, selection: Selection, sources: Sequence[Source], chosen: Sequence[Source]
+    run: RunDir, selection: Selection, sources: Sequence[LogSource], chosen: Sequence[LogSource]
 ) -> None:
     """Raise the error that says why what is asked for is not there."""
     if any(source.is_worker for source in sources):
@@ -265,7 +265,7 @@ def _require_output(
         raise RunDirectoryError(f"{run.path}: no output of workers yet; {doing(run)}{remedy}")
 
 
-def _so_far(chosen: Sequence[Source], query: Query, until: dict[Path, int]) -> Iterator[Line]:
+def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
     """Yield what the files hold now, or up to a byte of each."""
     since = query.since
     if query.tail is not None:
@@ -280,10 +280,10 @@ def _so_far(chosen: Sequence[Source], query: Query, until: dict[Path, int]) -> I
     yield from filter(query.keep, merge(streams))
 
 
-def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> End:
+def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunEnd:
     """Print what there is and what is added, until the run has ended and all is told."""
-    ending, ended_at = Ending(run, warn=_say), 0.0
-    end: End | None = None
+    ending, ended_at = EndDetector(run, warn=_say), 0.0
+    end: RunEnd | None = None
     follower = Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.takes(source)]
@@ -302,7 +302,7 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     return end
 
 
-def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[Source]) -> None:
+def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[LogSource]) -> None:
     """Say what is not there, but may come."""
     try:
         if any(source.is_worker for source in sources):

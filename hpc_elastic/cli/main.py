@@ -1,4 +1,4 @@
-"""The command ``hpc-elastic``: one module for each of its commands, imported when it is called.
+"""The command ``hpc-elastic``: its commands are imported when they are called.
 
 ``--help`` answers in the time that Python takes to start, on a login node whose file system is
 slow, too: what the list of commands says stands here, and nothing else does.
@@ -54,35 +54,35 @@ that ends it; standard output is empty then.
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Submit": {
         "submit": ("submit", "Submit the runs of a script, and return at once."),
-        "render": ("render", "Print the batch script of a run, submit nothing."),
+        "render": ("submit", "Print the batch script of a run, submit nothing."),
     },
     "Look": {
         "status": ("status", "Show a run: group, tasks, step, pace, where its time went."),
         "list": ("list", "List your runs, the newest first."),
-        "attach": ("attach", "Wait for submitted runs and show their progress."),
+        "attach": ("submit", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show the output of all workers, in order of time; follow it."),
         "events": ("events", "Tell what happened to a run, and why, in plain sentences."),
         "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
     },
     "Steer": {
-        "cancel": ("cancel", "End a run, its waiting tasks too."),
-        "preempt": ("preempt", "Take a node from a run with notice; it saves and comes back."),
-        "kill": ("kill", "Let a run lose a node without notice."),
-        "resume": ("resume", "Let a run that stopped go on from its last checkpoint."),
-        "clean": ("clean", "Remove old checkpoints of a run."),
-        "completion": ("completion", "Print what completes commands and runs in your shell."),
+        "cancel": ("control", "End a run, its waiting tasks too."),
+        "preempt": ("nodes", "Take a node from a run with notice; it saves and comes back."),
+        "kill": ("nodes", "Let a run lose a node without notice."),
+        "resume": ("control", "Let a run that stopped go on from its last checkpoint."),
+        "clean": ("control", "Remove old checkpoints of a run."),
+        "completion": ("main", "Print what completes commands and runs in your shell."),
     },
     "Prove": {
         "doctor": ("doctor", "Tell whether runs will work on this cluster."),
-        "audit": ("audit", "Prove that every sample was trained exactly once an epoch."),
+        "audit": ("verify", "Prove that every sample was trained exactly once an epoch."),
         "verify": ("verify", "Check the checkpoints of a run."),
-        "export": ("export", "Write a checkpoint as one file for torch.load."),
+        "export": ("verify", "Write a checkpoint as one file for torch.load."),
     },
     "Serve": {
         "lighthouse": ("lighthouse", "Coordinate fault-tolerant training without a launcher."),
     },
 }
-"""Name -> module of this package, whose `command` it is, and what ``--help`` says of it."""
+"""Name -> module of this package, which has `<name>_command`, and what ``--help`` says of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +168,7 @@ class _Program(click.Group):
         for section in _SECTIONS.values():
             if cmd_name in section:
                 module = import_module(f"hpc_elastic.cli.{section[cmd_name][0]}")
-                command: click.Command = module.command
+                command: click.Command = getattr(module, f"{cmd_name}_command")
                 return command
         return None
 
@@ -198,3 +198,40 @@ class _Program(click.Group):
 @click.version_option(package_name="hpc_elastic", prog_name="hpc-elastic")
 def program() -> None:
     """Elastic PyTorch runs on Slurm: submit, look, steer, prove."""
+
+
+# ---- ``hpc-elastic completion``: what makes a shell complete the command's arguments
+
+
+_VARIABLE = "_HPC_ELASTIC_COMPLETE"
+"""click's: the shell asks by calling the program with it."""
+
+_COMPLETION_EXAMPLES = """
+\b
+To install it, once:
+  bash   echo 'eval "$(hpc-elastic completion bash)"' >> ~/.bashrc
+  zsh    echo 'eval "$(hpc-elastic completion zsh)"' >> ~/.zshrc
+  fish   hpc-elastic completion fish > ~/.config/fish/completions/hpc-elastic.fish
+"""
+
+
+@click.command(epilog=_COMPLETION_EXAMPLES)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> int:
+    """Print a script that lets SHELL complete commands, options, and runs.
+
+    A RUN is completed by the ids of your runs, newest first, and by folders.
+    """
+    print(source(shell))
+    return 0
+
+
+def source(shell: str) -> str:
+    """Return the script for a shell."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    complete = kind(program, {}, "hpc-elastic", _VARIABLE)
+    # not .source(): it looks at the version of the bash that is first on PATH, and warns
+    return complete.source_template % complete.source_vars()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from hpc_elastic import known_runs
 from hpc_elastic.errors import RunDirectoryError, near_miss
-from hpc_elastic.files import is_there
-from hpc_elastic.rundir import SUBMISSION, RunDir
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import SUBMISSION, RunDir
+from hpc_elastic.shared_files import is_there
 
 JSON = "hpc_elastic.json"
 """In the context of a command: whether its output is JSON."""
@@ -31,7 +34,7 @@ def find_run(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         return _run_below(path.absolute())
-    known = known_runs.newest_first()
+    known = registry.newest_first()
     found = next((run for run in known if name in (LAST, run.run_id)), None)
     return _unknown(name) if found is None else found.path
 
@@ -42,7 +45,7 @@ def _unknown(name: str) -> NoReturn:
     elif Path(name).exists():
         what = f"{name} is no directory"
     else:
-        near = near_miss(name, [LAST, *(run.run_id for run in known_runs.newest_first())])
+        near = near_miss(name, [LAST, *(run.run_id for run in registry.newest_first())])
         what = f"{name}: no such directory or id{near}"
     raise RunDirectoryError(f"{what}; give a run directory, or an id of `hpc-elastic list`")
 
@@ -93,7 +96,7 @@ class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click
         """Return ids that begin so, and let the shell complete folders."""
         from click.shell_completion import CompletionItem
 
-        ids = [LAST, *(run.run_id for run in known_runs.newest_first())]
+        ids = [LAST, *(run.run_id for run in registry.newest_first())]
         found = [CompletionItem(i) for i in ids if i.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="dir")]
 
@@ -122,3 +125,56 @@ as_json = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_note_json,
     help="Print JSON, for scripts.",
 )  # fmt: skip
+
+
+# ---- Points in time as they are given on the command line
+
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
+
+FORMS = "10m (ago; s, m, h, d), 12:03, 12:03:11, 2030-01-31, '2030-01-31 12:03', @<Unix seconds>"
+
+
+def parse_time(text: str, now: float) -> float:
+    """Return the Unix seconds of a point in the past (pure, but for the time zone).
+
+    Args:
+        text: One of `FORMS`. A time of day is the last one before now.
+        now: Unix seconds.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    ago = _AGO.fullmatch(text)
+    if ago is not None:
+        return now - float(ago[1]) * _UNIT_S[ago[2]]
+    if text.startswith("@"):
+        return float(text[1:])
+    if _CLOCK.fullmatch(text):
+        return _time_of_day(text, now)
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _time_of_day(text: str, now: float) -> float:
+    today = datetime.fromtimestamp(now)
+    then = datetime.fromisoformat(f"{today:%Y-%m-%d}T{text.zfill(len(text) + (text[1] == ':'))}")
+    return (then if then <= today else then - timedelta(days=1)).timestamp()
+
+
+class PointInTime(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """A point in time, in Unix seconds."""
+
+    name = "time"
+
+    def convert(
+        self, value: str | float, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the Unix seconds."""
+        if isinstance(value, float):
+            return value
+        try:
+            return parse_time(value.strip(), time.time())
+        except ValueError:
+            self.fail(f"{value!r} is no time; give one of: {FORMS}", param, ctx)

@@ -12,12 +12,12 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.files import write_atomic
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import write_atomic
 
 if TYPE_CHECKING:
-    from hpc_elastic.cli.facts import Facts
-    from hpc_elastic.story.report import About, Configuration, Report
+    from hpc_elastic.cli.run_view import RunFacts
+    from hpc_elastic.report.report import About, Configuration, Report
 
 _FORMATS = ("html", "png", "json")
 _STANDARD_OUTPUT = "-"
@@ -68,7 +68,7 @@ Examples:
     help="Default: as FILE ends, else html.",
 )  # fmt: skip
 @options.as_json
-def command(run: Path, output: Path | None, form: str | None, as_json: bool) -> int:
+def report_command(run: Path, output: Path | None, form: str | None, as_json: bool) -> int:
     """Write a report of a run: where its time went, its nodes, training, faults and checkpoints.
 
     Everything is read from the run's directory, and Slurm is asked once. The run may go on, may
@@ -114,10 +114,10 @@ def render(report: Report, form: str) -> bytes:
     if form == "json":
         return (json.dumps(values) + "\n").encode()
     if form == "png":
-        from hpc_elastic.reporting.picture import png
+        from hpc_elastic.report.page import png
 
         return png(values)
-    from hpc_elastic.reporting.page import html
+    from hpc_elastic.report.page import html
 
     return html(values).encode(errors="replace")
 
@@ -142,9 +142,9 @@ def report_of(run: Path) -> Report:
     Raises:
         RunDirectoryError: this is no run directory, nor what is left of one.
     """
-    from hpc_elastic.cli.looking import look
-    from hpc_elastic.story.episodes import episodes
-    from hpc_elastic.story.report import report
+    from hpc_elastic.cli.run_view import look
+    from hpc_elastic.report.report import report
+    from hpc_elastic.report.timeline import episodes
 
     facts = look(run)
     notes = list(facts.notes)
@@ -154,14 +154,13 @@ def report_of(run: Path) -> Report:
     )  # fmt: skip
 
 
-def _about(facts: Facts) -> About:
+def _about(facts: RunFacts) -> About:
     from dataclasses import asdict
 
-    from hpc_elastic.cli.looking import overrides_of
-    from hpc_elastic.story.points import Point
-    from hpc_elastic.story.redact import redact_argument
-    from hpc_elastic.story.report import About
-    from hpc_elastic.submit.session import overrides_label
+    from hpc_elastic.cli.run_view import overrides_of
+    from hpc_elastic.launcher.session import overrides_label
+    from hpc_elastic.report.progress_log import Point
+    from hpc_elastic.report.report import About, redact_argument
 
     status, spec = facts.status or Point(facts.now), facts.spec
     overrides = [redact_argument(line) for line in overrides_of(facts.directory)]
@@ -179,8 +178,7 @@ def _about(facts: Facts) -> About:
 
 
 def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
-    from hpc_elastic.checkpoint.folders import directories
-    from hpc_elastic.checkpoint.store import Store
+    from hpc_elastic.checkpoint.store import Store, directories
 
     try:
         stores = [Store(directory) for directory in directories(RunDir(run))]
@@ -194,9 +192,8 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
         return []
 
 
-def _configuration(facts: Facts, notes: list[str]) -> Configuration:
-    from hpc_elastic.story.redact import redact, redact_argument
-    from hpc_elastic.story.report import Configuration
+def _configuration(facts: RunFacts, notes: list[str]) -> Configuration:
+    from hpc_elastic.report.report import Configuration, redact, redact_argument
 
     files, spec = RunDir(facts.directory), facts.spec
     config = _read(files.hydra / "config.yaml", notes)

@@ -16,9 +16,8 @@ from hpc_elastic.cli import options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpc_elastic.cli.facts import Facts
-    from hpc_elastic.cli.queues import Queue
-    from hpc_elastic.rundir import RunSpec
+    from hpc_elastic.cli.run_view import Queue, RunFacts
+    from hpc_elastic.run.directory import RunSpec
 
 _SLURM_EVERY_S, _SLURM_SELDOM_S = 10.0, 60.0
 """A watch asks Slurm no more often, or so seldom once it knows how a run trains: many users have
@@ -76,14 +75,14 @@ Examples:
     type=click.FloatRange(min=0.1), help="With --watch: the time between two looks.",
 )  # fmt: skip
 @options.as_json
-def command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
+def status_command(run: Path, watch: bool, every_s: float, as_json: bool) -> int:
     """Show a run: its group, tasks, step, pace, checkpoints, and where its time went.
 
     Everything is read from the run's directory, and Slurm is asked once; nothing has to be
     running, and it works from any node that sees the directory. The exit code is 0 whatever has
     become of the run, and 1 if RUN is none; with --watch it is 1 if the run has not succeeded.
     """
-    from hpc_elastic.cli.looking import look
+    from hpc_elastic.cli.run_view import look
 
     asks = PatientAsks()
     facts = look(run, asks)
@@ -110,7 +109,7 @@ class PatientAsks:
 
     def __call__(self, specs: Sequence[RunSpec]) -> Queue:
         """Return the queue of these runs as it was when it was asked for last."""
-        from hpc_elastic.cli.queues import ask
+        from hpc_elastic.cli.run_view import ask
 
         settled = self._group is not None and self._changed_at < self._asked_at
         every_s = _SLURM_SELDOM_S if settled else _SLURM_EVERY_S
@@ -119,7 +118,7 @@ class PatientAsks:
             self._asked_at, self._answer = time.monotonic(), ask(specs)
         return self._answer
 
-    def saw(self, facts: Facts) -> Facts:
+    def saw(self, facts: RunFacts) -> RunFacts:
         """Take note of the group, and return the facts: one that trains changes in the files."""
         trains = facts.phase == "training" and facts.status is not None
         fresh = facts.now - (facts.updated or 0.0) < _SLURM_EVERY_S
@@ -129,7 +128,7 @@ class PatientAsks:
         return facts
 
 
-def _watch(look: Callable[[], Facts], facts: Facts, every_s: float, *, as_json: bool) -> int:
+def _watch(look: Callable[[], RunFacts], facts: RunFacts, every_s: float, *, as_json: bool) -> int:
     """Show the run until it has ended."""
     from hpc_elastic.cli.status_text import calm, console, line
 
@@ -156,9 +155,9 @@ class _Over:
     def __init__(self) -> None:
         self._since: float | None = None
 
-    def is_reached(self, facts: Facts) -> bool:
+    def is_reached(self, facts: RunFacts) -> bool:
         """Tell whether a run has ended for good, as it is now."""
-        from hpc_elastic.cli.looking import CANCELLED, LOST
+        from hpc_elastic.cli.run_view import CANCELLED, LOST
 
         if facts.ended is None:
             self._since = None
@@ -169,15 +168,17 @@ class _Over:
         return facts.now - min(self._since, facts.ended.time + _GONE_S) >= _GONE_S
 
 
-def _exit_code(facts: Facts) -> int:
+def _exit_code(facts: RunFacts) -> int:
     return 0 if facts.ended is not None and facts.ended.status == "succeeded" else 1
 
 
-def _watch_page(console: Console, look: Callable[[], Facts], facts: Facts, every_s: float) -> int:
+def _watch_page(
+    console: Console, look: Callable[[], RunFacts], facts: RunFacts, every_s: float
+) -> int:
     from rich.live import Live
 
     from hpc_elastic.cli.status_text import page
-    from hpc_elastic.submit.processes import terminated_as_interrupt
+    from hpc_elastic.launcher.local import terminated_as_interrupt
 
     over = _Over()
     with terminated_as_interrupt(), Live(console=console, auto_refresh=False) as live:

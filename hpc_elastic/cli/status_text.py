@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -12,10 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpc_elastic.cli.facts import Facts, Task
-from hpc_elastic.cli.words import clock, number, sparkline
-from hpc_elastic.story.account import KINDS
-from hpc_elastic.words import counted, duration, node_time
+from hpc_elastic._util import counted, duration, node_time
+from hpc_elastic.cli.run_view import RunFacts, RunTask
+from hpc_elastic.report.node_time import KINDS
 
 PHASES = {
     "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
@@ -57,7 +57,7 @@ def console() -> Console:
     return Console(highlight=False, width=_FILE_WIDTH) if wide else narrow
 
 
-def page(facts: Facts, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
+def page(facts: RunFacts, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
     """Return the whole page.
 
     Args:
@@ -77,7 +77,7 @@ def page(facts: Facts, width: int, *, most_tasks: int = _MOST_TASKS) -> Renderab
     return Group(*parts)
 
 
-def _head(facts: Facts) -> RenderableType:
+def _head(facts: RunFacts) -> RenderableType:
     title = Text.assemble((facts.run_id, "bold"), "  ", _phase(facts))
     if facts.submitted is not None:
         title.append(f"  submitted {duration(facts.now - facts.submitted)} ago", style="dim")
@@ -87,11 +87,11 @@ def _head(facts: Facts) -> RenderableType:
     return Group(title, where)
 
 
-def _phase(facts: Facts) -> tuple[str, str]:
+def _phase(facts: RunFacts) -> tuple[str, str]:
     return f"● {facts.phase}", PHASES.get(facts.phase, "bold")
 
 
-def _rows(facts: Facts, width: int) -> Iterator[tuple[str, RenderableType]]:
+def _rows(facts: RunFacts, width: int) -> Iterator[tuple[str, RenderableType]]:
     """Yield a label and a text for each line; what is not known has none."""
     makers = (
         ("ended", _ended), ("step", _step), ("pace", _pace), ("checkpoint", _checkpoint),
@@ -104,7 +104,7 @@ def _rows(facts: Facts, width: int) -> Iterator[tuple[str, RenderableType]]:
             yield label, text
 
 
-def _ended(facts: Facts, width: int) -> RenderableType | None:
+def _ended(facts: RunFacts, width: int) -> RenderableType | None:
     if facts.ended is None:
         return None
     ended = facts.ended
@@ -118,7 +118,7 @@ def _ended(facts: Facts, width: int) -> RenderableType | None:
     return text.append(f"\n{log}", style="dim") if log else text
 
 
-def _step(facts: Facts, width: int) -> RenderableType | None:
+def _step(facts: RunFacts, width: int) -> RenderableType | None:
     status = facts.status
     if status is None or status.step is None:
         return None
@@ -134,7 +134,7 @@ def _step(facts: Facts, width: int) -> RenderableType | None:
     return text
 
 
-def _pace(facts: Facts, width: int) -> RenderableType | None:
+def _pace(facts: RunFacts, width: int) -> RenderableType | None:
     pace = facts.pace
     if pace.steps_per_s is None:
         return None
@@ -147,7 +147,7 @@ def _pace(facts: Facts, width: int) -> RenderableType | None:
     return Text(" · ".join(parts))
 
 
-def _checkpoint(facts: Facts, width: int) -> RenderableType | None:
+def _checkpoint(facts: RunFacts, width: int) -> RenderableType | None:
     saved = facts.saved
     if saved is None:
         return None if facts.status is None or facts.status.step is None else Text("none yet")
@@ -155,7 +155,7 @@ def _checkpoint(facts: Facts, width: int) -> RenderableType | None:
     return Text(f"step {saved.step:,}, {duration(facts.now - saved.time)} ago{kept}")
 
 
-def _nodes(facts: Facts, width: int) -> RenderableType | None:
+def _nodes(facts: RunFacts, width: int) -> RenderableType | None:
     if facts.nodes is None:
         return None
     now, fewest, most = facts.nodes
@@ -171,7 +171,7 @@ def _nodes(facts: Facts, width: int) -> RenderableType | None:
     return text.append("  ").append(spark, style="cyan") if spark else text
 
 
-def _spark(facts: Facts, width: int) -> str:
+def _spark(facts: RunFacts, width: int) -> str:
     sizes = facts.account.sizes
     if not sizes or facts.nodes is None or width < 8:
         return ""
@@ -180,7 +180,7 @@ def _spark(facts: Facts, width: int) -> str:
     return sparkline(changes, changes[0][0], end, width, facts.nodes[2])
 
 
-def _slow(facts: Facts, width: int) -> RenderableType | None:
+def _slow(facts: RunFacts, width: int) -> RenderableType | None:
     """Return the ranks that hold the others up."""
     named = [f"rank {s.get('rank')} on {s.get('host')}" for s in facts.stragglers]
     ratios = [f" ({s.get('ratio')} times the median)" for s in facts.stragglers]
@@ -190,7 +190,7 @@ def _slow(facts: Facts, width: int) -> RenderableType | None:
     return Text(", ".join(shown), style="yellow") if shown else None
 
 
-def _history(facts: Facts, width: int) -> RenderableType | None:
+def _history(facts: RunFacts, width: int) -> RenderableType | None:
     spent, allowed = facts.restarts
     parts = [f"{spent} of {counted(allowed, 'restart')} spent"]
     for why, (one, many) in _DEPARTURES.items():
@@ -201,7 +201,7 @@ def _history(facts: Facts, width: int) -> RenderableType | None:
     return Text(" · ".join(parts))
 
 
-def _goodput(facts: Facts, width: int) -> RenderableType | None:
+def _goodput(facts: RunFacts, width: int) -> RenderableType | None:
     spent = facts.account
     if spent.goodput is None:
         return Text("unknown: no step was reported yet", style="dim") if spent.node_s else None
@@ -213,7 +213,7 @@ def _goodput(facts: Facts, width: int) -> RenderableType | None:
     return text
 
 
-def _time(facts: Facts, width: int) -> RenderableType | None:
+def _time(facts: RunFacts, width: int) -> RenderableType | None:
     """Return where the node-seconds went, as a bar and in numbers."""
     spent, total = facts.account.seconds, facts.account.node_s
     if not total:
@@ -250,7 +250,7 @@ def _shares(spent: dict[str, float], total: float, width: int) -> Iterator[tuple
 # ---- tasks ---------------------------------------------------------------------------------
 
 
-def _tasks(facts: Facts, most: int) -> RenderableType:
+def _tasks(facts: RunFacts, most: int) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     rows = list(_grouped(facts.tasks))
     limited = any(task.time_left_s is not None for task in facts.tasks)
@@ -266,7 +266,7 @@ def _tasks(facts: Facts, most: int) -> RenderableType:
     return table
 
 
-def _grouped(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
+def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
     """Yield tasks, and how many of them each stands for: those that wait alike are one."""
     for waits, group in groupby(tasks, key=_alike):
         alike = list(group)
@@ -277,12 +277,12 @@ def _grouped(tasks: Sequence[Task]) -> Iterator[tuple[Task, int]]:
             yield replace(alike[0], task=f"{alike[0].task} to {last}"), len(alike)
 
 
-def _alike(task: Task) -> tuple[object, ...] | None:
+def _alike(task: RunTask) -> tuple[object, ...] | None:
     waits = task.state == "PENDING" and not task.node
     return (task.state, task.reason, task.attempt) if waits else None
 
 
-def _cells(task: Task, num: int) -> tuple[RenderableType, ...]:
+def _cells(task: RunTask, num: int) -> tuple[RenderableType, ...]:
     ranks = task.ranks
     shown = "" if ranks is None else str(ranks[0])
     if ranks is not None and ranks[1] > ranks[0]:
@@ -292,7 +292,7 @@ def _cells(task: Task, num: int) -> tuple[RenderableType, ...]:
     return task.task, _state(task, num), Text(task.node or ""), attempt, shown, left
 
 
-def _state(task: Task, num: int) -> Text:
+def _state(task: RunTask, num: int) -> Text:
     if task.last_known is not None:
         text = Text("unknown", style="yellow")
         return text.append(f" (last known: {_LAST.get(task.last_known, task.last_known)})", "dim")
@@ -311,7 +311,7 @@ def _state(task: Task, num: int) -> Text:
 # ---- one line ------------------------------------------------------------------------------
 
 
-def line(facts: Facts) -> str:
+def line(facts: RunFacts) -> str:
     """Return a run in one line, for a watch that no terminal shows."""
     parts = [facts.phase]
     if facts.nodes is not None and facts.ended is None:
@@ -332,6 +332,62 @@ def line(facts: Facts) -> str:
     return ", ".join(parts)
 
 
-def calm(facts: Facts) -> tuple[object, ...]:
+def calm(facts: RunFacts) -> tuple[object, ...]:
     """Return what a line is printed for at once when it changes: not steps, pace and loss."""
     return facts.phase, facts.nodes, facts.restarts, tuple(sorted(facts.departures.items()))
+
+
+# ---- Times and numbers as a person reads them (pure)
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+_HOUR = 3600
+
+
+def clock(at: float, now: float) -> str:
+    """Return a moment on this machine's clock, with its day where that is not today."""
+    there, here = time.localtime(at), time.localtime(now)
+    if there[:3] == here[:3]:
+        return time.strftime("%H:%M:%S" if abs(at - now) < _HOUR else "%H:%M", there)
+    return time.strftime("%a %d %b %H:%M", there)
+
+
+def number(value: float) -> str:
+    """Return a number with three significant digits; whole ones from a thousand on by thousands."""
+    if value and abs(value) < 0.001:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def sparkline(
+    changes: Sequence[tuple[float, float]], begin: float, end: float, width: int, top: float
+) -> str:
+    """Return a value over time as a line of blocks, each the mean over its stretch.
+
+    Args:
+        changes: From when on it was what, in order of time; before the first it was 0.
+        begin: Unix seconds of the left edge.
+        end: Of the right edge.
+        width: Characters, at least 1.
+        top: What the highest block stands for.
+    """
+    if end <= begin or top <= 0:
+        return ""
+    step = (end - begin) / width
+    edges = [(begin + i * step, begin + (i + 1) * step) for i in range(width)]
+    return "".join(_block(_mean(changes, a, b) / top) for a, b in edges)
+
+
+def _mean(changes: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    total = 0.0
+    ends = [at for at, _ in changes[1:]] + [end]
+    for (at, value), until in zip(changes, ends, strict=True):
+        total += value * max(0.0, min(end, until) - max(begin, at))
+    return total / (end - begin)
+
+
+def _block(share: float) -> str:
+    if share <= 0.01:
+        return " "
+    return BLOCKS[min(len(BLOCKS) - 1, max(0, round(share * len(BLOCKS)) - 1))]

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.errors import SubmissionError
+from hpc_elastic.cli.run_view import label_of, local_tasks
+from hpc_elastic.errors import RunDirectoryError, SubmissionError
+from hpc_elastic.launcher.wait import SubmittedTasks, TrackedRun
+from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
+from hpc_elastic.run.registry import user
+from hpc_elastic.shared_files import is_there
+from hpc_elastic.slurm.job_state import TaskState
 
-_EXAMPLES = """
+if TYPE_CHECKING:
+    from hpc_elastic.launcher.wait import Outcome
+
+
+_SUBMIT_EXAMPLES = """
 \b
 Examples:
   hpc-elastic submit train.py launcher=slurm nodes=1:16 launcher.partition=gpu
@@ -37,11 +50,11 @@ _LOOK_S = 0.05
 _END_S = 10.0
 
 
-@click.command(epilog=_EXAMPLES, context_settings={"ignore_unknown_options": True})
+@click.command(epilog=_SUBMIT_EXAMPLES, context_settings={"ignore_unknown_options": True})
 @options.as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
-def command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
+def submit_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
     """Submit the runs that `python SCRIPT OVERRIDE...` would run, and return at once.
 
     Prints for each run its id, its directory, and how to watch and end it. All that follows SCRIPT
@@ -83,13 +96,13 @@ def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
         print(json.dumps(told, indent=2))
         return 0
     for entry in told:
-        _print(entry)
+        _print_submit(entry)
     return 0
 
 
 def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list[dict[str, Any]]]:
     """Return the script's exit code, and what it told; a local launcher goes on."""
-    from hpc_elastic.submit import detach
+    from hpc_elastic.launcher import detach
 
     # the override is refused where there is no launcher: no training is to start right here
     argv = [sys.executable, script, *arguments, "launcher.wait=false"]
@@ -108,7 +121,7 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     return script_.returncode, detach.told(report)
 
 
-def _print(entry: dict[str, Any]) -> None:
+def _print_submit(entry: dict[str, Any]) -> None:
     if entry["launcher"] == "slurm":
         print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
     else:
@@ -123,3 +136,287 @@ def print_run(run_id: str, folder: Path) -> None:
     print(f"\n{run_id}\n  {folder}")
     for what in ("status {}", "logs {} --follow", "cancel {}"):
         print(f"  hpc-elastic {what.format(run_id)}")
+
+
+# ---- ``hpc-elastic render``: the batch script on standard output, all else on standard error
+
+
+_RENDER_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic render train.py launcher=slurm nodes=1:16
+  hpc-elastic render -o scripts train.py -m launcher=slurm lr=0.1,0.2 launcher.partition=gpu,cpu
+  hpc-elastic render --json train.py launcher=slurm nodes=1:16 | jq -r '.[].script'
+
+\b
+--json prints one object for each script, in a list; several need no -o:
+  script   its file, which sbatch takes
+  sweep    the sweep directory
+  tasks    how many it would submit
+  runs     [{"run_id", "run"}]: the runs that they belong to, by id and directory
+"""
+
+
+@click.command(
+    epilog=_RENDER_EXAMPLES,
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="Write the scripts to this directory.",
+)  # fmt: skip
+@options.as_json
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
+def render_command(
+    output: Path | None, as_json: bool, script: str, overrides: tuple[str, ...]
+) -> int:
+    """Print the batch script that `python SCRIPT OVERRIDE...` would submit.
+
+    The run directories are made, so that the script can be given to sbatch by hand. All that
+    follows SCRIPT is handed to it. What it prints goes to standard error; if it fails, its exit
+    code is this command's.
+    """
+    return render(script, overrides, output, as_json=as_json)
+
+
+def render(
+    script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool = False
+) -> int:
+    """Run the user's script as a dry run, and hand on the batch script that it made.
+
+    Args:
+        script: The user's Hydra script.
+        arguments: Its overrides and Hydra flags.
+        output: Directory for the scripts; None prints the only one.
+        as_json: Print which scripts there are, and what each would submit.
+
+    Returns:
+        0, or the exit code of the user's script.
+
+    Raises:
+        SubmissionError: it made no batch script, or several, and nothing says where to.
+    """
+    done = dry_run(script, arguments)
+    if done.returncode != 0:
+        return done.returncode
+    scripts = rendered(done.stdout)
+    if not scripts:
+        remedy = "only launcher=slurm has one: add launcher=slurm, or +launcher=slurm"
+        raise SubmissionError(f"{script} made no batch script; {remedy}")
+    files = scripts if output is None else _write(scripts, output)
+    if as_json:
+        told = [_render_as_json(*pair) for pair in zip(scripts, files, strict=True)]
+        print(json.dumps(told, indent=2))
+    elif output is None:
+        _print_render(script, scripts)
+    return 0
+
+
+def dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the script with ``launcher.dry_run=true``; its output goes to standard error, too."""
+    argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stdout)
+    return done
+
+
+def rendered(output: str) -> list[Path]:
+    """Return the batch scripts that a dry run says it has made (pure)."""
+    from hpc_elastic.launcher.session import RENDERED
+
+    lines = output.splitlines()
+    return [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
+
+
+def _print_render(script: str, scripts: Sequence[Path]) -> None:
+    if len(scripts) > 1:
+        why = "different resources, launcher.gang, or MaxArraySize"
+        what = f"{script} makes {len(scripts)} batch scripts ({why})"
+        raise SubmissionError(f"{what}: write them to a directory with -o DIR")
+    sys.stdout.write(scripts[0].read_text())
+
+
+def _render_as_json(script: Path, file: Path) -> dict[str, Any]:
+    """Return what a batch script would submit; the file is the script, or its copy."""
+    from hpc_elastic.run.directory import ArrayFiles, RunDir
+
+    tasks = ArrayFiles.of(script).run_dirs()
+    runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(tasks)]
+    sweep = str(script.parent.parent)
+    return {"script": str(file.absolute()), "sweep": sweep, "tasks": len(tasks), "runs": runs}
+
+
+def _write(scripts: Sequence[Path], output: Path) -> list[Path]:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        files = [Path(shutil.copy(script, output / script.name)) for script in scripts]
+    except OSError as e:
+        raise SubmissionError(f"can not write to {output}: {e.strerror}") from e
+    for file in files:
+        print(f"wrote {file}", file=sys.stderr)
+    return files
+
+
+# ---- ``hpc-elastic attach``: wait for runs that were submitted before, as the launcher would
+
+
+_ATTACH_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic attach last
+  hpc-elastic attach multirun/2030-01-31/12-00-00
+  hpc-elastic attach last --json | jq '.[] | .run_id, .values."0"'
+
+\b
+--json prints the runs as a list of objects once all have ended, and shows their progress on
+standard error:
+  run_id, run   the run's id and directory
+  status        "succeeded", "failed", "cancelled", or "lost": no result, and its tasks are gone
+  values        what the workers have returned, by global rank; NaN and infinities are null
+  restarts      how many it has spent
+  error         why it has not succeeded, else null
+"""
+
+
+@click.command(epilog=_ATTACH_EXAMPLES)
+@click.argument("sweep", type=options.SweepName(), metavar="SWEEP_DIR")
+@click.option(
+    "--poll-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
+    help="Interval in seconds.",
+)  # fmt: skip
+@options.as_json
+def attach_command(sweep: Path, poll_s: float, as_json: bool) -> int:
+    """Show the progress of submitted runs, as the launcher does, until they end.
+
+    SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
+    The exit code is 1 if a run failed, was cancelled, or has left no result though its tasks are
+    gone.
+    """
+    return attach(sweep, poll_s, as_json=as_json)
+
+
+def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
+    """Show progress until all runs of the sweep have ended.
+
+    Args:
+        sweep: Its directory, or that of one of its runs.
+        poll_s: Seconds between two looks.
+        as_json: Print the outcomes as JSON; all else goes to standard error.
+
+    Returns:
+        0 if all succeeded, else 1.
+
+    Raises:
+        RunDirectoryError: this is no sweep directory, or nothing was submitted from it.
+    """
+    from hpc_elastic.launcher import session
+
+    submission = find_submission(sweep.absolute())
+    job_ids = read_job_ids(submission)
+    runs, launcher = read_runs(submission, job_ids)
+    handle: SubmittedTasks
+    specs = [run.paths.load() for run in runs]
+    if launcher == "slurm":
+        from hpc_elastic.launcher.slurm import SlurmHandle
+        from hpc_elastic.slurm.client import SlurmClient
+
+        me = user()
+        is_own = all(spec.provenance.get("user", me) == me for spec in specs)
+        handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient(), is_own)
+    else:
+        handle = LocalView(submission, list(job_ids.values()))
+    run_ids = [spec.run_id for spec in specs]
+    out = sys.stderr if as_json else sys.stdout
+    outcomes = session.wait(session.Submitted(handle, runs, poll_s), out)
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    for error in failed:
+        print(f"\n{error}", file=out)
+    if as_json:
+        told = [_attach_as_json(*pair) for pair in zip(run_ids, outcomes, strict=True)]
+        print(json.dumps(told, indent=2))
+    return 1 if failed else 0
+
+
+def _attach_as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
+    values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
+    return {
+        "run_id": run_id, "run": str(outcome.run.dir), "status": outcome.status,
+        "values": values, "restarts": outcome.restarts,
+        "error": None if outcome.error is None else str(outcome.error),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LocalView:
+    """Somebody else's local launch: it can be looked at, and is left alone."""
+
+    submission: Path
+    job_ids: Sequence[str]
+
+    def tasks(self) -> Mapping[str, TaskState]:
+        """Return what the launcher has written down about its processes, as far as they live."""
+        return local_tasks(Submission(self.submission))
+
+    def cancel(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+    def leave(self) -> str:
+        """Return how to come back."""
+        sweep = shlex.quote(str(self.submission.parent))
+        return f"The runs go on with their launcher; attach: hpc-elastic attach {sweep}"
+
+    def close(self) -> None:
+        """Do nothing: the launcher ends its processes."""
+
+
+def find_submission(folder: Path) -> Path:
+    """Return the ``.hpc_elastic`` of a sweep directory; one of its run directories will do.
+
+    Raises:
+        RunDirectoryError: it is neither.
+    """
+    if (folder / SUBMISSION).is_dir():
+        return folder / SUBMISSION
+    if is_there(RunDir(folder).spec):
+        return Path(RunDir(folder).load().submission)
+    remedy = "give the folder that holds a sweep's runs, such as multirun/2030-01-31/12-00-00"
+    raise RunDirectoryError(f"{folder} is no sweep directory: {remedy}")
+
+
+def read_job_ids(submission: Path) -> dict[int, str]:
+    """Return the job id of each array that was submitted.
+
+    Raises:
+        RunDirectoryError: there is none.
+    """
+    job_ids = Submission(submission).job_ids()
+    if not job_ids:
+        arrays = Submission(submission).arrays()
+        scripts = " ".join(shlex.quote(str(a.script)) for a in arrays if a.script.exists())
+        remedy = f"; to do so: sbatch {scripts}" if scripts else ""
+        raise RunDirectoryError(f"{submission.parent} was never submitted{remedy}")
+    return job_ids
+
+
+def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[TrackedRun], str]:
+    """Return the runs of the submitted arrays, and their launcher.
+
+    Runs whose directories were removed are left out, and named.
+
+    Raises:
+        RunDirectoryError: a file of the sweep is missing, or all its runs are.
+    """
+    runs, launcher = [], "slurm"
+    tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
+    there = {path: is_there(path) for path in dict.fromkeys(tasks)}
+    removed = [path.name for path, is_there in there.items() if not is_there]
+    if len(removed) == len(there):
+        raise RunDirectoryError(f"{submission.parent} holds no run any more: they were removed")
+    if removed:
+        print(f"removed, and left out: {', '.join(removed)}", file=sys.stderr)
+    for path in (path for path in there if there[path]):
+        spec = RunDir(path).load()
+        launcher = spec.launcher
+        runs.append(TrackedRun(path, label_of(path), tuple(spec.task_names(job_ids)), submission))
+    return runs, launcher

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from hpc_elastic.checkpoint import folders
-from hpc_elastic.checkpoint.manifest import MANIFEST
+from hpc_elastic._util import counted
+from hpc_elastic.checkpoint import store
+from hpc_elastic.checkpoint.manifest import MANIFEST, Manifest
 from hpc_elastic.checkpoint.store import Store, read_manifest
 from hpc_elastic.checkpoint.store import verify as verify_folder
 from hpc_elastic.cli import options
-from hpc_elastic.errors import CheckpointError, CheckpointNotFoundError
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.data.audit import EpochProof, Proof, audit
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from hpc_elastic.run.directory import RunDir
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckpointFinding:
     """One checkpoint, as it was found.
 
     Attributes:
@@ -40,7 +46,7 @@ class Finding:
     problems: tuple[str, ...] = ()
 
 
-_HELP = """
+_VERIFY_HELP = """
 \b
 Examples:
   hpc-elastic verify last
@@ -58,10 +64,10 @@ read:
 """
 
 
-@click.command(epilog=_HELP)
+@click.command(epilog=_VERIFY_HELP)
 @options.checkpoints
 @options.as_json
-def command(run: Path, as_json: bool) -> int:
+def verify_command(run: Path, as_json: bool) -> int:
     """Read all checkpoints of a run and compare their checksums.
 
     RUN is a run, its directory of checkpoints, or one checkpoint. The exit code is 1 if one is
@@ -98,7 +104,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists():
         return [path]
-    directories = [path] if Store(path).steps() else folders.directories(RunDir(path))
+    directories = [path] if Store(path).steps() else store.directories(RunDir(path))
     found = [(Store(d).folder(step), step) for d in directories for step in Store(d).steps()]
     if found:
         return [folder for folder, _ in sorted(found, key=lambda one: -one[1])]
@@ -106,13 +112,13 @@ def find_checkpoints(path: Path) -> list[Path]:
     raise CheckpointNotFoundError(f"{path} has no checkpoints: {remedy}")
 
 
-def examine(folder: Path) -> Finding:
+def examine(folder: Path) -> CheckpointFinding:
     """Check one checkpoint, all of its bytes."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as e:
-        return Finding(str(folder), problems=(str(e),))
-    return Finding(
+        return CheckpointFinding(str(folder), problems=(str(e),))
+    return CheckpointFinding(
         str(folder),
         manifest.step,
         sum(file.num_bytes for file in manifest.files),
@@ -122,7 +128,7 @@ def examine(folder: Path) -> Finding:
     )
 
 
-def _print_table(findings: Sequence[Finding]) -> None:
+def _print_table(findings: Sequence[CheckpointFinding]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -137,10 +143,210 @@ def _print_table(findings: Sequence[Finding]) -> None:
         console.print(f"damaged: {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _cells(finding: Finding, *, whole: bool) -> Iterator[str]:
+def _cells(finding: CheckpointFinding, *, whole: bool) -> Iterator[str]:
     yield finding.folder if whole else Path(finding.folder).name
     created = finding.created
     yield "?" if created is None else time.strftime("%F %T", time.localtime(created))
     yield "?" if finding.num_bytes is None else f"{finding.num_bytes / 1e6:,.1f} MB"
     yield "?" if finding.world_size is None else str(finding.world_size)
     yield "damaged" if finding.problems else "good"
+
+
+# ---- ``hpc-elastic audit``: was every sample trained exactly once an epoch?
+
+
+_COUNTS = ("once", "twice", "never", "left", "dropped", "padded", "elsewhere")
+_ALWAYS_SHOWN = ("once", "twice", "never")
+
+
+_AUDIT_HELP = """
+\b
+Examples:
+  hpc-elastic audit last
+  hpc-elastic audit runs/7 --json | jq '.[].holds'
+
+\b
+--json prints one object, which has one for each sampler, by its name:
+  holds              whether every sample was trained exactly once, as far as it has come
+  name               of the sampler
+  dataset_len        samples of an epoch
+  epochs             a list; of each epoch, from 0, how many samples were trained once, twice or
+                     never, are left to come, were dropped at its end, padded its last batch, or
+                     were trained elsewhere, before the run's first state:
+                     epoch, once, twice, never, left, dropped, padded, elsewhere
+  last_step          of the surviving history
+  stretches          how often a group began to train
+  replayed_steps     written down and thrown away
+  replayed_samples   of these steps
+  open_samples       of steps that not all ranks have written down yet
+  problems           why it does not hold, each a sentence
+"""
+
+
+@click.command(epilog=_AUDIT_HELP)
+@options.run
+@options.as_json
+def audit_command(run: Path, as_json: bool) -> int:
+    """Tell whether every sample was trained exactly once an epoch.
+
+    Reads the ledger that the run's samplers have kept, whatever happened to the world size. The
+    exit code is 1 if a sample was left out or trained twice.
+    """
+    return audit_run(run, as_json=as_json)
+
+
+def audit_run(run: Path, *, as_json: bool) -> int:
+    """Print the proof from a run's ledger.
+
+    Args:
+        run: The run directory.
+        as_json: Print one JSON object, by the samplers' names, instead of tables.
+
+    Returns:
+        0 if it holds, 1 if a sample was left out or trained twice, or it can not be told.
+
+    Raises:
+        RunDirectoryError: the run has no ledger, or it is damaged.
+    """
+    proofs = audit(run)
+    if as_json:
+        print(json.dumps({p.name: {"holds": p.holds, **asdict(p)} for p in proofs}, indent=2))
+    else:
+        for proof in proofs:
+            _print_audit(proof)
+    return 0 if all(proof.holds for proof in proofs) else 1
+
+
+def _print_audit(proof: Proof) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(_table(proof))
+    console.print(
+        f"{counted(proof.last_step, 'step')}, trained in "
+        f"{counted(proof.stretches, 'stretch', 'stretches')}; written down and thrown away: "
+        f"{counted(proof.replayed_steps, 'step')} ({counted(proof.replayed_samples, 'sample')})"
+    )
+    if proof.open_samples:
+        console.print(f"not yet written down by all ranks: {counted(proof.open_samples, 'sample')}")
+    for problem in proof.problems:
+        console.print(f"NOT PROVEN: {problem}")
+    if proof.holds:
+        console.print("Proven: every sample exactly once an epoch, as far as the training has come")
+
+
+def _table(proof: Proof) -> Table:
+    """Return a table of the epochs; columns that are zero throughout are left out."""
+    counts = [c for c in _COUNTS if c in _ALWAYS_SHOWN or any(getattr(e, c) for e in proof.epochs)]
+    table = Table(title=Text(f"{proof.name}: {counted(proof.dataset_len, 'sample')}"))
+    for column in ("epoch", *counts):
+        table.add_column(column, justify="right")
+    for epoch in proof.epochs:
+        table.add_row(*_row(epoch, counts))
+    return table
+
+
+def _row(epoch: EpochProof, counts: list[str]) -> list[str]:
+    return [str(epoch.epoch), *(f"{getattr(epoch, count):,}" for count in counts)]
+
+
+# ---- ``hpc-elastic export``: a checkpoint as one file that plain torch reads
+
+
+_EXPORT_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic export last --key model -o model.pt
+  hpc-elastic export runs/7 --step 1000 -o all.pt
+
+\b
+--json prints one object:
+  run           what was given for it
+  checkpoint    the folder that was read
+  step          that it holds
+  key           that was written; null: all of them
+  file          that was written
+  num_bytes     its size
+  num_tensors   in it
+"""
+
+
+@click.command(epilog=_EXPORT_EXAMPLES)
+@options.checkpoints
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True,
+    metavar="FILE", help="Such as model.pt.",
+)  # fmt: skip
+@click.option("--step", type=int, metavar="N", help="This step instead of the newest.")
+@click.option("--key", metavar="KEY", help="One key of the Checkpointer's state, such as model.")
+@options.as_json
+def export_command(
+    run: Path, output: Path, step: int | None, key: str | None, as_json: bool
+) -> int:
+    """Write the newest good checkpoint of a run as one file of whole tensors.
+
+    It is for torch.load(FILE, weights_only=True). RUN is a run, its directory of checkpoints, or
+    one checkpoint. A damaged one is passed over, and named on standard error.
+
+    The exit code is 1 if nothing was written.
+    """
+    return export(run, output, step=step, key=key, as_json=as_json)
+
+
+def export(
+    run: Path, output: Path, *, step: int | None, key: str | None, as_json: bool = False
+) -> int:
+    """Write a checkpoint to a file, and say which.
+
+    Args:
+        run: A run directory, a directory of checkpoints, or one checkpoint.
+        output: The file.
+        step: Which checkpoint; None takes the newest that is good.
+        key: One key of the state; None for all.
+        as_json: Say it as JSON on standard output.
+
+    Returns:
+        0.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: the state has no such key, or the output can not be written.
+    """
+    folder, manifest = choose(run, step)
+    # torch is imported here: a login node checks the arguments and the files without it.
+    from hpc_elastic.checkpoint.export import export as write
+
+    num_tensors = write(manifest, folder, output, key)
+    if as_json:
+        told = {
+            "run": str(run.absolute()), "checkpoint": str(folder.absolute()),
+            "step": manifest.step, "key": key, "file": str(output.absolute()),
+            "num_bytes": output.stat().st_size, "num_tensors": num_tensors,
+        }  # fmt: skip
+        print(json.dumps(told, indent=2))
+        return 0
+    what = f"{key} of step {manifest.step}" if key else f"step {manifest.step}"
+    print(f"wrote {what} to {output}: {counted(num_tensors, 'tensor')}", file=sys.stderr)
+    return 0
+
+
+def choose(run: Path, step: int | None) -> tuple[Path, Manifest]:
+    """Return the checkpoint that was asked for, verified.
+
+    Raises:
+        CheckpointNotFoundError: there is none of that step, or it is not clear which are meant.
+        CheckpointCorruptError: it is damaged, or all are.
+    """
+    folders = find_checkpoints(run)
+    directories = sorted({str(folder.parent) for folder in folders})
+    if len(directories) > 1:
+        remedy = f"give one of them in place of RUN: {', '.join(directories)}"
+        raise CheckpointNotFoundError(f"{run} has checkpoints in several directories; {remedy}")
+    wanted = folders if step is None else [f for f in folders if f.name == f"step-{step:08d}"]
+    if not wanted:
+        known = ", ".join(folder.name for folder in folders)
+        raise CheckpointNotFoundError(f"{run} has no checkpoint of step {step}, only {known}")
+    for folder in wanted:
+        problems = verify_folder(folder)
+        if not problems:
+            return folder, read_manifest(folder)
+        print(f"{folder.name} is damaged: {problems[0]}", file=sys.stderr)
+    raise CheckpointCorruptError(f"{run} has no good checkpoint; {problems[0]}")

@@ -10,7 +10,8 @@
                 (weight * loss_of(model(x), y)).backward()
             optimizer.step()                          # now the batch counts as trained
 
-`sampler` holds the position in the data, `batch` divides a global batch among the ranks, `order`
+`sampler` holds the position in the data, `batch` divides a global batch among the ranks,
+`epoch_plan`
 shuffles without a list of indices, `ledger` writes down what each rank trained on, and `audit`
 proves from it that no sample was left out or used twice.
 

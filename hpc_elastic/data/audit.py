@@ -1,18 +1,20 @@
 """The proof, from a run's ledger, that each sample was trained once an epoch.
 
 An epoch's order is a permutation of the dataset, fixed by seed and epoch, so positions stand for
-samples: every sample was trained exactly once if the ranges of positions that survived (`history`)
+samples: every sample was trained exactly once if the ranges of positions that survived (`audit`)
 cover 0 to the dataset's length once. A gap is samples never trained, an overlap is samples trained
 twice. Positions behind the length are padding.
 
 What each step has to train is known: the head of a stretch says where it begins, and the sampler's
-plan (`plan`) follows from there, to the padding of the last batch and to the rest that is dropped.
+plan (`epoch_plan`) follows from there, to the padding of the last batch and to the rest that is
+dropped.
 The ranges of all ranks together have to be that at every step, and each stretch has to begin where
 the one before it had come to. Everything else is a problem.
 
 A run that goes on, or was killed, has steps that not all ranks have written down; of its last
 stretch only those count that all have. A run that succeeded has to have them all, up to where its
-last group says that the training was over (`ledger.End`). Every rank writes down every step, even
+last group says that the training was over (`ledger.TrainingEnd`). Every rank writes down every
+step, even
 one that gave it no sample, so that nothing can be missing unnoticed at the end of an epoch either.
 
 Ranges are kept, not samples, and joined where they adjoin: an undisturbed epoch is one range.
@@ -21,34 +23,22 @@ Ranges are kept, not samples, and joined where they adjoin: an undisturbed epoch
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_elastic.data.history import (
-    COUNT,
-    EPOCH,
-    NO_SPANS,
-    NUM_STEPS,
-    START,
-    STEP,
-    STRIDE,
-    Group,
-    Name,
-    Part,
-    Record,
-    Spans,
-    num_samples,
-    read,
-    surviving,
-)
-from hpc_elastic.data.ledger import FOLDER
-from hpc_elastic.files import read_json
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.words import counted
+from hpc_elastic._util import counted
+from hpc_elastic.data.epoch_plan import SamplePosition
+from hpc_elastic.data.ledger import FOLDER, VERSION, LedgerSegment, Span, TrainingEnd
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import read_json
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,7 @@ def audit(run: Path) -> list[Proof]:
     return [prove(name, record, generation) for name, record in read(run / FOLDER).items()]
 
 
-def prove(name: str, record: Record, succeeded_in: int | None) -> Proof:
+def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
     """Return what is proven by all that is on record of one sampler (pure).
 
     Args:
@@ -170,7 +160,9 @@ _NO_END = (
 )
 
 
-def _replayed_steps(groups: Mapping[Name, Group], parts: Sequence[Part], *, is_over: bool) -> int:
+def _replayed_steps(
+    groups: Mapping[Name, LedgerGroup], parts: Sequence[LedgerPart], *, is_over: bool
+) -> int:
     """Return how many steps did not survive; those of the last stretch may not be lost yet."""
     until = {part.group.head.stretch: part.until for part in parts}
     if not is_over:
@@ -180,7 +172,7 @@ def _replayed_steps(groups: Mapping[Name, Group], parts: Sequence[Part], *, is_o
     )
 
 
-def _broken_history(parts: Sequence[Part]) -> Iterator[str]:
+def _broken_history(parts: Sequence[LedgerPart]) -> Iterator[str]:
     first = parts[0].group.head
     if first.parent is not None:
         record, _ = first.parent
@@ -201,7 +193,7 @@ def _broken_history(parts: Sequence[Part]) -> Iterator[str]:
         yield f"the order of the samples has changed: {' and then '.join(sorted(facts))}"
 
 
-def _broken_part(part: Part) -> Iterator[str]:
+def _broken_part(part: LedgerPart) -> Iterator[str]:
     heads = [replace(head, rank=0) for head in part.group.heads.values()]
     if any(head != heads[0] for head in heads):
         yield f"the ranks of {_name(part)} disagree on where it has begun, or on what it trains"
@@ -216,7 +208,7 @@ def _broken_part(part: Part) -> Iterator[str]:
         )
 
 
-def _name(part: Part) -> str:
+def _name(part: LedgerPart) -> str:
     return f"the group of record {part.group.head.stretch[0]}"
 
 
@@ -232,7 +224,7 @@ def _were(num_samples: int) -> str:
     return f"{counted(num_samples, 'sample')} {'was' if num_samples == 1 else 'were'}"
 
 
-def _epochs(parts: Sequence[Part]) -> list[EpochProof]:
+def _epochs(parts: Sequence[LedgerPart]) -> list[EpochProof]:
     """Return the proof of each epoch from where the history begins."""
     spans, planned = (
         np.concatenate([NO_SPANS, *rows])
@@ -324,3 +316,285 @@ def _covered(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> tuple[int, 
     lengths = np.diff(edges[order], append=edges[order][-1:])
     depth = np.cumsum(steps[order])
     return int(lengths[depth == 1].sum()), int(lengths[depth > 1].sum())
+
+
+# ---- A run's ledger read back, and what of it survived
+# Stretches form a tree: each goes on from a state, and a state knows the stretch that made it and
+# at which step (`ledger`). The last stretch is that of the last record; its ancestors, each up to
+# the step from which its child went on, are the history that the model has gone through. All
+# other work was thrown away: steps behind the last checkpoint of a group that was killed, and
+# groups from which nobody went on.
+#
+# Of a run that has succeeded the history ends where its last group says that the training was
+# over (`ledger.TrainingEnd`), and not with whatever stretch happens to be the last on record.
+
+
+Name = tuple[int, int]
+Spans = NDArray[np.int64]
+"""Rows of (step, num_steps, epoch, start, stride, count), as `ledger.Span`."""
+
+STEP, NUM_STEPS, EPOCH, START, STRIDE, COUNT = range(6)
+NO_SPANS: Spans = np.zeros((0, 6), dtype=np.int64)
+_FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class LedgerGroup:
+    """One stretch as all its ranks wrote it down."""
+
+    heads: dict[int, LedgerSegment] = field(default_factory=dict)
+    """By rank; one that is missing has written nothing."""
+    spans: dict[int, Spans] = field(default_factory=dict)
+    """By rank."""
+
+    @property
+    def head(self) -> LedgerSegment:
+        """Its head as one of the ranks wrote it; they should all be equal."""
+        return next(iter(self.heads.values()))
+
+    def all_spans(self) -> Spans:
+        """Return what all ranks trained on."""
+        return np.concatenate([NO_SPANS, *self.spans.values()])
+
+    @property
+    def last_step(self) -> int:
+        """The last step that a rank has written down."""
+        return max([self.head.step, *map(_last_step, self.spans.values())])
+
+    @property
+    def last_common_step(self) -> int:
+        """The last step that every rank has written down."""
+        of_ranks = [self.spans.get(rank, NO_SPANS) for rank in range(self.head.world_size)]
+        return max(self.head.step, min(map(_last_step, of_ranks)))
+
+
+@dataclass(frozen=True)
+class LedgerPart:
+    """A stretch of the surviving history, up to the step from which the next one went on."""
+
+    group: LedgerGroup
+    until: int
+
+    def kept(self) -> Spans:
+        """Return what survived of it."""
+        return _up_to(self.group.all_spans(), self.until)
+
+    def planned(self) -> Spans:
+        """Return what the steps had to train, all ranks together."""
+        head = self.group.head
+        rows = list(head.plan().steps(head.place, self.until - head.step))
+        return np.array(rows, dtype=np.int64).reshape(-1, 6)
+
+    def wrong_steps(self) -> list[range]:
+        """Return the steps that took other positions, all ranks together, than they had to."""
+        return _wrong_steps(self.kept(), self.planned())
+
+    def next_places(self) -> set[SamplePosition]:
+        """Return where the next stretch may begin: an epoch's end is the next one's beginning."""
+        head = self.group.head
+        place = head.plan().after(head.place, self.until - head.step)
+        return {place, head.plan().next_batch(place)}
+
+    def miscounted(self) -> dict[int, int]:
+        """Return how many steps too many a rank has written down, or too few; others are left out.
+
+        By rank; negative is too few.
+        """
+        head = self.group.head
+        written = {
+            rank: _up_to(self.group.spans.get(rank, NO_SPANS), self.until)[:, NUM_STEPS].sum()
+            for rank in {*range(head.world_size), *self.group.spans}
+        }
+        excess = {rank: int(num) - (self.until - head.step) for rank, num in written.items()}
+        return {rank: num for rank, num in excess.items() if num}
+
+
+@dataclass(frozen=True)
+class SamplerHistory:
+    """All that is on record of one sampler."""
+
+    groups: dict[Name, LedgerGroup] = field(default_factory=dict)
+    """Its stretches, by name."""
+    ends: list[TrainingEnd] = field(default_factory=list)
+    """Where processes say that the training was over."""
+
+    def end(self, generation: int) -> TrainingEnd | None:
+        """Return where the training was over; None if a later group than says so has trained.
+
+        Args:
+            generation: How often the run has been resumed.
+        """
+        last = max(self.groups, default=(0, 0))
+        found = [e for e in self.ends if e.generation == generation and e.by >= last]
+        return max(found, key=lambda e: (e.by, e.ended, e.step), default=None)
+
+
+def read(folder: Path) -> dict[str, SamplerHistory]:
+    """Return what is on record in a ledger, by the sampler's name.
+
+    Raises:
+        RunDirectoryError: there are none, or a line is damaged. A last line that was cut off when
+            its writer was killed is left out.
+    """
+    found: dict[str, SamplerHistory] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        if not (m := _FILE.fullmatch(path.name)):
+            continue
+        record = found.setdefault(m["name"], SamplerHistory())
+        stretches, ends = _read_file(path)
+        record.ends.extend(ends)
+        for head, spans in stretches:
+            group = record.groups.setdefault(head.stretch, LedgerGroup())
+            if reaches_further(spans, group.spans.get(head.rank)):
+                group.heads[head.rank], group.spans[head.rank] = head, spans
+    if not found:
+        remedy = "it is written by runs whose script trains with an ElasticSampler"
+        raise RunDirectoryError(f"{folder.parent} has no ledger: {remedy}")
+    return found
+
+
+def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> list[LedgerPart]:
+    """Return the surviving history, oldest first; it begins where no parent is on record.
+
+    Args:
+        groups: All stretches.
+        last: The name of the last one.
+        until: Its last step.
+    """
+    group = groups[last]
+    parts = [LedgerPart(group, until)]
+    while (parent := _parent(group, groups)) is not None:
+        parts.append(LedgerPart(parent, group.head.step))
+        group = parent
+    return parts[::-1]
+
+
+def _parent(group: LedgerGroup, groups: Mapping[Name, LedgerGroup]) -> LedgerGroup | None:
+    name = group.head.parent
+    return groups.get(name) if name is not None and name < group.head.stretch else None
+
+
+def num_samples(spans: Spans) -> int:
+    """Return how many samples, or paddings, were trained in these steps."""
+    return int((spans[:, NUM_STEPS] * spans[:, COUNT]).sum())
+
+
+def reaches_further(spans: Spans, others: Spans | None) -> bool:
+    """Tell which counts: replicas write down the same batches, each as far as it came."""
+    return others is None or _last_step(spans) > _last_step(others)
+
+
+def _last_step(spans: Spans) -> int:
+    return int((spans[:, STEP] + spans[:, NUM_STEPS] - 1).max(initial=0))
+
+
+def _up_to(spans: Spans, step: int) -> Spans:
+    """Return the spans without what is behind a step."""
+    cut = spans.copy()
+    cut[:, NUM_STEPS] = np.clip(step + 1 - spans[:, STEP], 0, spans[:, NUM_STEPS])
+    return cut[cut[:, NUM_STEPS] > 0]
+
+
+def _wrong_steps(written: Spans, planned: Spans) -> list[range]:
+    """Return the steps at which the ranges of all ranks are not together the planned one.
+
+    Both are cut at the steps at which a row of either begins or ends. In each piece the ranges,
+    in their order, have to begin where the planned one does, adjoin, and have its length.
+    """
+    both = np.concatenate([written, planned])
+    cuts = np.unique(np.concatenate([both[:, STEP], both[:, STEP] + both[:, NUM_STEPS]]))
+    theirs, piece = _cut(written[written[:, COUNT] > 0], cuts)
+    rule, of_rule = _cut(planned, cuts)
+    wanted = np.zeros((len(cuts), 6), dtype=np.int64)
+    wanted[of_rule] = rule
+    order = np.lexsort((theirs[:, START], piece))
+    theirs, piece = theirs[order], piece[order]
+    ends = theirs[:, START] + theirs[:, COUNT]
+    is_first = np.append(True, piece[1:] != piece[:-1])[: len(piece)]
+    begins = np.where(is_first, wanted[piece, START], np.roll(ends, 1))
+    differs = (theirs[:, START] != begins) | (theirs[:, EPOCH] != wanted[piece, EPOCH])
+    differs |= (theirs[:, STRIDE] != wanted[piece, STRIDE]) & (theirs[:, NUM_STEPS] > 1)
+    totals = np.bincount(piece, weights=theirs[:, COUNT], minlength=len(cuts))
+    wrong = totals != wanted[:, COUNT]
+    wrong[piece[differs]] = True
+    return [range(cuts[i], cuts[i + 1]) for i in np.flatnonzero(wrong)]
+
+
+def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64]]:
+    """Return spans cut at some steps, and the number of the piece that each is then."""
+    first = np.searchsorted(cuts, spans[:, STEP])
+    count = np.searchsorted(cuts, spans[:, STEP] + spans[:, NUM_STEPS]) - first
+    rows = np.repeat(np.arange(len(spans)), count)
+    piece = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count) + first[rows]
+    pieces = spans[rows]
+    pieces[:, START] += (cuts[piece] - pieces[:, STEP]) * pieces[:, STRIDE]
+    pieces[:, STEP] = cuts[piece]
+    pieces[:, NUM_STEPS] = cuts[piece + 1] - cuts[piece]
+    return pieces, piece
+
+
+def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[TrainingEnd]]:
+    """Return each stretch in a file with its spans, and the ends.
+
+    Raises:
+        RunDirectoryError: the file is damaged.
+    """
+    heads: list[LedgerSegment] = []
+    rows: list[list[Span]] = []
+    ends: list[TrainingEnd] = []
+    try:
+        for line in _lines(path):
+            raw = json.loads(line)
+            if not isinstance(raw, dict):
+                _append(rows[-1], _span(raw))
+            elif raw.get("ledger") != VERSION:
+                raise ValueError(f"it has version {raw.get('ledger')}, this reads {VERSION}")
+            elif "ended" in raw:
+                ends.append(TrainingEnd.from_json(raw))
+            else:
+                heads.append(_checked(LedgerSegment.from_json(raw), heads))
+                rows.append([])
+        spans = [np.array([astuple(s) for s in r], dtype=np.int64).reshape(-1, 6) for r in rows]
+    except (ValueError, TypeError, LookupError, HpcElasticError) as e:
+        raise RunDirectoryError(f"{path} is damaged: {e}") from e
+    return list(zip(heads, spans, strict=True)), ends
+
+
+def _checked(head: LedgerSegment, earlier: Sequence[LedgerSegment]) -> LedgerSegment:
+    """Return the head of a stretch that can follow on others in one file.
+
+    Raises:
+        ValueError: it can not.
+        HpcElasticError: no sampler has such a plan.
+    """
+    head.plan()
+    if head.stretch in [other.stretch for other in earlier]:
+        raise ValueError(f"the stretch {head.stretch} stands there twice")
+    return head
+
+
+def _span(raw: Any) -> Span:
+    """Return what a line says.
+
+    Raises:
+        ValueError: no step can have been so.
+    """
+    if not all(type(number) is int and number >= 0 for number in raw):
+        raise ValueError(f"no steps are {raw}")
+    return Span(*raw)
+
+
+def _append(spans: list[Span], span: Span) -> None:
+    """Add a span to those before; one that only the time of writing has cut off joins the last."""
+    joined = spans[-1].joined(span) if spans else None
+    if joined is not None:
+        spans[-1] = joined
+    else:
+        spans.append(span)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open() as f:
+        for line in f:
+            if line.endswith("\n"):  # or else it was cut off
+                yield line

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_elastic._util import counted
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.words import counted
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """A micro-batch of one rank, inside of a global batch.
 
     Attributes:
@@ -118,14 +118,14 @@ class ElasticBatch:
         first = size * rank // world_size
         return first, size * (rank + 1) // world_size - first
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of that size."""
         _, world_size = self.group()
         first, count = self.share(size)
         num_parts = self.num_parts(size)
         cuts = [first + count * i // num_parts for i in range(num_parts + 1)]
         return [
-            Part(min(start, size - 1), stop - start, (stop - start) * world_size / size)
+            MicroBatch(min(start, size - 1), stop - start, (stop - start) * world_size / size)
             for start, stop in itertools.pairwise(cuts)
         ]
 
@@ -213,7 +213,7 @@ class GlobalBatch:
 class PartSource:
     """Where a global batch has its micro-batches from, and who is told of its end."""
 
-    begin: Callable[[GlobalBatch], list[Part]]
+    begin: Callable[[GlobalBatch], list[MicroBatch]]
     load: Callable[[], Any]
     trained: Callable[[], None]
 

@@ -4,14 +4,14 @@
     <run>/ledger/<name>.replica-<token>.jsonl
 
 ``name`` is the sampler's, n the number of the record that formed the worker group (`fence`), r the
-rank; the token is a replica process's, where replicas live on when the group changes (`book`). So
+rank; the token is a replica process's, where replicas live on when the group changes (`ledger`). So
 each file has one writer, once. The lines:
 
-    {"ledger": 2, "name": ...}                             a stretch begins: see `Stretch`
+    {"ledger": 2, "name": ...}                             a stretch begins: see `LedgerSegment`
     [step, num_steps, epoch, start, stride, count]         from `step` on, so many steps: the i-th
                                                            took `count` positions of the epoch's
                                                            order, from start + i * stride on
-    {"ledger": 2, "ended": ...}                            the training is over: see `End`
+    {"ledger": 2, "ended": ...}                            the training is over: see `TrainingEnd`
 
 Positions, not indices, and one line for as many steps as follow the same rule: a line covers all
 steps between two flushes, but where an epoch ends.
@@ -38,18 +38,22 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
-from hpc_elastic import fence
 from hpc_elastic.data.batch import ElasticBatch
-from hpc_elastic.data.plan import End as EndOfEpoch
-from hpc_elastic.data.plan import Place, Plan
+from hpc_elastic.data.epoch_plan import End as EndOfEpoch
+from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition, require_word
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.worker import reporting
 
 VERSION = 2
 FOLDER = "ledger"
@@ -77,7 +81,7 @@ def origin() -> Origin | None:
 
     ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
     """
-    record = fence.own_record()
+    record = fencing.own_record()
     if record is None:
         return None
     run = record.parent.parent
@@ -85,11 +89,11 @@ def origin() -> Origin | None:
         spec = RunDir(run).load()
     except RunDirectoryError:
         return None
-    return Origin(run / FOLDER, spec.run_id, fence.number(record.name), spec.generation)
+    return Origin(run / FOLDER, spec.run_id, fencing.number(record.name), spec.generation)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LedgerSegment:
     """The head of a stretch: who trains, from which state on, and on what.
 
     Attributes:
@@ -118,26 +122,28 @@ class Stretch:
     end: EndOfEpoch
     global_batch: int
 
-    def plan(self) -> Plan:
+    def plan(self) -> EpochPlan:
         """Return what decides which positions each step of the stretch is to train.
 
         Raises:
             ConfigError: no sampler has such a plan, so the stretch is damaged.
         """
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
-        return Plan(length, seed, shuffle, self.end, ElasticBatch(self.global_batch, None, 0, 1))
+        return EpochPlan(
+            length, seed, shuffle, self.end, ElasticBatch(self.global_batch, None, 0, 1)
+        )
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SamplePosition:
         """Where it begins."""
-        return Place(self.epoch, self.position, self.step)
+        return SamplePosition(self.epoch, self.position, self.step)
 
     def to_json(self) -> str:
         """Return its line."""
         return json.dumps({"ledger": VERSION, **asdict(self)})
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> Stretch:
+    def from_json(cls, raw: dict[str, Any]) -> LedgerSegment:
         """Read a line back.
 
         Raises:
@@ -152,7 +158,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class End:
+class TrainingEnd:
     """The training is over in the process that writes this, and goes on in no other one.
 
     Attributes:
@@ -173,7 +179,7 @@ class End:
         return json.dumps({"ledger": VERSION, **asdict(self)})
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> End:
+    def from_json(cls, raw: dict[str, Any]) -> TrainingEnd:
         """Read a line back.
 
         Raises:
@@ -232,13 +238,13 @@ class Ledger:
         self._open()
         atexit.register(self.flush)
 
-    def begin(self, stretch: Stretch) -> None:
+    def begin(self, stretch: LedgerSegment) -> None:
         """Write the head of a stretch at once."""
         self._close_span()
         self._buffer += f"{stretch.to_json()}\n".encode()
         self.flush()
 
-    def end(self, end: End) -> None:
+    def end(self, end: TrainingEnd) -> None:
         """Write at once that the training is over."""
         self._close_span()
         self._buffer += f"{end.to_json()}\n".encode()
@@ -311,3 +317,175 @@ class Ledger:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a file system that has no sync
                 os.fdatasync(self._file)
+
+
+# ---- A sampler's ledger as the sampler sees it: what it writes, and which stretch its state is of
+# `ledger` says what stands in the files. Two kinds of groups write:
+#
+# - Ranks that are started anew whenever the group changes. Their stretch is named by the record
+#   that formed the group; each writes its share of a batch, and the proof needs the shares of
+#   all.
+# - Replicas that live on when the group changes. Their stretch is named by the quorum. A replica
+#   may be killed right after a step that the others have committed with it, so each writes whole
+#   batches, as if it were alone, and the proof needs the one that came furthest. A step survives
+#   in those who have made it, who write it sooner or later, and in those who were given the
+#   state, before which it is written (`ElasticSampler` sees to that).
+
+
+Name = tuple[int, int]
+
+_PROCESS = secrets.token_hex(8)
+
+
+def own_token() -> str:
+    """Return what tells this process's files from those of all other replicas."""
+    return _PROCESS
+
+
+class LedgerWriter:
+    """What one sampler writes down; nothing outside of a run.
+
+    Args:
+        name: The sampler's; None: nothing is written.
+        group: Returns this process's rank and the world size, those of its replica if it is one.
+        is_replica: It lives on when the group changes.
+    """
+
+    def __init__(
+        self, name: str | None, group: Callable[[], tuple[int, int]], *, is_replica: bool
+    ) -> None:
+        self._name = name
+        self._group = group
+        self._is_replica = is_replica
+        self._origin = None
+        if name is not None:
+            require_word(name)
+            self._origin = origin()
+        self.ledger: Ledger | None = None
+        self._parent: Name | None = None
+        self._stretch: Name | None = None
+        self._begun = False
+        self._step: int | None = None
+        """How far the training is; None if it has neither begun nor loaded a state."""
+        self._num_loaded = 0
+        if self._origin is not None:
+            reporting.when_returned(self.end)
+        self._lock = RLock()
+        """A replica's state is also read by the thread that sends it to others."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a ledger at all."""
+        return self._origin is not None
+
+    def loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
+        """A state was loaded, made by a stretch of this run or another; the next is its child.
+
+        Args:
+            made_by: What the state says of its maker.
+            step: Global batches that it has been trained on.
+        """
+        is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
+        self._parent = tuple(made_by["stretch"]) if made_by and is_ours else None
+        self._step = step
+        self._num_loaded += 1
+        self._begun = False
+
+    def made_by(self, *, inside: bool = False) -> dict[str, Any] | None:
+        """Return what a state of now says of its maker.
+
+        Args:
+            inside: It is the loader that asks: the stretch begins with it.
+        """
+        if self._origin is None:
+            return None
+        stretch = self._parent
+        if self._begun:
+            stretch = self._stretch
+        elif inside:
+            stretch = (self._origin.record, self._num_loaded)
+        return {"run_id": self._origin.run_id, "stretch": list(stretch)} if stretch else None
+
+    def begin(self, plan: EpochPlan, place: SamplePosition) -> None:
+        """Begin the stretch of this rank's group, once for each state loaded."""
+        if self._origin is not None and not self._begun:
+            self._begin((self._origin.record, self._num_loaded), plan, place, *self._group())
+
+    def begin_quorum(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
+        """Begin the stretch of a quorum, if it has not begun; once for each group of ranks.
+
+        To be called when a step of it is committed, before it is noted.
+        """
+        if self._origin is None or self._group()[0] != 0:
+            return
+        last, number = self._stretch or (None, -1)
+        if self._begun and last == quorum_id:
+            return
+        with self._lock:
+            if self._begun:
+                self._parent = self._stretch
+            self._begin((quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1)
+
+    def trained(self, before: SamplePosition, start: int, count: int) -> None:
+        """Note that the step after a place is done, with a range of the epoch's positions."""
+        with self._lock:
+            if self.ledger and self._begun:
+                self.ledger.add(before.step + 1, before.epoch, start, count)
+                self._step = before.step + 1
+
+    def end(self) -> None:
+        """Write that the training is over: the user's function has returned."""
+        ended = self._stretch if self._begun else self._parent
+        if self._origin is None or ended is None or self._step is None:
+            return
+        if self._is_replica and self._group()[0] != 0:
+            return
+        by = self._own_name(ended)
+        with self._lock, contextlib.suppress(ConfigError):  # another sampler trained by its name
+            self._open().end(TrainingEnd(ended, self._step, by, self._origin.generation))
+
+    def flush(self) -> None:
+        """Write what was noted; for a checkpoint, or because somebody gets our state."""
+        with self._lock:
+            if self.ledger:
+                self.ledger.flush(sync=True)
+
+    def flush_if_due(self) -> None:
+        """Write what was noted from time to time."""
+        with self._lock:
+            if self.ledger:
+                self.ledger.flush_if_due()
+
+    def _own_name(self, ended: Name) -> Name:
+        """Return the name of this process's own stretch, or that which it would have."""
+        if self._origin is not None and not self._is_replica:
+            return self._origin.record, self._num_loaded
+        return ended if self._begun else (ended[0], ended[1] + 1)
+
+    def _open(self) -> Ledger:
+        assert self._origin is not None
+        if self.ledger is None:
+            writer = f"record-{self._origin.record}.rank-{self._group()[0]}"
+            if self._is_replica:
+                writer = f"replica-{own_token()}"
+            self.ledger = Ledger(self._origin.folder / f"{self._name}.{writer}.jsonl")
+        return self.ledger
+
+    def _begin(
+        self, name: Name, plan: EpochPlan, place: SamplePosition, rank: int, world_size: int
+    ) -> None:
+        assert self._name is not None
+        self._open().begin(
+            LedgerSegment(
+                name=self._name,
+                stretch=name,
+                parent=self._parent,
+                **asdict(place),
+                rank=rank,
+                world_size=world_size,
+                facts=plan.facts(),
+                end=plan.end,
+                global_batch=plan.batch.global_batch,
+            )
+        )
+        self._stretch, self._begun, self._step = name, True, place.step

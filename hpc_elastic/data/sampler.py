@@ -10,7 +10,8 @@ micro-batch has been gone through (`GlobalBatch.parts` has ended), and so a stat
 right after the optimizer's step holds that batch, and one that is taken before it does not.
 
 With a fault-tolerant ``manager``, replicas come and go while the loop goes on, and the position
-moves when the manager has committed the step; `replicas` has the rules. The loop is the same.
+moves when the manager has committed the step; `replica_batches` has the rules. The loop is the
+same.
 
 An epoch ends when the loop over `ElasticSampler.batches` does. A state taken inside of the loop
 goes on inside of the epoch, even if no batch of it is left: what the script does after the loop,
@@ -19,17 +20,20 @@ such as an evaluation, is done then. A state taken after the loop goes on with t
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc_elastic.data.batch import ElasticBatch, GlobalBatch, Part, PartSource
-from hpc_elastic.data.book import Book
-from hpc_elastic.data.draws import Draws, Items, Keeper, require_loader_of
-from hpc_elastic.data.order import hashed
-from hpc_elastic.data.plan import End, Place, Plan
-from hpc_elastic.data.replicas import Cohort, Manager, number_of_unnamed
+import numpy as np
+
+from hpc_elastic.data.batch import ElasticBatch, GlobalBatch, MicroBatch, PartSource
+from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
+from hpc_elastic.data.ledger import LedgerWriter
+from hpc_elastic.data.replica_batches import ReplicaManager, StepReplicas, number_of_unnamed
 from hpc_elastic.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -63,7 +67,8 @@ class ElasticSampler:
             for a sampler that is not trained with, and where ranks share data (tensor parallelism)
             for all of them but one. With a manager, samplers without a name have to be made in
             the same order in every replica: that tells them apart when one is healed.
-        manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share each
+        manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share
+        each
             batch. ``batch`` then has the rank inside of the replica's group only. The sampler adds
             itself to the state that heals a replica. Not for LocalSGD and DiLoCo, where the
             manager's steps are not the optimizer's.
@@ -84,20 +89,20 @@ class ElasticSampler:
         shuffle: bool = True,
         end: End = "keep",
         name: str | None = "train",
-        manager: Manager | None = None,
+        manager: ReplicaManager | None = None,
     ) -> None:
         batch = batch if isinstance(batch, ElasticBatch) else ElasticBatch(batch)
         length = _whole("dataset_len", dataset_len, "give len(dataset)")
         number = _whole("seed", seed, "give a whole number, the same on all ranks")
-        self._plan = Plan(length, number, shuffle, end, batch)
-        self._place = Place()
-        self._drawn: tuple[Plan, Place] | None = None
+        self._plan = EpochPlan(length, number, shuffle, end, batch)
+        self._place = SamplePosition()
+        self._drawn: tuple[EpochPlan, SamplePosition] | None = None
         """With a manager: how batches are divided, and from where on they are drawn."""
         self._draws: Draws | None = None
         self._items = Items()
         self._num_loaded = 0
-        self._book = Book(name, batch.group, is_replica=manager is not None)
-        self._cohort = Cohort(manager) if manager is not None else None
+        self._book = LedgerWriter(name, batch.group, is_replica=manager is not None)
+        self._cohort = StepReplicas(manager) if manager is not None else None
         if manager is not None:
             self._unnamed = None if name else number_of_unnamed(manager)
             key = f"hpc_elastic.data.{name or self._unnamed}"
@@ -134,7 +139,7 @@ class ElasticSampler:
         For the loader, which may draw ahead as it likes: that moves nothing.
         """
         plan, place = self._drawn or (self._plan, self._place)
-        self._draws = Draws(plan, place, Keeper(self._state, self._adopt))
+        self._draws = Draws(plan, place, SamplerState(self._state, self._adopt))
         return self._draws
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -227,7 +232,7 @@ class ElasticSampler:
         self._place = _place(state)
         self._book.loaded(state["made_by"], self._place.step)
 
-    def _state(self, place: Place) -> dict[str, Any]:
+    def _state(self, place: SamplePosition) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
             **self._plan.facts(),
@@ -236,7 +241,7 @@ class ElasticSampler:
             "made_by": self._book.made_by(inside=self._items.inside and self._cohort is None),
         }
 
-    def _adopt(self, state: dict[str, Any]) -> Place:
+    def _adopt(self, state: dict[str, Any]) -> SamplePosition:
         """Follow a loader that was restored; the sampler's own state, if loaded, is no older."""
         if _place(state) > self._place:
             inside, self._items.inside = self._items.inside, False
@@ -268,7 +273,7 @@ class ElasticSampler:
         self._book.flush()
         return self._state(self._place)
 
-    def _now(self) -> Place:
+    def _now(self) -> SamplePosition:
         """Return where the training is: with a manager, behind the steps that it has committed."""
         if self._cohort and (num_steps := self._cohort.num_committed(self._place)):
             if self._book.is_written:
@@ -284,7 +289,7 @@ class ElasticSampler:
             offset, count = (0, size) if self._cohort else self._plan.batch.share(size)
             self._book.trained(before, before.position + offset, count)
 
-    def _feed(self, loader: Any, plan: Plan, place: Place) -> None:
+    def _feed(self, loader: Any, plan: EpochPlan, place: SamplePosition) -> None:
         """Have the loader give the batches from a place on, divided as in a plan."""
         if self._cohort:
             self._drawn = plan, place
@@ -298,7 +303,7 @@ class ElasticSampler:
     def _global_batch(self, loader: Any) -> GlobalBatch:
         plan, place = self._plan, self._place
 
-        def begin(batch: GlobalBatch) -> list[Part]:
+        def begin(batch: GlobalBatch) -> list[MicroBatch]:
             nonlocal plan, place
             plan, place = self._begin_step()
             batch.is_at(place.step + 1, place.epoch, plan.size(place.position))
@@ -317,7 +322,7 @@ class ElasticSampler:
         source = PartSource(begin, load, trained)
         return GlobalBatch(place.step + 1, place.epoch, plan.size(place.position), source)
 
-    def _begin_step(self) -> tuple[Plan, Place]:
+    def _begin_step(self) -> tuple[EpochPlan, SamplePosition]:
         """Return how the present batch is divided, and where it begins."""
         if self._cohort is None:
             return self._plan, self._place
@@ -339,5 +344,188 @@ def _whole(key: str, value: Any, remedy: str) -> int:
         raise ConfigError(key, value, remedy) from e
 
 
-def _place(state: dict[str, Any]) -> Place:
-    return Place(state["epoch"], state["position"], state["step"])
+def _place(state: dict[str, Any]) -> SamplePosition:
+    return SamplePosition(state["epoch"], state["position"], state["step"])
+
+
+# ---- What stands between a sampler and its loader: the draws it hands out, and the items it gets
+
+
+_BLOCK = 1024
+"""Indices that are computed at once: a call costs 0.2 ms, however few they are."""
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """The sampler as torchdata's StatefulDataLoader meets it, behind its draws."""
+
+    save: Callable[[SamplePosition], dict[str, Any]]
+    """Return the state of a training that is at a place."""
+    adopt: Callable[[dict[str, Any]], SamplePosition]
+    """Go on from a state if it is further than the sampler is; return where it is then."""
+
+
+class Draws:
+    """One rank's micro-batches from a place to the end of its epoch, as lists of indices.
+
+    torchdata's StatefulDataLoader takes the state of this iterator right after each draw, and
+    gives it out once the micro-batch that was drawn then has been yielded. So what it knows is how
+    far the loop is, and not how far the workers have read ahead.
+    """
+
+    def __init__(self, plan: EpochPlan, place: SamplePosition, keeper: SamplerState) -> None:
+        self._plan, self._keeper = plan, keeper
+        self._start(place)
+
+    def _start(self, place: SamplePosition) -> None:
+        self.begin = self._done = self._drawn = place
+        self._samples = self._plan.samples(place.epoch)
+        self._queue: deque[tuple[list[int], SamplePosition]] = deque()
+
+    def __iter__(self) -> Draws:
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self._queue:
+            self._draw_block()
+        if not self._queue:
+            raise StopIteration
+        indices, self._done = self._queue.popleft()
+        return indices
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state behind the last global batch that was drawn whole."""
+        return self._keeper.save(self._done)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Draw from where the state was taken; if the sampler is further, from there."""
+        self._start(self._keeper.adopt(state))
+
+    def _draw_block(self) -> None:
+        """Draw global batches until there are many indices."""
+        positions: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+        places: list[SamplePosition] = []
+        num_drawn = 0
+        while num_drawn < _BLOCK and (size := self._plan.size(self._drawn.position)):
+            first, before = self._drawn.position, self._drawn
+            for part in self._plan.batch.parts(size):
+                begin = first + part.offset
+                positions.append(np.arange(begin, begin + part.num_loaded))
+                places.append(before)
+                num_drawn += part.num_loaded
+            self._drawn = places[-1] = SamplePosition(before.epoch, first + size, before.step + 1)
+        if positions:
+            samples = self._samples(np.concatenate(positions))
+            cuts = np.cumsum([len(p) for p in positions])[:-1]
+            indices = (part.tolist() for part in np.split(samples, cuts))
+            self._queue.extend(zip(indices, places, strict=True))
+
+
+class Items:
+    """What a loader makes of the draws, one item a draw.
+
+    Attributes:
+        inside: The loader is at work: what it asks of the sampler is no checkpoint's doing.
+        next: What the next item is of: how batches are divided, and where in the training.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.next: tuple[EpochPlan, SamplePosition] | None = None
+        self._items: Iterator[Any] = iter(())
+        self._checked = False
+
+    def open(self, loader: Any, seed: int) -> None:
+        """Begin to go through a loader.
+
+        Args:
+            loader: The loader.
+            seed: What its worker processes derive their random numbers from.
+        """
+        self._items = iter(())  # ends the worker processes of a loader that was left early
+        with self._inside(), _own_randomness(seed):
+            self._items = iter(loader)
+        self._checked = False
+
+    def load(self, begin: Callable[[], SamplePosition | None]) -> Any:
+        """Return the next item.
+
+        Args:
+            begin: Says where the loader's draws began; None if it drew nothing.
+
+        Raises:
+            RuntimeError: the loader does not go with the sampler.
+        """
+        place = self.next and self.next[1]
+        with self._inside():
+            try:
+                item = next(self._items)
+            except StopIteration:
+                raise RuntimeError(f"the loader ended at {place}: {_ONE_EACH}") from None
+        if not self._checked and begin() != place:
+            raise RuntimeError(
+                f"the loader began at {begin()}, the training is at {place}: load the state before "
+                "the loader is gone through, or asked for its own state"
+            )
+        self._checked = True
+        return item
+
+    def close(self, *, must_have_ended: bool = False) -> None:
+        """Be done with the loader.
+
+        Raises:
+            RuntimeError: it has to have ended, and has not.
+        """
+        with self._inside():
+            if must_have_ended and next(self._items, self) is not self:
+                raise RuntimeError(f"the loader goes on behind the end of the epoch: {_ONE_EACH}")
+        self._items = iter(())
+        self.next = None
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.inside = True
+        try:
+            yield
+        finally:
+            self.inside = False
+
+
+@contextlib.contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """Give torch's default generator another seed for a while.
+
+    A DataLoader draws from it whenever it is begun, and a training that was interrupted begins it
+    once more: the model's random numbers, as for dropout, would be others from there on.
+    """
+    torch = sys.modules.get("torch")  # without it there is nothing to guard
+    if torch is None:
+        yield
+        return
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+_ONE_EACH = "it must yield one item for each list of indices of its batch_sampler, in order"
+
+
+def require_loader_of(sampler: object, loader: Any) -> None:
+    """Accept a loader that draws from this sampler, as far as can be seen.
+
+    Raises:
+        ConfigError: it has another, changes the order, or would skip when it is restored.
+    """
+    if getattr(loader, "batch_sampler", sampler) is not sampler:
+        remedy = (
+            "make it with batch_sampler=sampler, and no batch_size, shuffle, sampler, drop_last"
+        )
+        raise ConfigError("batch_sampler", loader.batch_sampler, remedy)
+    if getattr(loader, "in_order", True) is not True:
+        raise ConfigError("in_order", loader.in_order, "weights go with the order: leave it True")
+    if (interval := getattr(loader, "snapshot_every_n_steps", 1)) != 1:
+        remedy = "the sampler's state is a few numbers: leave it 1"
+        raise ConfigError("snapshot_every_n_steps", interval, remedy)

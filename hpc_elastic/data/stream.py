@@ -47,12 +47,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
-from hpc_elastic.data.order import Order, hashed
-from hpc_elastic.data.plan import End, Plan
-from hpc_elastic.data.replicas import Manager
+from hpc_elastic.data.epoch_plan import End, EpochPlan, Order, hashed
+from hpc_elastic.data.replica_batches import ReplicaManager
 from hpc_elastic.data.sampler import ElasticSampler
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.files import read_json, write_atomic
+from hpc_elastic.shared_files import read_json, write_atomic
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class ElasticStream(ElasticSampler):
         num_lanes: int | None = None,
         end: End = "keep",
         name: str | None = "train",
-        manager: Manager | None = None,
+        manager: ReplicaManager | None = None,
     ) -> None:
         shards, numbers = list(shards), _checked(shards, lengths)
         if shuffle_buffer < 1:
@@ -129,7 +128,7 @@ class ElasticStream(ElasticSampler):
         super().__init__(
             sum(numbers), seed, batch=batch, shuffle=shuffle, end=end, name=name, manager=manager
         )
-        self._layout = Layout.of(
+        self._layout = StreamLayout.of(
             numbers,
             global_batch=self._plan.batch.global_batch,
             num_lanes=num_lanes or min(len(shards), _MOST_LANES),
@@ -180,7 +179,7 @@ class ElasticStream(ElasticSampler):
 
 
 @dataclass(frozen=True)
-class Layout:
+class StreamLayout:
     """Where each position of an epoch stands in the shards (pure).
 
     Attributes:
@@ -208,7 +207,7 @@ class Layout:
         num_lanes: int,
         seed: int,
         shuffle_buffer: int,
-    ) -> Layout:
+    ) -> StreamLayout:
         """Lay a stream out for a global batch: all of a batch's lanes have the same share."""
         period = next(p for p in _PERIODS if p * p <= num_lanes)
         most = num_lanes // period
@@ -294,7 +293,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class StreamPlan(Plan):
+class StreamPlan(EpochPlan):
     """A stream's epoch as global batches: positions, which only the dataset turns into samples.
 
     Attributes:
@@ -302,7 +301,7 @@ class StreamPlan(Plan):
         shards: A digest of the shards' names.
     """
 
-    layout: Layout
+    layout: StreamLayout
     shards: str
 
     def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
@@ -329,7 +328,7 @@ class StreamDataset:
     at any time; it is fast where each lane's numbers are asked for in their order.
     """
 
-    def __init__(self, shards: Sequence[Any], read: Read, layout: Layout) -> None:
+    def __init__(self, shards: Sequence[Any], read: Read, layout: StreamLayout) -> None:
         self._shards, self._read, self._layout = shards, read, layout
         self._epoch: _Epoch | None = None
         self._process = os.getpid()
@@ -359,7 +358,9 @@ class StreamDataset:
 class _Epoch:
     """One epoch as one process reads it: a reader for each lane of which it was asked a sample."""
 
-    def __init__(self, number: int, shards: Sequence[Any], read: Read, layout: Layout) -> None:
+    def __init__(
+        self, number: int, shards: Sequence[Any], read: Read, layout: StreamLayout
+    ) -> None:
         self.number = number
         self._layout = layout
         order = layout.shards(number)
@@ -384,7 +385,7 @@ class _Epoch:
 class _Lane:
     """Reads one lane of an epoch forwards, and holds what it has passed of one window."""
 
-    def __init__(self, number: int, epoch: int, layout: Layout, reader: _Reader) -> None:
+    def __init__(self, number: int, epoch: int, layout: StreamLayout, reader: _Reader) -> None:
         self._number, self._epoch, self._layout = number, epoch, layout
         self._reader = reader
         self._begin = layout.begin(number)

@@ -1,21 +1,19 @@
 """Whether elastic runs will work on this cluster, and what to do where they will not.
 
 Facts are gathered first, then judged: what touches the machine or Slurm decides nothing, and what
-decides (`judge_*`) is pure, so that each bad setting is a row of a table test.
+decides (`*_checks`) is pure, so that each bad setting is a row of a table test.
 
-- `findings`     one finding: what was found, why it matters, what to do
-- `asked`        the settings on the command line
-- `host`, `folder`, `cluster`   facts of this host, of the directory, and what Slurm says
-- `judge_host`, `judge_folder`, `judge_cluster`   what they mean
-- `versions`     what a bug report needs to know
-- `job`          the probe: a job array like that of a run, followed and taken away again
-- `course`       what is done to it, one thing after the other; `watch` waits for it
-- `probe`        what runs on each node of it: `node` looks around, `peers` meets the others,
-                 `shared` is what they see of each other's files, `hello` torch's process group,
-                 `patient` stands for a worker
-- `evidence`     what the probe has left, read
-- `judge_nodes`, `judge_shared`, `judge_network`, `judge_signals`   what it means
-- `report`       all of it as a table or as JSON
+- `cli_settings`    the settings on the command line
+- `cluster`         what Slurm says; `versions` what a bug report needs
+- `cluster_checks`  what that and the directory mean (pure)
+- `probe_job`       a job array like that of a run: submitted, driven, read, taken away again
+- `probe_folder`    the files by which its tasks meet
+- `probe_task`      what runs on each node, and looks around; `probe_network` meets the others,
+                    `shared_folder` is what nodes see of each other's files, `allreduce_check`
+                    torch's process group, `signal_recorder` stands for a worker
+- `node_checks`     what the probe's evidence means (pure)
+- `findings`        one finding: what was found, why it matters, what to do; as table and JSON
+- `examine`         all of it
 
-Nothing here imports torch but `hello`, which runs on the nodes.
+Nothing here imports torch but `allreduce_check`, which runs on the nodes.
 """

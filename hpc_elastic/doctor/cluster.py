@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_elastic.config import SlurmSettings
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError
-from hpc_elastic.slurm.outputs import Partition, is_nothing, parse_number
-from hpc_elastic.slurm.site import SiteClient
+from hpc_elastic.slurm.client import SiteClient
+from hpc_elastic.slurm.parsing import Partition, is_nothing, parse_number
 
 _T = TypeVar("_T")
 
@@ -117,7 +117,7 @@ def _accounting(client: SiteClient) -> str | None:
 
 def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tuple[str, str]:
     """Let sbatch look at the script of a run; return its words, and why it would refuse it."""
-    from hpc_elastic.submit.slurm_backend import refusal
+    from hpc_elastic.launcher.slurm import refusal
 
     try:
         with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
@@ -134,7 +134,7 @@ def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tupl
 
 def test_script(settings: SlurmSettings, folder: Path) -> str:
     """Return the batch script that a run of one node would have in this directory."""
-    from hpc_elastic.doctor.job import render
+    from hpc_elastic.doctor.probe_job import render
 
     return render(settings, folder / ".hpc_elastic", num_tasks=1)
 

@@ -7,27 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.config import RunSettings
-from hpc_elastic.doctor import (
-    asked,
-    cluster,
-    folder,
-    host,
-    judge_cluster,
-    judge_folder,
-    judge_host,
-    judge_network,
-    judge_nodes,
-    judge_shared,
-    judge_signals,
-)
+from hpc_elastic.config.schema import RunSettings
+from hpc_elastic.doctor import cli_settings, cluster, cluster_checks, node_checks, probe_task
 from hpc_elastic.doctor.cluster import Cluster
-from hpc_elastic.doctor.evidence import Evidence
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
+from hpc_elastic.doctor.probe_job import Evidence, Say
 from hpc_elastic.doctor.versions import versions
-from hpc_elastic.doctor.watch import Say
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.slurm.site import SiteClient
+from hpc_elastic.slurm.client import SiteClient
 
 _KILL_WAIT_S = 30.0
 """Slurm's default."""
@@ -59,14 +46,14 @@ def login(settings: RunSettings, path: Path, client: SiteClient | None = None) -
         client: How to reach Slurm.
     """
     client = client or SiteClient(env=dict(os.environ))
-    launcher = asked.launcher_of(settings)
+    launcher = cli_settings.launcher_of(settings)
     own_python = launcher.python is None and launcher.container.runtime is None
-    here, shared = host.look(), folder.look(path)
+    here, shared = probe_task.look_at_host(), probe_task.look_at_folder(path)
     said = cluster.look(launcher, path.absolute(), client)
     findings = [
-        *judge_host.judge(here, own_python=own_python),
-        *judge_cluster.judge(said, settings),
-        *judge_folder.judge(shared, launcher.rendezvous),
+        *node_checks.judge_host(here, own_python=own_python),
+        *cluster_checks.judge_cluster(said, settings),
+        *cluster_checks.judge_folder(shared, launcher.rendezvous),
     ]
     facts = {
         "host": here.to_json(),
@@ -96,10 +83,9 @@ def probe(
         patience_s: How long the probe may wait for its first node.
         say: Is told what is being done.
     """
-    from hpc_elastic.doctor.course import Course
-    from hpc_elastic.doctor.job import submit
+    from hpc_elastic.doctor.probe_job import ProbeRun, submit
 
-    launcher, said = asked.launcher_of(settings), before.cluster
+    launcher, said = cli_settings.launcher_of(settings), before.cluster
     if said.config is None:
         return before
     client = SiteClient(env=dict(os.environ))
@@ -109,13 +95,13 @@ def probe(
         job = submit(settings, num_nodes, path, client, longest_s=max(limits, default=None))
     except (HpcElasticError, OSError) as e:
         return _with(before, [_refused(e)], {})
-    course = Course(job, notice=launcher.notice_signal, kill_wait_s=kill_wait_s, say=say)
+    course = ProbeRun(job, notice=launcher.notice_signal, kill_wait_s=kill_wait_s, say=say)
     evidence = course.run(patience_s)
     findings = [
-        *judge_nodes.judge(evidence, launcher, before.versions),
-        *judge_shared.judge(evidence, launcher.rendezvous),
-        *judge_network.judge(evidence),
-        *judge_signals.judge(evidence, kill_wait_s),
+        *node_checks.judge_nodes(evidence, launcher, before.versions),
+        *node_checks.judge_shared(evidence, launcher.rendezvous),
+        *node_checks.judge_network(evidence),
+        *node_checks.judge_signals(evidence, kill_wait_s),
     ]
     return _with(before, findings, _facts(evidence))
 

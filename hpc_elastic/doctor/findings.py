@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hpc_elastic._util import counted
 from hpc_elastic.slurm.nodelist import compress
 
 
@@ -108,3 +116,96 @@ def by_value(values: Mapping[str, str]) -> str:
     for node, value in values.items():
         nodes.setdefault(value, []).append(node)
     return "; ".join(f"{value} on {compress(sorted(names))}" for value, names in nodes.items())
+
+
+# ---- All findings as a table for people, or as JSON for a bug report
+
+
+SCHEMA = 1
+_MARKS = {
+    Verdict.OK: ("✓", "green"),
+    Verdict.WARN: ("!", "yellow"),
+    Verdict.FAIL: ("✗", "bold red"),
+    Verdict.UNKNOWN: ("?", "cyan"),
+}
+_WIDEST = 120
+
+
+def to_json(
+    findings: Sequence[Finding],
+    *,
+    versions: Mapping[str, str | None],
+    asked: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the whole report: what a bug report attaches.
+
+    Args:
+        findings: All of them, in the order of the table.
+        versions: Of this host, and of Slurm.
+        asked: The settings, without what may be secret.
+        facts: What the findings were judged by.
+    """
+    return {
+        "schema": SCHEMA,
+        "verdict": worst(findings).value,
+        "time": time.time(),
+        "versions": dict(versions),
+        "asked": dict(asked),
+        "findings": [finding.to_json() for finding in findings],
+        "facts": dict(facts),
+    }
+
+
+def show(findings: Sequence[Finding], console: Console, *, probed: bool) -> None:
+    """Print what is wrong and what to do, then all findings by group."""
+    width = min(console.width, _WIDEST)
+    for key, title in GROUPS.items():
+        rows = [finding for finding in findings if finding.group == key]
+        if rows:
+            console.print(Text(title, style="bold"))
+            console.print(Padding(_table(rows), (0, 0, 1, 1)), width=width)
+    console.print(_summary(findings), width=width)
+    if not probed:
+        hint = "Signals, requeueing, nodes and network are tried out by a job of a minute: --probe"
+        console.print(Text(hint, style="dim"), width=width)
+
+
+def _table(rows: Sequence[Finding]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True, style="dim", min_width=13)
+    table.add_column(ratio=1, overflow="fold")
+    for finding in rows:
+        mark, style = _MARKS[finding.verdict]
+        name = finding.check.partition(".")[2].replace("_", " ")
+        quiet = finding.verdict is Verdict.OK
+        found = Text(finding.found, style="" if quiet else style)
+        table.add_row(Text(mark, style=style), name, found)
+    return table
+
+
+def _summary(findings: Sequence[Finding]) -> RenderableType:
+    bad = worst_first(findings)
+    numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
+    if not bad:
+        return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")
+    words = {Verdict.FAIL: "failed", Verdict.WARN: "to look at", Verdict.UNKNOWN: "not known"}
+    parts = [f"{numbers[v]} {word}" for v, word in words.items() if numbers[v]]
+    head = Text(f"{', '.join(parts)}, {numbers[Verdict.OK]} well", style="bold")
+    return Group(head, *(_advice(finding) for finding in bad))
+
+
+def _advice(finding: Finding) -> RenderableType:
+    """Return what was found, why it matters and what to do, one below the other."""
+    mark, style = _MARKS[finding.verdict]
+    head, body = (Table.grid(padding=(0, 1)) for _ in range(2))
+    head.add_column(width=1)
+    head.add_column(ratio=1, overflow="fold")
+    head.add_row(Text(mark, style=style), Text(f"{finding.check}: {finding.found}", style=style))
+    body.add_column(width=5, style="dim", no_wrap=True, justify="right")
+    body.add_column(ratio=1, overflow="fold")
+    for label, text in (("why", finding.why), ("do", finding.remedy)):
+        if text:
+            body.add_row(label, Text(text))
+    return Padding(Group(head, body), (1, 0, 0, 0))

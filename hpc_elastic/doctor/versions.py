@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 
-from hpc_elastic.submit.provenance import packages
+from hpc_elastic.launcher.prepare import packages
 
 MUST_AGREE = ("python", "hpc_elastic", "torch")
 """What all nodes of a run, and the login node, must have in the same version."""

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hpc_elastic.ft.attendant import prewarm
-from hpc_elastic.ft.protocol import SOCKET_ENV
+from hpc_elastic.ft.manager_server_process import prewarm
+from hpc_elastic.ft.messages import SOCKET_ENV
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 

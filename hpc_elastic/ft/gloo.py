@@ -2,7 +2,7 @@
 
 Gloo's collectives can neither be interrupted nor told that a peer is gone; they fail only when a
 connection breaks, or at their time-out. So this group keeps hold of its own connections
-(`sockets`), and breaks them to abort. The next `configure` makes a new group of torch's, with a
+(`gloo`), and breaks them to abort. The next `configure` makes a new group of torch's, with a
 listener of its own; the old one's threads are ended in the background.
 
 Private to torch, and named in a test: ``ProcessGroupGloo._Options`` with ``_devices``,
@@ -15,24 +15,38 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import threading
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 import torch
 from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ProcessGroupGloo as TorchGloo
 from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
 
-from hpc_elastic.ft import meeting, sockets
-from hpc_elastic.ft.attempt import Attempt
-from hpc_elastic.ft.broken import AbortedError
-from hpc_elastic.ft.gloo_work import STUCK_S, GlooWork, Handed
-from hpc_elastic.ft.named_work import NamedWork, named
-from hpc_elastic.ft.reconfigure import Live, Place, ReconfigurableProcessGroup
-from hpc_elastic.ft.retire import retire
-from hpc_elastic.net.addresses import address_towards
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import (
+    AbortedError,
+    CollectiveTimeoutError,
+    NamedGroup,
+    NamedWork,
+    named,
+)
+from hpc_elastic.ft.reconfigurable import (
+    CancellableTask,
+    LiveGroup,
+    MemberPlace,
+    ReconfigurableProcessGroup,
+    retire,
+)
+from hpc_elastic.transport.addresses import address_towards
 
 _log = logging.getLogger(__name__)
 # All members have published their addresses when gloo connects them; it tries five times.
@@ -53,10 +67,10 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         """Return its name."""
         return "hpc-elastic-gloo"
 
-    def _build(self, attempt: Attempt[Live], place: Place) -> Live:
-        where = meeting.parse(place.store_addr)
-        store = meeting.connect(where, attempt)
-        met = meeting.Meeting(store, where.prefix, place.world_size, attempt)
+    def _build(self, attempt: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
+        where = reconfigurable.parse(place.store_addr)
+        store = reconfigurable.connect(where, attempt)
+        met = reconfigurable.AbortableStore(store, where.prefix, place.world_size, attempt)
         options = _options(place, where.host)
         backend = TorchGloo(met, place.rank, place.world_size, options)
         backend._set_default_timeout(self._timeout)
@@ -82,7 +96,9 @@ class GlooGroup:
         at_rest: It has ended, and what has not failed yet is stuck in gloo.
     """
 
-    def __init__(self, place: Place, pg: TorchProcessGroup, kept: list[socket.socket]) -> None:
+    def __init__(
+        self, place: MemberPlace, pg: TorchProcessGroup, kept: list[socket.socket]
+    ) -> None:
         self.place = place
         self.over: Exception | None = None
         self.futures: set[Handed] = set()
@@ -109,7 +125,7 @@ class GlooGroup:
         """
         self.over = error
         kept, self._kept = self._kept, []
-        sockets.cut(kept)
+        cut(kept)
         quiet = retire(self._held)
         if isinstance(threading.current_thread(), threading._DummyThread):
             # A callback, on one of the very threads that are to end: it must not wait for itself.
@@ -126,7 +142,7 @@ class GlooGroup:
                 future.fail(error)
 
 
-def _options(place: Place, store_host: str) -> Any:
+def _options(place: MemberPlace, store_host: str) -> Any:
     options = TorchGloo._Options()  # type: ignore[attr-defined]
     options._devices = [_device(store_host)]
     options._timeout = _CONNECT
@@ -159,7 +175,7 @@ def _outward() -> str | None:
     return next((a for a in usable if not a.startswith("127.")), None)
 
 
-def _group(backend: TorchGloo, place: Place) -> TorchProcessGroup:
+def _group(backend: TorchGloo, place: MemberPlace) -> TorchProcessGroup:
     pg = TorchProcessGroup(place.rank, place.world_size)  # type: ignore[call-arg]
     pg._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     for device in ("cpu", "cuda", "xpu"):
@@ -168,11 +184,11 @@ def _group(backend: TorchGloo, place: Place) -> TorchProcessGroup:
     return pg
 
 
-def _own_connections(met: meeting.Meeting, place: Place) -> list[socket.socket]:
+def _own_connections(met: reconfigurable.AbortableStore, place: MemberPlace) -> list[socket.socket]:
     said = {key.rpartition("/")[2]: value for key, value in met.said.items()}
     own = said.get(str(place.rank), b"")
     peers = [value for rank, value in said.items() if rank != str(place.rank)]
-    kept = sockets.connections(own, peers)
+    kept = connections(own, peers)
     if len(kept) < place.world_size - 1:
         _log.warning(
             "%s: %d connections of gloo's found instead of %d: abort() can not interrupt its "
@@ -180,3 +196,225 @@ def _own_connections(met: meeting.Meeting, place: Place) -> list[socket.socket]:
             place, len(kept), place.world_size - 1, torch.__version__,
         )  # fmt: skip
     return kept
+
+
+# ---- A gloo operation that ends when its group is aborted, even if gloo forgets it
+# A send that fails in gloo's own loop is lost: nobody is told, and the operation hangs until its
+# time-out, with no connection left that could be broken. It is rare, and happens when a
+# connection breaks just as the peer announces that it is ready. So who waits looks now and then
+# whether the group has ended, and futures are handed on through one that the group can fail
+# itself.
+
+
+STUCK_S = (
+    0.25  # gloo's threads come to rest within 60 ms of a broken connection, on a busy node too
+)
+_LOOK = timedelta(seconds=0.1)
+
+
+class GroupWithFutures(NamedGroup, Protocol):
+    """A group that can fail the futures of its operations.
+
+    Attributes:
+        futures: Of those that are pending.
+        at_rest: It has ended, and what has not failed yet is stuck.
+    """
+
+    futures: set[Handed]
+    at_rest: bool
+
+
+class GlooWork(NamedWork):
+    """A collective on gloo's own threads."""
+
+    _group: GroupWithFutures
+
+    def __init__(self, work: Work, operation: str, group: GroupWithFutures) -> None:
+        super().__init__(work, operation, group)
+        self._handed: Handed | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end of the operation; see `NamedWork.wait`.
+
+        Args:
+            timeout: None, and 0 as in torch's C++ code (``kNoTimeout``): the group's.
+        """
+        timeout = timeout or None
+        until = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            if self._group.at_rest and self._group.over and not self._work.is_completed():
+                raise self._group.over
+            try:
+                return self._work.wait(_LOOK if until is None else _shorter(until))
+            except RuntimeError as e:
+                if self._work.is_completed():
+                    return super().wait()
+                if self._group.at_rest and self._group.over is not None:
+                    raise self._group.over from e
+            if timeout is not None and until is not None and time.monotonic() >= until:
+                raise CollectiveTimeoutError(
+                    f"{self._operation} timed out after {timeout.total_seconds():g} s "
+                    f"in {self._group.place}"
+                )
+
+    def get_future(self) -> Any:
+        """Return a future of its tensors."""
+        if self._handed is None:
+            self._handed = Handed(self._work, self._operation, self._group)
+        return self._handed.future
+
+
+class Handed:
+    """A future that ends with gloo's, or when the group fails it.
+
+    Attributes:
+        future: For the user.
+    """
+
+    def __init__(self, work: Work, operation: str, group: GroupWithFutures) -> None:
+        self.future: Future[Any] = Future()
+        self._operation = operation
+        self._group = group
+        self._lock = threading.Lock()
+        self._ended = False
+        group.futures.add(self)
+        work.get_future().add_done_callback(self._hand_on)
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, unless it has ended."""
+        if self._first():
+            self.future.set_exception(error)
+
+    def _hand_on(self, done: Future[Any]) -> None:
+        try:
+            value = done.value()
+        except RuntimeError as e:
+            self.fail(named(e, self._operation, self._group))
+            return
+        if self._first():
+            self.future.set_result(value)
+
+    def _first(self) -> bool:
+        self._group.futures.discard(self)
+        with self._lock:
+            first, self._ended = not self._ended, True
+        return first
+
+
+def _shorter(until: float) -> timedelta:
+    return max(timedelta(milliseconds=1), min(_LOOK, timedelta(seconds=until - time.monotonic())))
+
+
+# ---- The TCP connections of one gloo group, found among all of this process, to cut them
+# Gloo can not be interrupted: its `abort` leaves a collective waiting for a peer that is silent.
+# But it fails at once when a connection breaks, and so we break our own. They are found exactly:
+# gloo publishes the address on which it listens (a ``sockaddr``, somewhere in what it writes to
+# the store); a connection of the group has either our listener as its own end, or a peer's as the
+# other. Kept are duplicates, so that the number of a descriptor that gloo has closed, and
+# somebody else opened, is never touched. The listener itself is left alone: gloo ends the process
+# if it is shut.
+#
+# Where several ranks of a group live in one process, their connections can not be told apart:
+# whoever aborts one of them aborts all.
+
+
+_FDS = Path("/proc/self/fd")
+_DRAIN_BYTES = 1 << 20
+_NOTICE_S = 0.02
+
+
+def raw_address(family: int, address: tuple[object, ...]) -> bytes:
+    """Return the bytes with which a ``sockaddr`` of this address begins; empty if it is no IP."""
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return b""
+    start = struct.pack("=H", family) + struct.pack("!H", address[1])
+    ip = socket.inet_pton(family, str(address[0]).partition("%")[0])
+    return start + ip if family == socket.AF_INET else start + b"\0\0\0\0" + ip
+
+
+def connections(own: bytes, peers: Collection[bytes]) -> list[socket.socket]:
+    """Return a duplicate of each connection of a group.
+
+    Args:
+        own: What gloo published for this rank; it holds its listener's address.
+        peers: What it published for the others.
+    """
+    found: dict[int, socket.socket] = {}
+    for sock in _duplicates(own, peers):
+        inode = os.fstat(sock.fileno()).st_ino
+        if inode in found:  # a duplicate of ours, or of somebody who does the same
+            sock.close()
+        else:
+            found[inode] = sock
+    return list(found.values())
+
+
+def cut(kept: Collection[socket.socket]) -> None:
+    """Break connections, and forget them.
+
+    What was sent still arrives. Gloo itself reads what has come already, up to the end, and closes
+    its descriptors; nothing is written into a tensor after that. We do not read as long as gloo
+    may: it would take the rest of a message for the beginning of one, and end the process.
+
+    Reading ends first, and writing once gloo has seen that: a send that fails in gloo's own loop is
+    lost, and who waits for it would wait for its time-out.
+    """
+    for sock in kept:
+        with suppress(OSError):  # the peer was faster
+            sock.shutdown(socket.SHUT_RD)
+    is_ours_alone = _await_owner(kept)
+    for sock in kept:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        if is_ours_alone:
+            _drain(sock)  # a connection that is closed with bytes unread loses what was sent
+        sock.close()
+
+
+def _drain(sock: socket.socket) -> None:
+    with suppress(OSError):
+        while sock.recv(_DRAIN_BYTES, socket.MSG_DONTWAIT):
+            pass
+
+
+def _await_owner(kept: Collection[socket.socket]) -> bool:
+    """Wait a moment for gloo to close its own descriptors of these connections; tell if it has."""
+    names = {f"socket:[{os.fstat(sock.fileno()).st_ino}]" for sock in kept}
+    until = time.monotonic() + _NOTICE_S
+    while (num_open := _num_open(names)) > len(kept) and time.monotonic() < until:
+        time.sleep(_NOTICE_S / 50)
+    return num_open <= len(kept)
+
+
+def _num_open(names: Collection[str]) -> int:
+    count = 0
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            count += str(entry.readlink()) in names
+    return count
+
+
+def _duplicates(own: bytes, peers: Collection[bytes]) -> Iterator[socket.socket]:
+    for entry in list(_FDS.iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            # Only sockets: to close a duplicate of a file would drop the process's locks on it.
+            is_socket = str(entry.readlink()).startswith("socket:")
+            if not is_socket or not _ours(int(entry.name), own, peers):
+                continue
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
+            if _ours(sock.fileno(), own, peers):
+                yield sock
+            else:
+                sock.close()
+
+
+def _ours(fd: int, own: bytes, peers: Collection[bytes]) -> bool:
+    sock = socket.socket(fileno=fd)
+    try:
+        there = raw_address(sock.family, sock.getpeername())
+        here = raw_address(sock.family, sock.getsockname())
+    except (OSError, ValueError, TypeError, IndexError):  # not connected, or no IP
+        return False
+    finally:
+        sock.detach()
+    return bool(here) and (here in own or any(there in peer for peer in peers))

@@ -3,8 +3,8 @@
 NCCL's operations run on the GPU: a peer's death leaves a kernel that spins for ever. Only
 ``ncclCommAbort`` ends it, from any thread, and it makes the whole communicator useless; so `abort`
 does that, and the next `configure` makes a new one. torch's own watchdog would end the process
-after a time-out, and so its time-out is put far off: a `Watch` of ours looks at each operation's
-deadline, and aborts the group.
+after a time-out, and so its time-out is put far off: a `WorkWatch` of ours looks at each
+operation's deadline, and aborts the group.
 
 An operation's `wait` only orders streams, as with torch. Whoever wants to know whether a step has
 succeeded calls `errored`, which waits for the stream.
@@ -20,8 +20,12 @@ _register_backend`` and ``_set_default_backend``.
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,12 +33,14 @@ from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Work
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import meeting
-from hpc_elastic.ft.attempt import Attempt
-from hpc_elastic.ft.named_work import NamedWork, named
-from hpc_elastic.ft.pg_wrapper import DEFAULT_TIMEOUT
-from hpc_elastic.ft.reconfigure import Live, Place, ReconfigurableProcessGroup
-from hpc_elastic.ft.watch import Watch
+from hpc_elastic.ft import reconfigurable
+from hpc_elastic.ft.process_group import DEFAULT_TIMEOUT, NamedWork, named
+from hpc_elastic.ft.reconfigurable import (
+    CancellableTask,
+    LiveGroup,
+    MemberPlace,
+    ReconfigurableProcessGroup,
+)
 
 _NEVER = timedelta(days=7)  # torch's watchdog ends the process; the Watch aborts the group instead
 _OLDEST = (2, 26)
@@ -71,15 +77,15 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             torch.cuda.current_stream().synchronize()
         return self._error
 
-    def _build(self, attempt: Attempt[Live], place: Place) -> Live:
-        where = meeting.parse(place.store_addr)
-        store = meeting.connect(where, attempt)
-        met = meeting.Meeting(store, where.prefix, place.world_size, attempt)
+    def _build(self, attempt: CancellableTask[LiveGroup], place: MemberPlace) -> LiveGroup:
+        where = reconfigurable.parse(place.store_addr)
+        store = reconfigurable.connect(where, attempt)
+        met = reconfigurable.AbortableStore(store, where.prefix, place.world_size, attempt)
         _muster(met, place)
         attempt.waits_for = "NCCL's communicator"
         # NCCL keeps its store for later communicators, and so gets one that outlives the attempt.
         backend = _backend(PrefixStore(where.prefix, store), place)
-        group = NCCLGroup(place, backend, Watch(self._late))
+        group = NCCLGroup(place, backend, WorkWatch(self._late))
         group.set_timeout(self._timeout)
         return group
 
@@ -100,7 +106,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 class NCCLGroup:
     """One group of torch's, and the watch over its operations."""
 
-    def __init__(self, place: Place, backend: Any, watch: Watch) -> None:
+    def __init__(self, place: MemberPlace, backend: Any, watch: WorkWatch) -> None:
         self.place = place
         self.watch = watch
         self.over: Exception | None = None
@@ -142,14 +148,14 @@ def _require_nccl() -> None:
         raise ConfigError("NCCL", ".".join(map(str, version)), remedy)
 
 
-def _muster(met: meeting.Meeting, place: Place) -> None:
+def _muster(met: reconfigurable.AbortableStore, place: MemberPlace) -> None:
     """Wait until all members are there, since NCCL's own waiting can not be interrupted."""
     met.set(f"here/{place.rank}", b"1")
     for rank in range(place.world_size):
         met.get(f"here/{rank}")
 
 
-def _backend(store: Any, place: Place) -> Any:
+def _backend(store: Any, place: MemberPlace) -> Any:
     from torch.distributed import ProcessGroupNCCL as TorchNCCL
 
     options: Any = TorchNCCL.Options()
@@ -162,3 +168,75 @@ def _backend(store: Any, place: Place) -> Any:
     backend = TorchNCCL(store, place.rank, place.world_size, options)
     backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return backend
+
+
+# ---- A thread that looks at the deadlines of operations, and tells when one is missed
+# Operations on a GPU end on their own; nobody waits for them on the CPU, and so nobody would
+# notice one that does not end.
+
+
+_LOOK_S = 0.5
+
+
+class Pending(Protocol):
+    """What can be asked whether it has ended, as torch's Work."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended."""
+
+
+class _Operation(NamedTuple):
+    work: Pending
+    name: str
+    timeout_s: float
+    until: float
+
+
+class WorkWatch:
+    """Watch over the operations of one group, in the order in which they were begun."""
+
+    def __init__(self, late: Callable[[str], None]) -> None:
+        """Watch nothing yet.
+
+        Args:
+            late: Called once, on the watch's thread, with the name and the seconds of the first
+                operation that missed its deadline.
+        """
+        self._late = late
+        self._operations: deque[_Operation] = deque()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: Pending, name: str, timeout_s: float) -> None:
+        """Watch over an operation that has just begun."""
+        self._forget_completed()
+        self._operations.append(_Operation(work, name, timeout_s, time.monotonic() + timeout_s))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="hpc-elastic-ft-watch", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Forget all operations; the thread ends."""
+        self._stopped.set()
+        self._operations.clear()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_LOOK_S):
+            self._forget_completed()
+            missed = self._missed(time.monotonic())
+            if missed is not None and not self._stopped.is_set():
+                self._stopped.set()
+                self._late(f"{missed.name} timed out after {missed.timeout_s:g} s")
+
+    def _missed(self, now: float) -> _Operation | None:
+        late = (o for o in list(self._operations) if o.until < now and not o.work.is_completed())
+        return next(late, None)
+
+    def _forget_completed(self) -> None:
+        try:
+            while self._operations[0].work.is_completed():
+                self._operations.popleft()
+        except IndexError:  # all have, or the other thread was faster
+            pass

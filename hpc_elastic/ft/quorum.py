@@ -6,13 +6,14 @@ A quorum *stands* until it is *over*: broken, because a member was lost or could
 because all of its members ask for the next one at the call of a switch. Newcomers wait for that.
 Once it is over the next one is formed as soon as
 
-- every live previous member asks. They are waited for, for `Rules.wait_for_live_s` from the first
+- every live previous member asks. They are waited for, for `QuorumRules.wait_for_live_s` from the
+first
   of them that asks (longer, where their calls take so long), and are then dropped. A member that is
   lost, stopped, done or dropped is not waited for, until it asks anew, as a newcomer. A member
   whose connection to a new keeper is still missing is waited for as well, but not for long;
 - where there is no live previous member: all that are connected ask, or more than half of them do
-  and `Rules.join_timeout_s` has passed since the first asked; and a keeper that has just begun has
-  waited for `Rules.greet_s`, for members of a quorum that it has not heard of yet;
+  and `QuorumRules.join_timeout_s` has passed since the first asked; and a keeper that has just
+  begun has waited for `QuorumRules.greet_s`, for members of a quorum that it has not heard of yet;
 - it has the fewest members that the keeper and every asker work with;
 - more than half of those that could be members ask. So no minority goes on beside the others;
 - the groups have as many workers as the first member's group.
@@ -27,17 +28,20 @@ make a round's cost grow faster than itself. Times are the keeper's monotonic se
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 
-from hpc_elastic.ft.protocol import Ask
+from hpc_elastic.ft.messages import HealSource, QuorumRequest, QuorumResult, QuorumResults
 
 _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Rules:
+class QuorumRules:
     """How long is waited, and for how many.
 
     Attributes:
@@ -59,7 +63,7 @@ class Rules:
     greet_s: float = 0.5
 
 
-class Standing:
+class ActiveQuorum:
     """A quorum that stands, or the last one that did.
 
     Attributes:
@@ -91,7 +95,7 @@ class Standing:
         self._pace_s = 0.0
 
     @classmethod
-    def adopt(cls, quorum_id: int, size: int, now: float) -> Standing:
+    def adopt(cls, quorum_id: int, size: int, now: float) -> ActiveQuorum:
         """Return a quorum of which only the id and the size are known yet."""
         standing = cls(quorum_id, (), now)
         standing.num_missing = standing.size = size
@@ -132,7 +136,7 @@ class Standing:
         return first is not None and now - first >= max(wait_s, 2 * self._pace_s)
 
 
-class Roll:
+class ReplicaRegistry:
     """All replica groups that one keeper knows.
 
     Attributes:
@@ -146,10 +150,10 @@ class Roll:
         started_at: When the first event came; None: none has.
     """
 
-    def __init__(self, rules: Rules, lost: Iterable[str] = ()) -> None:
+    def __init__(self, rules: QuorumRules, lost: Iterable[str] = ()) -> None:
         self.rules = rules
-        self.standing: Standing | None = None
-        self.asks: dict[str, Ask] = {}
+        self.standing: ActiveQuorum | None = None
+        self.asks: dict[str, QuorumRequest] = {}
         self.fresh: dict[str, None] = {}
         self.connected: set[str] = set()
         self.notices: dict[str, float] = {}
@@ -194,7 +198,7 @@ class Roll:
         if self.standing is not None:
             self.standing.remove(replica)
 
-    def ask(self, replica: str, ask: Ask, now: float) -> None:
+    def ask(self, replica: str, ask: QuorumRequest, now: float) -> None:
         """A group wants to be in the next quorum."""
         if not self.asks:
             self.first_ask_at = now
@@ -214,7 +218,7 @@ class Roll:
 
     def formed(self, quorum_id: int, members: Iterable[str], now: float) -> None:
         """A quorum has been formed; those that it left behind go on asking."""
-        self.standing = Standing(quorum_id, members, now)
+        self.standing = ActiveQuorum(quorum_id, members, now)
         self.standing.num_workers = len(self.asks[next(iter(self.standing.stay))].metadata)
         for member in self.standing.stay:
             del self.asks[member]
@@ -329,3 +333,134 @@ def name_some(replicas: Collection[str]) -> str:
     """Return a few of these by name, and the number of the others; at the same cost for many."""
     more = f" and {len(replicas) - _NAMED} more" if len(replicas) > _NAMED else ""
     return ", ".join(islice(replicas, _NAMED)) + more
+
+
+# ---- Who heals from whom in a new quorum, and where its process groups meet (pure)
+# Those with the newest step *and one and the same token* are the *cohort*: their parameters are
+# the same. Of several tokens at that step the one that most members have wins, then the one of
+# the member with the lowest rank: members of the last quorum come first there. All others heal,
+# also those at the same step with another history, and, where states were initialised at random,
+# all but one at step 0; so the cohort alone has gradients that count.
+#
+# Each worker that heals is given several sources, and they are spread: the i-th that heals, in
+# its group the r-th worker, begins with the (i + r)-th of the cohort and goes on with those
+# behind it.
+#
+# The work grows with the number of members, not with its square: what they share is made once.
+
+
+MAX_SOURCES = 4
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Who has the newest state, and who has not.
+
+    Attributes:
+        step: The newest step.
+        lineage: The token of the state at that step.
+        ranks: Places in the quorum of those that have it, rising; at least one.
+        healing: Places of all others.
+    """
+
+    step: int
+    lineage: str
+    ranks: tuple[int, ...]
+    healing: tuple[int, ...]
+
+
+def find_cohort(asks: Sequence[QuorumRequest]) -> Cohort:
+    """Return who of the members, by rank and at least one, has the newest state."""
+    step = max(a.step for a in asks)
+    newest = Counter(a.lineage for a in asks if a.step == step)
+    lineage = newest.most_common(1)[0][0]  # of equals the first one counted: the lowest rank's
+    has = [a.step == step and a.lineage == lineage for a in asks]
+    ranks = tuple(i for i, h in enumerate(has) if h)
+    return Cohort(step, lineage, ranks, tuple(i for i, h in enumerate(has) if not h))
+
+
+def place(
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+) -> dict[str, QuorumResults]:
+    """Return what each member of a new quorum is told.
+
+    Args:
+        quorum_id: The new quorum's.
+        members: Their replica ids by rank; at least one.
+        asks: What each of them asked for; the groups have the same number of workers.
+    """
+    by_rank = [asks[m] for m in members]
+    cohort = find_cohort(by_rank)
+    group_size = len(by_rank[0].metadata)
+    workers = [_place_workers(quorum_id, by_rank, cohort, r) for r in range(group_size)]
+    return {
+        m: QuorumResults(tuple(w[i] for w in workers), asks[m].number)
+        for i, m in enumerate(members)
+    }
+
+
+def _place_workers(
+    quorum_id: int, asks: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
+) -> list[QuorumResult]:
+    """Return the places of the workers with this rank in their groups, one of each group."""
+    size, num = len(cohort.ranks), len(asks)
+    primary = cohort.ranks[group_rank % size]
+    following = cohort.ranks[(group_rank + 1) % size] if size > 1 else (primary + 1) % num
+    store, next_store = asks[primary].store, asks[following].store
+    sources, first_of, serves = _assign(asks, cohort, group_rank)
+    cohort_rank = {rank: i for i, rank in enumerate(cohort.ranks)}
+    return [
+        QuorumResult(
+            quorum_id, rank, num, store, cohort.step, cohort.lineage, cohort_rank.get(rank), size,
+            sources.get(rank, ()), tuple(first_of.get(rank, ())), tuple(serves.get(rank, ())),
+            next_store,
+        )
+        for rank in range(num)
+    ]  # fmt: skip
+
+
+def _assign(
+    asks: Sequence[QuorumRequest], cohort: Cohort, group_rank: int
+) -> tuple[dict[int, tuple[HealSource, ...]], dict[int, list[int]], dict[int, list[int]]]:
+    """Return sources by who heals, and by source whose first one it is, and whom it serves."""
+    size = len(cohort.ranks)
+    all_sources = [HealSource(r, asks[r].metadata[group_rank]) for r in cohort.ranks]
+    sources: dict[int, tuple[HealSource, ...]] = {}
+    first_of: dict[int, list[int]] = {}
+    serves: dict[int, list[int]] = {}
+    for i, rank in enumerate(cohort.healing):
+        start = i + group_rank
+        chosen = [all_sources[(start + j) % size] for j in range(min(MAX_SOURCES, size))]
+        sources[rank] = tuple(chosen)
+        first_of.setdefault(chosen[0].replica_rank, []).append(rank)
+        for source in chosen:
+            serves.setdefault(source.replica_rank, []).append(rank)
+    return sources, first_of, serves
+
+
+# ---- Tokens that tell histories of parameters apart (pure); `messages` says what they are for
+
+
+_BYTES = 16
+
+
+def fresh() -> str:
+    """Return the token of a state that nobody else has: one that was initialised at random."""
+    return secrets.token_hex(_BYTES)
+
+
+def known(step: int, batches_committed: int) -> str:
+    """Return the token of a state that all groups are promised to have alike.
+
+    It was loaded from a checkpoint of that step, or initialised from the same seed (step 0).
+    """
+    return _hash(f"known|{step}|{batches_committed}")
+
+
+def after_step(token: str, quorum_id: int, num_participants: int) -> str:
+    """Return the token after a step that was committed in a quorum by so many contributors."""
+    return _hash(f"{token}|{quorum_id}|{num_participants}")
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode(), digest_size=_BYTES).hexdigest()

@@ -5,9 +5,9 @@
 
 A framework calls us where a script of its user's own would ask us: after a step (`report`,
 `should_checkpoint`), when it draws a batch (`loader`), and when a checkpoint of its own format is
-complete (`commit`). What its user still sees is the framework's. The frameworks are no dependencies
+complete. What its user still sees is the framework's. The frameworks are no dependencies
 of this package: a module that misses its own says what to install.
 
-Accelerate needs no module: the loop is the user's, so he writes what stands in train.py
+Accelerate needs no module: the loop is the user's and has what stands in train.py
 (examples/huggingface/accelerated.py).
 """

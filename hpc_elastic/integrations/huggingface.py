@@ -21,12 +21,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic import fence, reports
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.commit import by_step, flush
-from hpc_elastic.integrations.loader import ElasticLoader
-from hpc_elastic.preemption import Period, should_checkpoint
+from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
+from hpc_elastic.run import fencing
+from hpc_elastic.worker import reporting
+from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
 try:
     import torch.distributed as dist
@@ -181,31 +181,31 @@ class _Saving(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
-        reports.report(step=step, total_steps=total)
+        reporting.report(step=step, total_steps=total)
         if should_checkpoint(step, **self._period) or step >= total:
             flow.should_save = True
         if flow.should_save:
-            fence.check()
+            fencing.check_fence()
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        reports.report()  # a sign of life
+        reporting.report()  # a sign of life
 
     def on_log(self, args: Any, state: Any, flow: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
-            reports.report(loss=logs["loss"])
+            reporting.report(loss=logs["loss"])
 
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         """Commit, and stay here if the group is to change (every rank; collective)."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         position = self._trainer.position()
-        with reports.busy():
+        with reporting.busy():
             _barrier()  # all ranks have written their part
             if args.process_index == 0:
                 flush(folder)
-                fence.check()
+                fencing.check_fence()
                 _write_mark(folder, position)
             _barrier()
-        reports.checkpoint_boundary(step=state.global_step)
+        reporting.checkpoint_boundary(step=state.global_step)
 
 
 def _write_mark(folder: Path, position: dict[str, Any]) -> None:

@@ -25,11 +25,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic import fence, reports
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.commit import by_step, flush
-from hpc_elastic.integrations.loader import ElasticLoader as ElasticLoader
-from hpc_elastic.preemption import Period, should_checkpoint
+from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
+from hpc_elastic.run import fencing
+from hpc_elastic.worker import reporting
+from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -87,7 +87,7 @@ class ElasticCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals back, and require what would be wrong only later."""
-        if reports.own_page() is not None:
+        if reporting.own_page() is not None:
             signal.signal(signal.SIGTERM, self._handler)
         self._step = trainer.global_step
         self._saved = trainer.global_step if trainer.ckpt_path else None
@@ -120,7 +120,7 @@ class ElasticCheckpoint(Checkpoint):
             return
         self._step = step
         total = trainer.estimated_stepping_batches
-        reports.report(
+        reporting.report(
             step=step,
             loss=_loss(outputs) if step % trainer.log_every_n_steps == 0 else None,
             total_steps=int(total) if 0 < total < float("inf") else None,
@@ -130,7 +130,7 @@ class ElasticCheckpoint(Checkpoint):
 
     def on_validation_batch_end(self, *_: Any) -> None:
         """Give a sign of life."""
-        reports.report()
+        reporting.report()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save what was trained since the last checkpoint."""
@@ -142,19 +142,19 @@ class ElasticCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         """Save, commit, and stay here if the group is to change (every rank; collective)."""
         step = trainer.global_step
-        staged = self.directory / f".step-{step}.{fence.token() or 'alone'}"
-        with reports.busy():
+        staged = self.directory / f".step-{step}.{fencing.fencing_token() or 'alone'}"
+        with reporting.busy():
             self.directory.mkdir(parents=True, exist_ok=True)
             trainer.save_checkpoint(staged)  # ends with a barrier: all parts are there
             if trainer.is_global_zero:
                 self._commit(staged, step)
             trainer.strategy.barrier("hpc_elastic: committed")
         self._saved = step
-        reports.checkpoint_boundary(step=step)
+        reporting.checkpoint_boundary(step=step)
 
     def _commit(self, staged: Path, step: int) -> None:
         flush(staged)
-        fence.check()
+        fencing.check_fence()
         staged.rename(self.directory / f"step-{step}.ckpt")
         flush(self.directory)
         for old in by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]:

@@ -1,4 +1,4 @@
-"""Carries out what a leader decides: connections, files and Slurm around `leadership`.
+"""Carries out what a leader decides: connections, files and Slurm around `leader_state`.
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. All that the
 leader does passes through its `term`; when that is over, the leader ends. Messages to an
@@ -6,7 +6,7 @@ agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``s
 ``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
 ``here``, ``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``stalled``, ``stacks``,
 ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
-``ft`` is for the replicas' quorum (`quorum_desk`).
+``ft`` is for the replicas' quorum (`leader`).
 """
 
 from __future__ import annotations
@@ -19,43 +19,51 @@ import random
 import resource
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.net.listener import Listener
-from hpc_elastic.net.stream import BUFFER_BYTES, NO_AGENT_OF_OURS, Visitor
-from hpc_elastic.rendezvous import notes
-from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
-from hpc_elastic.rendezvous.diagnosis import waiting_for
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous import leader_state
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.effects import (
     Announce,
     AskSlurm,
     AskSweep,
+    ClearHolds,
     Create,
     Drop,
-    Effect,
+    Exclude,
+    LeaderEffect,
     LetOthersStart,
+    Note,
     Postpone,
     Readmit,
     RemoveNotice,
     RenewLease,
+    Send,
     Show,
-    Tell,
+    placements,
+    placements_alone,
 )
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.office import Office, StoreAddress, World
-from hpc_elastic.rendezvous.placements import placements, placements_alone
-from hpc_elastic.rendezvous.quorum_desk import Desk, open_desk
-from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
-from hpc_elastic.rendezvous.steps import carried_out
-from hpc_elastic.rendezvous.term import Term
-from hpc_elastic.rendezvous.term_folder import TermFolder, TermOverError
-
-__all__ = ["Leader", "Office", "World"]
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, carried_out
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.rendezvous.run_status import waiting_for
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import SharedFiles, Term, TermFolder, TermOverError
+from hpc_elastic.run.directory import STATUS_SELDOM_S
+from hpc_elastic.shared_files import Mount
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.transport.connection import (
+    BUFFER_BYTES,
+    NO_AGENT_OF_OURS,
+    Listener,
+    ServerConnection,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -73,25 +81,25 @@ _NODES_A_STATUS = 500
 class Leader:
     """Leads one epoch, from its claim until `stop`, a newer epoch, or the end of the run."""
 
-    def __init__(self, office: Office, claim: Record, listener: Listener) -> None:
+    def __init__(self, office: LeaderContext, claim: LogEntry, listener: Listener) -> None:
         now = time.monotonic()
         self._office = office
         self._journal = office.make_journal(claim.epoch)
         self._claim = claim
         self._listener = listener
         rng = random.Random()
-        kind = ReplicaLeadership if office.rules.ft else Leadership
+        kind = ReplicaLeaderState if office.rules.ft else LeaderState
         self._leadership = kind(claim, office.rules, office.liveness, now, rng)
         self._term = Term(self._leadership, self, office.pace.show_s)
         notices = office.notices
         self._folder = TermFolder(claim.epoch, notices) if notices is not None else None
         self._is_notice_confirmed = asyncio.Event()
-        self._desk: Desk | None = open_desk(office, claim, self._leadership, self._send)
+        self._desk: QuorumBridge | None = open_desk(office, claim, self._leadership, self._send)
         """Where the replicas' quorum is kept; None: the nodes are no replicas."""
-        self._agents: dict[Agent, Visitor] = {}
-        self._visitors: dict[Visitor, Agent | None] = {}
+        self._agents: dict[Agent, ServerConnection] = {}
+        self._visitors: dict[ServerConnection, Agent | None] = {}
         """Everybody who is connected; None: it has not proved yet to be an agent."""
-        self._strangers: dict[Visitor, None] = {}
+        self._strangers: dict[ServerConnection, None] = {}
         """Those of them, the longest first: they may not take all that may be open."""
         self._max_strangers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._num_refused = 0
@@ -154,7 +162,7 @@ class Leader:
     async def _finish(self, linger_s: float) -> None:
         """Let everybody hear the last word, and what is begun be done."""
         deadline = time.monotonic() + linger_s
-        last = (Phase.ENDED, Phase.DISBANDED)
+        last = (RoundPhase.ENDED, RoundPhase.DISBANDED)
         while self._leadership.machine.phase in last and self._agents:
             if time.monotonic() > deadline:
                 break
@@ -177,7 +185,7 @@ class Leader:
 
     async def _end(self) -> None:
         await asyncio.gather(*self._duties, *self._clean_up, return_exceptions=True)
-        while self._visitors:  # a second at most (`Visitor.close`)
+        while self._visitors:  # a second at most (`ServerConnection.close`)
             await asyncio.sleep(0.01)
         await self._journal.close()
         self._lease.close()
@@ -218,14 +226,14 @@ class Leader:
     # ---- agents -------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        visitor = Visitor(self._office.secret, self._claim.epoch, self, self._buffer)
+        visitor = ServerConnection(self._office.secret, self._claim.epoch, self, self._buffer)
         self._visitors[visitor] = None
         self._strangers[visitor] = None
         if len(self._strangers) > self._max_strangers:
             next(iter(self._strangers)).abort("too many have not proved who they are")
         self._start(self._let_in(visitor, connection), self._arrivals)
 
-    async def _let_in(self, visitor: Visitor, connection: socket.socket) -> None:
+    async def _let_in(self, visitor: ServerConnection, connection: socket.socket) -> None:
         try:
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(lambda: visitor, connection)
@@ -233,7 +241,7 @@ class Leader:
             connection.close()
             self.left(visitor, f"it ended as soon as it came: {e}")
 
-    def arrived(self, visitor: Visitor, hello: dict[str, Any]) -> None:
+    def arrived(self, visitor: ServerConnection, hello: dict[str, Any]) -> None:
         """See `Host`."""
         agent = Agent(**hello)
         with self._or_fail():
@@ -244,7 +252,7 @@ class Leader:
         if self._desk is not None:
             self._desk.arrived(agent)
 
-    def said(self, visitor: Visitor, message: dict[str, Any]) -> None:
+    def said(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
         """See `Host`."""
         agent = self._visitors[visitor]
         if agent is None or self._agents.get(agent) is not visitor:
@@ -255,7 +263,7 @@ class Leader:
             if self._desk is not None and message["type"] == "ft":
                 self._desk.said(agent, message["message"])
 
-    def left(self, visitor: Visitor, why: str) -> None:
+    def left(self, visitor: ServerConnection, why: str) -> None:
         """See `Host`."""
         agent = self._visitors.pop(visitor)
         self._strangers.pop(visitor, None)
@@ -282,11 +290,11 @@ class Leader:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: LeaderEffect) -> None:
         """See `Hands`."""
         world = self._office.world
         match effect:
-            case Tell(agent, message):
+            case Send(agent, message):
                 self._send(agent, message)
             case Drop(agent):
                 self._let_go(agent, "silent, or connected anew")
@@ -324,7 +332,7 @@ class Leader:
                 self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
                 self._let_slurm(world.clear_holds, tasks, unseen, failed_on)
 
-    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
         """See `Hands`."""
         self._start(self._publish(record, afterwards), self._clean_up)
 
@@ -347,7 +355,7 @@ class Leader:
             work()
         return True
 
-    async def _create(self, record: Record) -> None:
+    async def _create(self, record: LogEntry) -> None:
         """Create the record, however long the file system takes."""
         while True:
             try:
@@ -368,11 +376,11 @@ class Leader:
         placed = placements(announce) if self._desk is None else placements_alone(announce)
         for agent, message in placed:
             self._send(agent, {**message, "store": self._store or ("", 0)})
-        note = notes.round_(start, record=announce.record, epoch=self._claim.epoch)
+        note = leader_state.round_note(start, record=announce.record, epoch=self._claim.epoch)
         self._journal.note(note.kind, **note.fields)
         self._term.show(time.time())
 
-    async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
+    async def _publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
         self._term.show(time.time())  # before the result, whose readers take it for the last
         await self._journal.publish(record)
         self._term.do(afterwards)
@@ -451,7 +459,7 @@ class Leader:
             self._term.show(time.time())
             self._count_strangers()
             machine = self._leadership.machine
-            if machine.phase is Phase.FORMING:
+            if machine.phase is RoundPhase.FORMING:
                 text = waiting_for(machine, self._office.world.log_of)
                 for agent in list(machine.joined):
                     self._send(agent, {"type": "waiting", "text": text})
@@ -468,3 +476,297 @@ def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:
     for item in (*message.get("failures", ()), *message.get("ranks", ())):
         item["time"] = time.time() - float(item.pop("age_s"))
     return message
+
+
+# ---- What an agent leads a run with, if it comes to that
+
+
+StoreAddress = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class LeaderTiming:
+    """How often a leader that trains undisturbed turns to the run's files; seconds."""
+
+    look_s: float = 1.0
+    """Between two looks for a later leader, and for notices."""
+    show_s: float = 0.0
+    """Between two statuses that differ in their numbers alone; 0: each second."""
+
+    @classmethod
+    def of(cls, mount: Mount) -> LeaderTiming:
+        """Return that of a run on a mount: a server of files is asked more seldom."""
+        return cls() if mount.is_local else cls(look_s=6.0, show_s=STATUS_SELDOM_S)
+
+
+class LeaderScheduler(Protocol):
+    """What a leader needs beyond the run directory. All calls but the last may block."""
+
+    def make_store(self) -> StoreAddress:
+        """Start a fresh bootstrap store for a round; return its address and port.
+
+        torch's may take seconds, for it looks its own name up.
+        """
+
+    def view(self) -> Mapping[str, TaskState] | None:
+        """Ask how the tasks of the run are; None where nobody knows."""
+
+    def cancel_pending(self) -> None:
+        """Take back the run's tasks that are still in the queue: it has ended.
+
+        Other runs of its sweep that stay away may start on its nodes.
+        """
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Let none of the run's queued tasks start for a while."""
+
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+        """Return why the run waits in vain for its min nodes; None if it may yet get them."""
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
+
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Let tasks that Slurm holds, or has ended, start again soon.
+
+        Those whose end nobody has seen may run still on these nodes, and do not start there; nor
+        do others where they failed before they joined.
+        """
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """Let these tasks, which are gone, start there again where the nodes are rid of them."""
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Let none of the run's queued tasks start on these hosts."""
+
+    def log_of(self, task: str, attempt: int) -> str | None:
+        """Return where an attempt's log is."""
+
+
+@dataclass(frozen=True)
+class LeaderContext:
+    """What a leader of a run works with."""
+
+    rules: RoundRules
+    liveness: HeartbeatConfig
+    secret: bytes
+    register: DecisionLog
+    make_journal: Callable[[int], StatusWriter]
+    """Makes the journal of the leader of an epoch; 0: of an agent that does not lead."""
+    world: LeaderScheduler
+    notices: SharedFiles | None = None
+    """Where it is asked for nodes to be left; None: nowhere."""
+    make_keeper: MakeKeeper | None = None
+    """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""
+    generation: int = 0
+    """The run's, as this agent's task was submitted."""
+    pace: LeaderTiming = LeaderTiming()
+
+
+@dataclass(frozen=True)
+class LeaderCandidate:
+    """What this agent needs to lead: where to listen, and what a leader works with."""
+
+    address: str
+    office: LeaderContext
+    is_running: Callable[[str], bool | None]
+    """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
+
+
+# ---- The keeper of the replicas' quorum at his leader's: who comes and goes, and what they say
+# The keeper (`leader`) decides about quorums; two things he can not know, and are seen to here.
+# While the leader may be the one that is cut off, nothing reaches the keeper: another leader may
+# have been elected, whose keeper makes quorums of the others. And a newcomer, which has not been
+# in a quorum yet, has to wait while a replica ends whose workers have gone: if they have
+# finished, the run is over, and a newcomer left alone would begin it from the start.
+
+
+_TICK_S = 0.05
+_SETTLES_WITHIN_S = 2.0
+"""An agent reports within a tenth of a second what became of workers that have gone."""
+_NO_QUORUM = -1
+
+
+# ---- What the rendezvous knows of the replicas' quorum: somebody else's rules, behind an interface
+# The rules are those of `hpc_elastic.ft`, a sibling of this package, which the agent puts in
+# (`hpc_elastic.agent.quorum`).
+
+
+Message = dict[str, Any]
+
+
+SendTo = Callable[[Agent, Message], None]
+
+
+class QuorumBridge:
+    """Between one leader and the keeper of his epoch."""
+
+    def __init__(self, keeper: QuorumKeeper, leadership: ReplicaLeaderState, send: SendTo) -> None:
+        self._keeper = keeper
+        self._leadership = leadership
+        self._send = send
+        self._agents: dict[str, Agent] = {}
+        self._waiting: deque[Callable[[], Answers]] = deque()
+        """What the keeper is to hear once it is sure that this leader leads."""
+        self._ending: dict[Agent, float] = {}
+        """Whose workers have gone, and since when, until it is known what became of them."""
+        self._held: dict[Agent, Message] = {}
+        """What newcomers ask meanwhile."""
+
+    def arrived(self, agent: Agent) -> None:
+        """An agent has connected."""
+        name = replica_name(agent)
+        self._agents[name] = agent
+        self._tell(lambda: self._keeper.arrived(name, time.monotonic()))
+
+    def said(self, agent: Agent, message: Message) -> None:
+        """An agent has sent this for the keeper.
+
+        Raises:
+            ValueError: it is nothing that a keeper knows.
+        """
+        self._note(agent, message)
+        if message["type"] == "ask" and self._is_early(agent):
+            self._held[agent] = message
+            return
+        if message["type"] in ("withdraw", "lost", "bye"):
+            self._held.pop(agent, None)
+        name = replica_name(agent)
+        self._tell(lambda: self._keeper.said(name, message, time.monotonic()))
+
+    def left(self, agent: Agent, why: str) -> None:
+        """The connection to an agent is gone, or it is not heard any more."""
+        name = replica_name(agent)
+        self._agents.pop(name, None)
+        self._held.pop(agent, None)
+        self._ending.pop(agent, None)
+        self._tell(lambda: self._keeper.left(name, why, time.monotonic()))
+
+    async def keep(self) -> None:
+        """Let the keeper see that time passes, until this is cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._release()
+            self._tell(lambda: self._keeper.tick(time.monotonic()))
+
+    # ---- the keeper ---------------------------------------------------------------------
+
+    def _tell(self, event: Callable[[], Answers]) -> None:
+        now, leadership = time.monotonic(), self._leadership
+        self._waiting.append(event)
+        while self._waiting and not (leadership.fenced or leadership.is_cut_off(now)):
+            self._answer(self._waiting.popleft()())
+
+    def _answer(self, answers: Answers) -> None:
+        for name, message in answers:
+            agent = self._agents.get(name)
+            if agent is not None:
+                if message["type"] == "placements":
+                    self._leadership.machine.takes_part(agent)
+                self._send(agent, {"type": "ft", "message": message})
+
+    # ---- the end of the run -------------------------------------------------------------
+
+    def _note(self, agent: Agent, message: Message) -> None:
+        machine = self._leadership.machine
+        if message["type"] == "here" and message["quorum_id"] != _NO_QUORUM:
+            machine.takes_part(agent)
+        elif message["type"] in ("bye", "lost") and agent in machine.taking_part:
+            self._ending[agent] = time.monotonic()
+
+    def _is_early(self, agent: Agent) -> bool:
+        machine = self._leadership.machine
+        return agent not in machine.taking_part and bool(self._ending or machine.done)
+
+    def _release(self) -> None:
+        """Let newcomers ask once it is known that the run goes on."""
+        machine, now = self._leadership.machine, time.monotonic()
+        self._ending = {
+            agent: since
+            for agent, since in self._ending.items()
+            if agent in machine.taking_part and now - since < _SETTLES_WITHIN_S
+        }
+        if self._held and not (self._ending or machine.done):
+            held, self._held = self._held, {}
+            for agent, message in held.items():
+                name = replica_name(agent)
+                self._tell(partial(self._keeper.said, name, message, now))
+
+
+def open_desk(
+    office: LeaderContext, claim: LogEntry, leadership: LeaderState, send: SendTo
+) -> QuorumBridge | None:
+    """Return the desk of a leader whose run has replicas; None for another's."""
+    if not isinstance(leadership, ReplicaLeaderState):
+        return None
+    assert office.make_keeper is not None, "a run with ft=true needs Office.make_keeper"
+    lost = [a for a in claim.members if a not in leadership.machine.roster]
+    keeper = office.make_keeper(claim.epoch, map(replica_name, lost))
+    return QuorumBridge(keeper, leadership, send)
+
+
+Answers = Iterable[tuple[str, Message]]
+"""Messages to replicas, by name, in the order in which they are to be sent."""
+
+
+class QuorumKeeper(Protocol):
+    """Keeps the quorum in one epoch (leader). Times are its monotonic seconds."""
+
+    def arrived(self, replica: str, now: float) -> Answers:
+        """A replica's agent has connected."""
+
+    def said(self, replica: str, message: Message, now: float) -> Answers:
+        """A replica's agent passes on what its workers say.
+
+        Raises:
+            ValueError: it is no message of theirs.
+        """
+
+    def left(self, replica: str, why: str, now: float) -> Answers:
+        """The connection is gone, or nothing was heard for too long."""
+
+    def tick(self, now: float) -> Answers:
+        """Time has passed; to be called every few hundredths of a second."""
+
+
+MakeKeeper = Callable[[int, Iterable[str]], QuorumKeeper]
+"""Makes the keeper of an epoch; the replicas named are known to be dead."""
+
+
+def replica_name(agent: Agent) -> str:
+    """Return the name of the replica that an agent's workers are: another attempt is another."""
+    return f"{agent.task}:{agent.attempt}"
+
+
+# ---- What a session knows of the workers of its node, where they are a replica of their own
+
+
+class ReplicaGroup(Protocol):
+    """Speaks for a node's workers to the keeper of the quorum, who is with the leader.
+
+    All methods are called on the session's event loop.
+    """
+
+    async def start(self, say: Callable[[Message], None]) -> None:
+        """Begin; ``say`` sends a message to the keeper, if the connection stands."""
+
+    async def stop(self) -> None:
+        """The session ends."""
+
+    def up(self) -> None:
+        """A leader is there: tell his keeper what he has to know."""
+
+    def down(self) -> None:
+        """The connection to the leader is gone."""
+
+    def heard(self, message: Message) -> None:
+        """The keeper says something.
+
+        Raises:
+            ValueError: it is no message of a keeper.
+        """

@@ -23,7 +23,7 @@ def slurm_backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.rendezvous.torchrun import create_handler
+        from hpc_elastic.rendezvous.torch_handler import create_handler
 
         try:
             return create_handler(parameters)

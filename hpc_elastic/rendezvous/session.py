@@ -1,8 +1,8 @@
-"""One agent's side of the rendezvous: carries out what `following` decides.
+"""One agent's side of the rendezvous: carries out what `follower_state` decides.
 
 `Session` is what the agent's own thread calls; the connection lives in an event loop on a thread
 of its own, so that heartbeats go on whatever the agent does. If this agent is to lead, its leader
-lives in the same loop. What both threads touch stands in `heard`.
+lives in the same loop. What both threads touch stands in `session`.
 """
 
 from __future__ import annotations
@@ -12,55 +12,30 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.net.listener import Listener
-from hpc_elastic.net.stream import Stream, connect
-from hpc_elastic.net.wire import BadFrameError
-from hpc_elastic.rendezvous.agent_effects import (
+from hpc_elastic.rendezvous.effects import (
+    AgentEffect,
     Claim,
     Connect,
-    Effect,
-    HangUp,
-    Inquire,
+    Deliver,
+    Disconnect,
     Lead,
-    Look,
-    Publish,
-    Say,
-    Tell,
+    PublishIfMissing,
+    QuerySlurm,
+    ReadLog,
+    SendToLeader,
 )
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.heard import (
-    Hearing,
-    Leaving,
-    Notice,
-    Outcome,
-    Proposal,
-    Round,
-    SentBack,
-    Verdict,
-)
-from hpc_elastic.rendezvous.leader import Leader
-from hpc_elastic.rendezvous.office import Candidacy
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.replica_group import ReplicaGroup
-from hpc_elastic.rendezvous.reports import Reports
-
-__all__ = [
-    "Candidacy",
-    "Leaving",
-    "Notice",
-    "Outcome",
-    "Proposal",
-    "Round",
-    "SentBack",
-    "Session",
-    "Verdict",
-]
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate, ReplicaGroup
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.transport.auth import BadFrameError
+from hpc_elastic.transport.connection import ClientConnection, Listener, connect
 
 _log = logging.getLogger(__name__)
 
@@ -71,13 +46,131 @@ _SEARCH_TICK_S = 0.05
 _CLAIM_AGAIN_S = 0.5
 
 
+# ---- What an agent's session has heard, and what it came to: the part that two threads share
+# The event loop's thread calls `SessionState.hear` with what `follower_state` tells; the agent's
+# own thread reads the fields, and waits in `SessionState.outcome_within`.
+
+
+class Hearing:
+    """What an agent's own thread may ask about what was heard, at any time."""
+
+    def __init__(self) -> None:
+        self._heard = SessionState()
+
+    @property
+    def placed(self) -> RoundInfo | None:
+        """The round that this agent has a place in; None while it waits for one."""
+        return self._heard.round
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this agent's workers must be stopped and `join` be called again."""
+        return self._heard.stop_requested
+
+    @property
+    def hold(self) -> int:
+        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
+        return self._heard.hold
+
+    @property
+    def stacks(self) -> int:
+        """Number of the leader's question what the workers are at (`hang_diagnosis`); 0: none."""
+        return self._heard.stacks
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The step at which all ranks may have to save; None: there is none, or none any more."""
+        return self._heard.proposal
+
+    @property
+    def noticed(self) -> LeaveRequest | None:
+        """Set once this node is to be left, whoever said so."""
+        return self._heard.notice
+
+    @property
+    def verdict(self) -> RunOutcome | None:
+        """How the run ended; None while it goes on."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, RunOutcome) else None
+
+    @property
+    def sent_back(self) -> Requeued | None:
+        """Set once this node is to go back to the queue."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, Requeued) else None
+
+    @property
+    def leaving(self) -> Departed | None:
+        """Set once this node has left the run because it is to be left."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, Departed) else None
+
+
+# ---- What an agent tells its leader of its workers
+
+
+class Reports(ABC):
+    """An agent's reports. All public methods may be called from any thread."""
+
+    @abstractmethod
+    def _report(self, type_: str, **fields: Any) -> None:
+        """Send one to the leader of the present round."""
+
+    def failed(self, failures: list[Message]) -> None:
+        """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
+        self._report("failed", failures=failures)
+
+    def finished(self) -> None:
+        """Report that all workers of this agent have returned."""
+        self._report("finished")
+
+    def boundary(self, step: int, *, held: int) -> None:
+        """Report that all workers have announced the checkpoint of a step.
+
+        Args:
+            step: The optimizer step that the checkpoint holds.
+            held: Not 0: some of them stay there; the number of the request that they obey.
+        """
+        self._report("boundary", step=step, held=held)
+
+    def want_checkpoint(self) -> None:
+        """Ask that all ranks save at one step soon."""
+        self._report("want")
+
+    def stalled(self, stalled_s: float, limit_s: float) -> None:
+        """Report that workers have made no step for so long, which is longer than the limit."""
+        self._report("stalled", stalled_s=stalled_s, limit_s=limit_s)
+
+    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
+        """Answer what the workers of this node are at.
+
+        Args:
+            number: Of the question.
+            ranks: Fields of `hang.RankState`, with ``age_s`` for ``time``.
+        """
+        self._report("stacks", number=number, ranks=ranks)
+
+    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
+
+        Args:
+            number: Of the proposal.
+            ok: No worker of this node has passed the step, or may be about to without having seen
+                the proposal: each is before it, or waits there.
+            passed: The largest step that a worker has published; in the second answer the smallest.
+                None: no worker has asked `should_checkpoint` yet.
+            rate: Steps per second, at least 0.
+        """
+        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
+
+
 class Session(Hearing, Reports):
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
         self,
         me: Agent,
-        candidacy: Candidacy,
+        candidacy: LeaderCandidate,
         *,
         progress: Callable[[], Message] = dict,
         group: ReplicaGroup | None = None,
@@ -90,11 +183,11 @@ class Session(Hearing, Reports):
         self._beat_s = self._office.liveness.heartbeat_s
         self._group = group
         """The workers of this node, if they are a replica of their own."""
-        self._following = Following(
+        self._following = FollowerState(
             me, self._office.liveness, time.monotonic(),
             stays=group is not None, generation=self._office.generation,
         )  # fmt: skip
-        self._stream: Stream | None = None
+        self._stream: ClientConnection | None = None
         self._attempt: asyncio.Task[None] | None = None
         """The connection, or the attempt to make one."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -224,28 +317,28 @@ class Session(Hearing, Reports):
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: Iterable[AgentEffect]) -> None:
         remaining = iter(effects)
         for effect in remaining:
             match effect:
-                case Look():
+                case ReadLog():
                     self._start(self._look())
                 case Connect(record):
                     self._attempt = self._start(self._follow(record))
-                case HangUp():
+                case Disconnect():
                     self._hang_up()
-                case Say(message):
+                case SendToLeader(message):
                     self._say(message)
-                case Inquire(task):
+                case QuerySlurm(task):
                     self._start(self._inquire(task))
                 case Claim():
                     self._start(self._claim(effect))
                 case Lead(record):
                     self._lead(record)
-                case Publish(record):
+                case PublishIfMissing(record):
                     self._start(self._publish(record, list(remaining)))
                     return
-                case Tell(message):
+                case Deliver(message):
                     self._hear(message)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -272,7 +365,7 @@ class Session(Hearing, Reports):
             now = time.monotonic()
             self._carry_out(self._following.looked(number, record, lease, now))
 
-    async def _publish(self, record: Record, afterwards: list[Effect]) -> None:
+    async def _publish(self, record: LogEntry, afterwards: list[AgentEffect]) -> None:
         journal = self._office.make_journal(0)
         await journal.publish(record)
         await journal.close()
@@ -285,7 +378,7 @@ class Session(Hearing, Reports):
 
     # ---- following ----------------------------------------------------------------------
 
-    async def _follow(self, record: Record) -> None:
+    async def _follow(self, record: LogEntry) -> None:
         leader = record.leader
         try:
             stream = await connect(
@@ -303,7 +396,7 @@ class Session(Hearing, Reports):
                 self._lose_stream()
             await stream.close()
 
-    async def _attend(self, stream: Stream) -> None:
+    async def _attend(self, stream: ClientConnection) -> None:
         self._stream = stream
         self._carry_out(self._following.connected(time.monotonic()))
         if self._group is not None:
@@ -365,7 +458,7 @@ class Session(Hearing, Reports):
         here = Endpoint(self._candidacy.address, listener.port, self._me.task, self._me.attempt)
         number, before, unseen = wanted.number, wanted.before, wanted.unseen
         self._hear({"type": "news", "text": f"writing record {number}, to lead the run"})
-        mine: Record | None = claim(number, before, here, time.time(), unseen=unseen)
+        mine: LogEntry | None = claim(number, before, here, time.time(), unseen=unseen)
         try:
             if mine is not None and not await self._create(mine, first=before is None):
                 mine = None
@@ -374,7 +467,7 @@ class Session(Hearing, Reports):
                 listener.close()
         self._carry_out(self._following.claimed(mine, time.monotonic()))
 
-    def _lead(self, record: Record) -> None:
+    def _lead(self, record: LogEntry) -> None:
         assert self._listener is not None
         self._leader = Leader(self._office, record, self._listener)
         self._leader.lead()
@@ -386,7 +479,7 @@ class Session(Hearing, Reports):
         if self._leader is leader:
             self._leader = None
 
-    async def _create(self, record: Record, *, first: bool) -> bool:
+    async def _create(self, record: LogEntry, *, first: bool) -> bool:
         try:
             return await self._in_thread(self._office.register.create, record)
         except RunDirectoryError:
@@ -397,3 +490,161 @@ class Session(Hearing, Reports):
             _log.warning("record %d can not be written: %s", record.number, e)
         await asyncio.sleep(_CLAIM_AGAIN_S)
         return False
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """What a member is told of a closed round."""
+
+    number: int
+    record: int
+    """The number of the record that closed it: the group's fencing token."""
+    restarts: int
+    store: tuple[str, int]
+    group_rank: int
+    group_size: int
+    """Nodes in the group."""
+    first_rank: int
+    """Global rank of this node's first worker."""
+    world_size: int
+    """Workers in the group."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How the run ended."""
+
+    status: str
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """This node is to go back to the queue, and not to start again for a while."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class Departed:
+    """This node was to be left, and has left the run; its workers are still to be stopped."""
+
+    reason: str
+
+
+Ending = RunOutcome | Requeued | Departed
+Outcome = RoundInfo | Ending
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A step at which all ranks may have to save: once it is confirmed (`step_agreement`)."""
+
+    number: int
+    step: int
+    confirmed: bool = False
+
+
+@dataclass(frozen=True)
+class LeaveRequest:
+    """This node has to be left."""
+
+    reason: str
+    left_s: float
+    """How much time there was when it was noticed."""
+    deadline: float
+    """The same as monotonic seconds."""
+
+
+class SessionState:
+    """The last of everything that an agent was told."""
+
+    def __init__(self) -> None:
+        self.round: RoundInfo | None = None
+        self.stop_requested = False
+        self.hold = 0
+        self.stacks = 0
+        self.proposal: Proposal | None = None
+        self.notice: LeaveRequest | None = None
+        self.ending: Ending | None = None
+        self.news = "reading the records of the run"
+        self.error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    # ---- the agent's thread -------------------------------------------------------------
+
+    def outcome_within(self, timeout_s: float, ask: Callable[[], None]) -> Outcome | None:
+        """Forget the last round, ask for another, and wait for what comes; None: nothing does.
+
+        Raises:
+            BaseException: what the event loop's thread has failed with.
+        """
+        with self._changed:
+            self.round, self.proposal = None, None
+            self.stop_requested, self.hold, self.stacks = False, 0, 0
+            ask()
+            self._changed.wait_for(lambda: self.round or self.ending or self.error, timeout_s)
+            if self.error is not None:
+                raise self.error
+            return self.ending or self.round
+
+    # ---- the event loop's thread --------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no more to hear."""
+        with self._changed:
+            self.error = error
+            self.stop_requested = True
+            self._changed.notify_all()
+
+    def hear(self, message: Message) -> None:
+        """Take in what `following.Tell` brings."""
+        with self._changed:
+            self._take(message)
+            self._changed.notify_all()
+
+    def _take(self, message: Message) -> None:
+        match message["type"]:
+            case "round":
+                fields = {k: v for k, v in message.items() if k not in ("type", "ask")}
+                self.round = RoundInfo(**{**fields, "store": tuple(message["store"])})
+            case "stop":
+                _log.info("workers are to stop: %s", message["reason"])
+                self.stop_requested = True
+            case "hold":
+                self.hold = int(message["number"])
+            case "stacks":
+                self.stacks = int(message["number"])
+            case "propose" | "confirm":
+                self._note_proposal(message)
+            case "noticed":
+                self._note_notice(message)
+            case "end" | "give back" | "leaving":
+                self._end(message)
+            case "waiting" | "news":
+                if message["text"] != self.news:
+                    _log.info("%s", message["text"])
+                self.news = message["text"]
+
+    def _note_proposal(self, message: Message) -> None:
+        number = int(message["number"])
+        if message["type"] == "propose":
+            self.proposal = Proposal(number, int(message["step"])) if number else None
+        elif self.proposal is not None and self.proposal.number == number:
+            self.proposal = replace(self.proposal, confirmed=True)
+
+    def _note_notice(self, message: Message) -> None:
+        left_s = float(message["left_s"])
+        self.notice = LeaveRequest(message["reason"], left_s, time.monotonic() + left_s)
+        _log.info("this node is to be left within %.0f s: %s", left_s, self.notice.reason)
+
+    def _end(self, message: Message) -> None:
+        match message["type"]:
+            case "end":
+                self.ending = RunOutcome(message["status"], message["failure"])
+            case "give back":
+                self.ending = Requeued(float(message["delay_s"]))
+                self.stop_requested = True
+            case "leaving":
+                self.ending = Departed(message["reason"])
+                self.stop_requested = True

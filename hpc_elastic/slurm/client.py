@@ -6,23 +6,31 @@ end. A job that Slurm has forgotten is no error here, just no longer among the a
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
+import re
+import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.command import call
 from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process
+from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 from hpc_elastic.slurm.nodelist import compress, compress_indices
-from hpc_elastic.slurm.outputs import (
+from hpc_elastic.slurm.parsing import (
     EACH_NODE_FORMAT,
     NODE_KINDS_FORMAT,
+    NODES_FORMAT,
     SQUEUE_FORMAT,
+    JobRecord,
     NodeKind,
+    Partition,
     Preemption,
-    Record,
     is_ended,
     is_forgotten,
     is_not_waiting,
@@ -32,19 +40,23 @@ from hpc_elastic.slurm.outputs import (
     last_busy_at,
     lists_all,
     parse_config,
+    parse_controllers,
     parse_each_node,
     parse_is_up,
     parse_job_id,
     parse_node_address,
     parse_node_kinds,
+    parse_node_states,
     parse_nodes,
     parse_out_of_service,
     parse_partition_names,
+    parse_partitions,
     parse_preemption,
     parse_records,
     parse_squeue,
+    parse_start,
+    parse_version,
 )
-from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +130,7 @@ class SlurmClient:
         """Cancel tasks; those that have ended are no error.
 
         Args:
-            tasks: Names as in `tasks`: jobs, arrays, or single array elements.
+            tasks: Names as in `scheduler`: jobs, arrays, or single array elements.
             pending_only: Leave alone what has a node. Asks squeue first: scancel's own ``--state``
                 filter cancels *every* pending element of an array if one is named (Slurm 22.05).
                 A task that Slurm starts in between is cancelled nevertheless.
@@ -291,7 +303,7 @@ class SlurmClient:
         for ten thousand of them at a time.
 
         Args:
-            tasks: Names as in `tasks`; whole arrays, too. One that is being requeued counts as
+            tasks: Names as in `scheduler`; whole arrays, too. One that is being requeued counts as
                 pending from the moment of `requeue` on.
             delay_s: From now, by this node's clock; Slurm knows whole seconds only. It replaces
                 what an earlier call said, longer or shorter.
@@ -305,7 +317,7 @@ class SlurmClient:
         Tasks that do not wait are left alone; one that is being requeued counts as waiting.
 
         Args:
-            tasks: Names as in `tasks`.
+            tasks: Names as in `scheduler`.
             hosts: The nodes.
         """
         wanted = set(hosts)
@@ -349,7 +361,7 @@ class SlurmClient:
                 found.setdefault(record.excluded, []).extend(names)
         return {excluded: names for excluded, names in found.items() if names}
 
-    def _records(self, job: str) -> list[Record]:
+    def _records(self, job: str) -> list[JobRecord]:
         argv = ["scontrol", "-o", "show", "job", job]
         try:
             return parse_records(self._run(argv))
@@ -415,3 +427,165 @@ def _compact(tasks: Iterable[str]) -> Iterator[str]:
             yield task
     for job, indices in elements.items():
         yield f"{job}_[{compress_indices(indices)}]"
+
+
+# ---- One call of a command of Slurm's
+
+
+_IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends what it sends to every process of a step, hence to the very command by which an agent
+asks what its signal means."""
+_NAMES = " ".join(number.name.removeprefix("SIG") for number in _IGNORED)
+_DEAF = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
+"""Runs a command that ignores them."""
+_TRIES = 3
+
+
+def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> str:
+    """Return what a command prints.
+
+    One that does not answer is killed with all that it has started (`commands.run`).
+
+    Args:
+        argv: The command line.
+        env: Its environment, PATH included.
+        timeout_s: How long it may take.
+
+    Raises:
+        SlurmCommandError: it is not installed, failed, or did not answer in time.
+    """
+    return answer(argv, env=env, timeout_s=timeout_s)[0]
+
+
+def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
+    """Return what a command prints, and what it writes to standard error; as `call` otherwise."""
+    for _ in range(_TRIES):
+        done = _run(argv, env, timeout_s)
+        if -done.returncode not in _IGNORED:
+            break  # else the shell was hit before it ignored that: the command has not begun
+    if done.returncode != 0:
+        raise SlurmCommandError(argv, done.returncode, done.stderr.strip() or done.stdout)
+    return done.stdout, done.stderr
+
+
+def _run(
+    argv: Sequence[str], env: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    try:
+        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
+            raise FileNotFoundError(errno.ENOENT, "not found")
+        return _util.run([*_DEAF, *argv], env=env, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired as e:
+        raise SlurmCommandError(argv, None, f"no answer within {timeout_s:g} s") from e
+    except OSError as e:
+        why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
+        raise SlurmCommandError(argv, None, why) from e
+
+
+# ---- Asks Slurm of the cluster as a whole: for the doctor, on the login node and on others
+
+
+_SECONDS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+
+
+class SiteClient(SlurmClient):
+    """Asks Slurm of the cluster. Every method raises `SlurmCommandError`, as `SlurmClient`."""
+
+    def config(self) -> dict[str, str]:
+        """Return the cluster's settings by name, as in slurm.conf."""
+        return parse_config(self._run(["scontrol", "show", "config"]))
+
+    def version(self, command: str) -> str:
+        """Return the version that one of Slurm's commands tells, such as ``22.05.8``."""
+        return parse_version(self._run([command, "--version"]))
+
+    def ping(self) -> str:
+        """Return which controllers answer, in scontrol's words."""
+        return parse_controllers(self._run(["scontrol", "ping"]))
+
+    def all_partitions(self) -> list[Partition]:
+        """Return the partitions, those hidden from the user included."""
+        return parse_partitions(self._run(["scontrol", "-a", "-o", "show", "partition"]))
+
+    def node_states(self, partition: str | None = None) -> dict[str, int]:
+        """Return how many nodes are in which state, such as ``idle``; by default of all.
+
+        Args:
+            partition: Name of a partition, or several with commas.
+        """
+        where = ["-p", partition] if partition else ["-a"]
+        return parse_node_states(self._run(["sinfo", "-h", *where, "-o", NODES_FORMAT]))
+
+    def accounting_answers(self) -> None:
+        """Ask sacct for nothing; it fails where there is no accounting."""
+        self._run(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
+
+    def test_only(self, script: str) -> str:
+        """Let sbatch validate a script, and return when it would start, in sbatch's words.
+
+        Raises:
+            SlurmCommandError: sbatch would refuse it; its standard error says why.
+        """
+        argv = ["sbatch", "--test-only", script]
+        output, errors = answer(argv, env=self._outside(), timeout_s=self.timeout_s)
+        return parse_start(errors.strip() or output)
+
+    def signal(self, task: str, name: str) -> None:
+        """Send a signal to every process of a task's steps.
+
+        Args:
+            task: As for `launcher.control`.
+            name: Such as ``USR2``.
+        """
+        self._run(["scancel", f"--signal={name}", task])
+
+    def kill(self, tasks: Sequence[str]) -> None:
+        """Send SIGKILL to every process of some tasks, their batch scripts included.
+
+        Tasks that have ended are passed over.
+        """
+        try:
+            self._run(["scancel", "--full", "--signal=KILL", *tasks])
+        except SlurmCommandError as e:
+            if not is_ended(e):
+                raise
+
+
+def reachable(client: SlurmClient, task: str) -> dict[str, str | None]:
+    """Ask squeue and scontrol, from wherever this runs, and return what is wrong with each.
+
+    Args:
+        client: How to reach Slurm.
+        task: A task of the user's.
+
+    Returns:
+        By the command's name; None: it answers.
+    """
+    site = SiteClient(client.timeout_s)
+    problems: dict[str, str | None] = {}
+    for command, ask in (("squeue", lambda: client.tasks([task])), ("scontrol", site.config)):
+        try:
+            ask()
+            problems[command] = None
+        except SlurmCommandError as e:
+            problems[command] = e.stderr.strip()[:300]
+    return problems
+
+
+def time_limit_s(text: str) -> float | None:
+    """Return the seconds of a wall time as sbatch takes it (pure); None for UNLIMITED.
+
+    Minutes, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``.
+    """
+    m = _SECONDS.fullmatch(text.strip())
+    if m is None:
+        return None
+    days, *rest = m.groups()
+    parts = [int(part) for part in rest if part is not None]
+    if days is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return float(((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if len(parts) == 1:
+        return parts[0] * 60.0
+    hours, minutes, seconds = (0, *parts)[-3:]
+    return float((hours * 60 + minutes) * 60 + seconds)

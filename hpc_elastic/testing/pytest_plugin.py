@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import pytest
 
-from hpc_elastic.testing.fake_slurm.fixture import fake_slurm
+from hpc_elastic.testing.fake_slurm.fake import fake_slurm
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.requirements import check
 

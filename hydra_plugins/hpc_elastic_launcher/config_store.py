@@ -7,7 +7,7 @@ from dataclasses import asdict
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from hpc_elastic.config import LauncherSettings, LocalSettings, SlurmSettings
+from hpc_elastic.config.schema import LauncherSettings, LocalSettings, SlurmSettings
 
 LAUNCHER = "hydra_plugins.hpc_elastic_launcher.launcher.ElasticLauncher"
 BACKENDS: dict[str, type[LauncherSettings]] = {"slurm": SlurmSettings, "local": LocalSettings}
@@ -24,7 +24,7 @@ def register() -> None:
     store = ConfigStore.instance()
     for backend, settings in BACKENDS.items():
         # Open, because Hydra would refuse an unknown key with a message of its own, where
-        # `hpc_elastic.settings` says what the user may have meant.
+        # `hpc_elastic.config` says what the user may have meant.
         launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
         node = {
             "hydra": {"launcher": {"_target_": LAUNCHER}},

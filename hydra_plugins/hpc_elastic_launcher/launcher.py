@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hydra.types import HydraContext, TaskFunction
     from omegaconf import DictConfig
 
-    from hpc_elastic.submit.sweep import Sweep
+    from hpc_elastic.launcher.sweep import Sweep
 
 
 class ElasticLauncher(Launcher):
@@ -31,8 +31,13 @@ class ElasticLauncher(Launcher):
     ) -> None:
         """Keep what Hydra gives, and see that the sweep directory can be written to."""
         from hpc_elastic.errors import ConfigError, RunDirectoryError
-        from hpc_elastic.submit.freeze import require_sweep_dir, require_writable
-        from hpc_elastic.submit.sweep import Sweep, compact, share_composition
+        from hpc_elastic.launcher.sweep import (
+            Sweep,
+            compact,
+            require_sweep_dir,
+            require_writable,
+            share_composition,
+        )
 
         share_composition(hydra_context)
         self._sweep = Sweep(hydra_context, task_function, config)
@@ -45,11 +50,11 @@ class ElasticLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run the jobs and return how each ended (see `hpc_elastic.submit.sweep`)."""
+        """Run the jobs and return how each ended (see `hpc_elastic.launcher.sweep`)."""
         from hydra.core.utils import configure_log, setup_globals
 
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.submit.sweep import compact, launch_sweep
+        from hpc_elastic.launcher.sweep import compact, launch_sweep
 
         assert self._sweep is not None, "Hydra calls setup first"
         setup_globals()

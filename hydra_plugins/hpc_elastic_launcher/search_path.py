@@ -9,7 +9,7 @@ from __future__ import annotations
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from hpc_elastic.resources import folder
+from hpc_elastic._util import folder
 from hydra_plugins.hpc_elastic_launcher.config_store import register
 
 register()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.slurm.job_state import TaskState
 
 PATIENCE_S = 120.0
 TELLER = """

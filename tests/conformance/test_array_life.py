@@ -11,7 +11,7 @@ from backends import eventually, parse_env
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
-from hpc_elastic.slurm.outputs import Preemption, is_refused, parse_partitions
+from hpc_elastic.slurm.parsing import Preemption, is_refused, parse_partitions
 
 SLEEP = "sleep 600"
 OF_AN_ELEMENT = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from group import Group
 
-from hpc_elastic.events import read_events
-from hpc_elastic.story.kinds import problems
+from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.events import read_events
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _events_are_as_documented(tmp_path) -> Iterator[None]:
     yield
     events = (e for folder in tmp_path.rglob("events") for e in read_events(folder))
     found = sorted({problem for event in events for problem in problems(event)})
-    assert found == [], "every event is as hpc_elastic/story/kinds.py says"
+    assert found == [], "every event is as hpc_elastic/run/event_schema.py says"
 
 
 @pytest.fixture

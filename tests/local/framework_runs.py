@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 from local_runs import LocalRun
 
-from hpc_elastic.events import read_events
-from hpc_elastic.story.episode import Episode
-from hpc_elastic.story.episodes import episodes
+from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.timeline import episodes
+from hpc_elastic.run.events import read_events
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ class FrameworkRun(LocalRun):
             "launcher.agent.spares=false", *overrides,
         )  # fmt: skip
 
-    def story(self) -> list[Episode]:
+    def story(self) -> list[TimelineEntry]:
         """What `hpc-elastic events` tells of it."""
         return episodes(read_events(self.path / "events"))
 
@@ -62,7 +62,7 @@ class FrameworkRun(LocalRun):
     def workers(self, task: str) -> list[psutil.Process]:
         """The worker processes of a task."""
         agent = psutil.Process(self._task(task)["pid"])
-        return [p for p in agent.children() if "hpc_elastic.agent.worker" in p.cmdline()]
+        return [p for p in agent.children() if "hpc_elastic.agent.worker_main" in p.cmdline()]
 
     def tasks(self) -> list[str]:
         """The tasks of the last round, in rank order."""

@@ -4,12 +4,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.ft.group_server import GroupServer
-from hpc_elastic.ft.lighthouse_frames import PURPOSE, SESSION_EPOCH, frame, parse_address
-from hpc_elastic.ft.protocol import Message, unpack
-from hpc_elastic.net.keys import user_secret
-from hpc_elastic.net.stream import Stream, connect
-from hpc_elastic.net.wire import BadFrameError
+from hpc_elastic.ft.manager_server import ManagerServer
+from hpc_elastic.ft.messages import PURPOSE, SESSION_EPOCH, Message, frame, parse_address, unpack
+from hpc_elastic.transport.auth import BadFrameError, user_secret
+from hpc_elastic.transport.connection import ClientConnection, connect
 
 _LOOK_S = 0.01
 _RETRY_S = 0.02
@@ -27,7 +25,7 @@ def agent(driver: Any, library: str, *, lighthouse: str, replica_id: str, path: 
 
 async def _serve(driver: Any, lighthouse: str, replica_id: str, path: str) -> None:
     line = _Line()
-    server = GroupServer(Path(path), replica_id, line)
+    server = ManagerServer(Path(path), replica_id, line)
     server.expect(1)
     await server.start()
     tasks = [
@@ -44,7 +42,7 @@ async def _serve(driver: Any, lighthouse: str, replica_id: str, path: str) -> No
         task.cancel()
 
 
-async def _tell_when_left(driver: Any, server: GroupServer) -> None:
+async def _tell_when_left(driver: Any, server: ManagerServer) -> None:
     while not server.has_left:
         await asyncio.sleep(_LOOK_S)
     driver.send({"left": True})
@@ -54,14 +52,14 @@ class _Line:
     """The connection to the coordinator, again and again."""
 
     def __init__(self) -> None:
-        self._stream: Stream | None = None
+        self._stream: ClientConnection | None = None
 
     def send(self, message: Message) -> None:
         """Send what is for the keeper."""
         assert self._stream is not None
         self._stream.send(frame(message))
 
-    async def keep(self, server: GroupServer, lighthouse: str, replica_id: str) -> None:
+    async def keep(self, server: ManagerServer, lighthouse: str, replica_id: str) -> None:
         """Talk to it until cancelled."""
         address, secret = parse_address(lighthouse), user_secret(PURPOSE)
         while True:
@@ -73,7 +71,7 @@ class _Line:
                 server.down()
             await asyncio.sleep(_RETRY_S)
 
-    async def _talk(self, stream: Stream, server: GroupServer) -> None:
+    async def _talk(self, stream: ClientConnection, server: ManagerServer) -> None:
         beating = asyncio.create_task(self._beat(stream))
         try:
             server.up()
@@ -85,7 +83,7 @@ class _Line:
             beating.cancel()
             stream.abort()
 
-    async def _beat(self, stream: Stream) -> None:
+    async def _beat(self, stream: ClientConnection) -> None:
         while True:
             stream.send({"type": "beat"})
             await asyncio.sleep(_BEAT_S)

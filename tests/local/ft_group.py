@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_elastic.ft.group_server import GroupServer
-from hpc_elastic.ft.link import Link
-from hpc_elastic.ft.protocol import Ask, Message, Placement, Placements
+from hpc_elastic.ft.manager_client import ManagerClient
+from hpc_elastic.ft.manager_server import ManagerServer
+from hpc_elastic.ft.messages import Message, QuorumRequest, QuorumResult, QuorumResults
 
 T = TypeVar("T")
 PATIENCE_S = 10.0
@@ -54,7 +54,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.server = GroupServer(self.path, "group-a", self.keeper)
+        self.server = ManagerServer(self.path, "group-a", self.keeper)
         self._run(self.server.start())
         self.do(self.server.expect, size)
 
@@ -72,8 +72,8 @@ class Server:
 
     def place(self, quorum_id: int, size: int = 1, number: int | None = None) -> None:
         """The keeper places the group in a quorum of two, in answer to its last ask."""
-        place = Placement(quorum_id, 0, 2, "h:1", 5, "token", 0, 2)
-        self.hears(Placements((place,) * size, number or self.server._number))
+        place = QuorumResult(quorum_id, 0, 2, "h:1", 5, "token", 0, 2)
+        self.hears(QuorumResults((place,) * size, number or self.server._number))
 
     def stop(self) -> None:
         """End it."""
@@ -86,27 +86,32 @@ class Server:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
 
-def ask_of(link: Link, rank: int = 0, *, step: int = 5, failures: int = 0) -> Ask:
+def ask_of(
+    link: ManagerClient, rank: int = 0, *, step: int = 5, failures: int = 0
+) -> QuorumRequest:
     """Return the ask of a worker at its call."""
-    return Ask(link.call, step, "token", link.quorum_id, failures, 1, False, "h:1", (f"m{rank}",))
+    return QuorumRequest(
+        link.call, step, "token", link.quorum_id, failures, 1, False, "h:1", (f"m{rank}",)
+    )
 
 
 _WORKER = """
 import ctypes, os, re, sys, time
 from pathlib import Path
-from hpc_elastic.ft.link import Link
-from hpc_elastic.ft.protocol import Ask, Farewell
-from hpc_elastic.ft import lineage
+from hpc_elastic.ft.manager_client import ManagerClient
+from hpc_elastic.ft.messages import LeaveGranted, QuorumRequest
+from hpc_elastic.ft import quorum
 
 def tell(*what):
     print(*what, flush=True)
 
 where, attendant = sys.argv[1], None
 if where.startswith("http"):
-    from hpc_elastic.ft.attendant import start_attendant
+    from hpc_elastic.ft.manager_server_process import start_attendant
     attendant = start_attendant(where, sys.argv[2], 1)
     where = attendant.path
-link = Link(Path(where), 0, 1, on_broken=lambda q, why: tell("broken", q, why), timeout_s=10)
+broken = lambda q, why: tell("broken", q, why)
+link = ManagerClient(Path(where), 0, 1, on_broken=broken, timeout_s=10)
 tell("linked", attendant.process.pid if attendant else 0, where)
 for line in sys.stdin:
     what, _, number = line.strip().partition(" ")
@@ -114,13 +119,14 @@ for line in sys.stdin:
         if not link.needs_quorum(failed=False):
             tell("on", link.call)
             continue
-        ask = Ask(link.call, 0, lineage.known(0, 0), link.quorum_id, 0, 1, False, "h:1", ("m",))
+        known = quorum.known(0, 0)
+        ask = QuorumRequest(link.call, 0, known, link.quorum_id, 0, 1, False, "h:1", ("m",))
         try:
             place = link.ask(ask, float(number or 30))
         except TimeoutError as e:
             tell("late", e)
             continue
-        if isinstance(place, Farewell):
+        if isinstance(place, LeaveGranted):
             tell("farewell")
         else:
             tell("placed", place.quorum_id, place.replica_rank, place.replica_world_size)

@@ -8,8 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ft_group import PATIENCE_S, Server, Worker, ask_of
 
-from hpc_elastic.ft.link import Link
-from hpc_elastic.ft.protocol import Ask, Farewell, Here, Placement, SaveFirst
+from hpc_elastic.ft.manager_client import ManagerClient
+from hpc_elastic.ft.messages import (
+    CheckpointBeforeLeave,
+    LeaveGranted,
+    QuorumRequest,
+    QuorumResult,
+    ReplicaStatus,
+)
 
 Q = 7 << 20
 
@@ -28,12 +34,12 @@ class Place:
         self.server = Server(self._folder, size)
         self._ends.append(self.server.stop)
         self.server.do(self.server.server.up)
-        self.server.keeper.next(Here)
+        self.server.keeper.next(ReplicaStatus)
         return self.server
 
-    def link(self, rank: int = 0, size: int = 1) -> Link:
+    def link(self, rank: int = 0, size: int = 1) -> ManagerClient:
         """Connect a worker of this process."""
-        link = Link(self.server.path, rank, size, timeout_s=PATIENCE_S,
+        link = ManagerClient(self.server.path, rank, size, timeout_s=PATIENCE_S,
                     on_broken=lambda q, why: self.broken.append((q, why)))  # fmt: skip
         self._ends.append(link.close)
         return link
@@ -44,15 +50,17 @@ class Place:
         self._ends.append(worker.end)
         return worker
 
-    def asks(self, link: Link, rank: int = 0) -> Future[Placement | Farewell | SaveFirst]:
+    def asks(
+        self, link: ManagerClient, rank: int = 0
+    ) -> Future[QuorumResult | LeaveGranted | CheckpointBeforeLeave]:
         """Begin a step that needs a quorum; the answer is to come."""
         assert link.needs_quorum(failed=False)
         return self.threads.submit(link.ask, ask_of(link, rank), PATIENCE_S)
 
-    def in_quorum(self, *links: Link, quorum_id: int = Q) -> None:
+    def in_quorum(self, *links: ManagerClient, quorum_id: int = Q) -> None:
         """Bring all workers into a quorum."""
         answers = [self.asks(link, rank) for rank, link in enumerate(links)]
-        self.server.keeper.next(Ask)
+        self.server.keeper.next(QuorumRequest)
         self.server.place(quorum_id, len(links))
         for answer in answers:
             assert answer.result(PATIENCE_S).quorum_id == quorum_id

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hpc_elastic.net.wire import Cipher, new_nonce, session_key
+from hpc_elastic.transport.auth import FrameSigner, new_nonce, session_key
 
 Address = tuple[str, int]
 Attack = Callable[[socket.socket, random.Random], None]
@@ -108,7 +108,7 @@ def replay(secret: bytes, epoch: int) -> Attack:
 
 def _introduction(secret: bytes, epoch: int, leader_nonce: str, nonce: str) -> bytes:
     """Return all that an agent sends until it waits for a round."""
-    cipher = Cipher(session_key(secret, epoch, leader_nonce, nonce), "agent")
+    cipher = FrameSigner(session_key(secret, epoch, leader_nonce, nonce), "agent")
     agent = {"task": "999_1", "attempt": 0, "slot": 1, "host": "evil", "nproc": 1}
     hello = cipher.seal({"type": "hello", "agent": agent})
     return nonce.encode() + b"\n" + hello + cipher.seal({"type": "join", "ask": 1})

@@ -7,17 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.leader import Office
-from hpc_elastic.rendezvous.record import Agent
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.rendezvous.run_files import RunFiles
-from hpc_elastic.rendezvous.session import Candidacy, Outcome, Session
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.rendezvous.session import Outcome, Session
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.slurm.job_state import TaskState
 
 SECRET = b"secret of this run"
 PATIENCE_S = 20.0
@@ -34,9 +33,9 @@ class Group:
             "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
             "start_timeout_s": 60.0, "last_call_s": 0.5, "grow": "now",
         }  # fmt: skip
-        self.rules = Rules(**{**defaults, **rules})
-        self.liveness = Liveness(heartbeat_s=0.1, lost_after_s=2.0)
-        self.register = Register(self.run.rdzv, SECRET)
+        self.rules = RoundRules(**{**defaults, **rules})
+        self.liveness = HeartbeatConfig(heartbeat_s=0.1, lost_after_s=2.0)
+        self.register = DecisionLog(self.run.rdzv, SECRET)
         self.address = "127.0.0.1"
         self.running: frozenset[str] = frozenset()
         self.pending: frozenset[str] = frozenset()
@@ -46,17 +45,17 @@ class Group:
         self.sessions: list[Session] = []
         self.threads = ThreadPoolExecutor(16)
 
-    def agent(self, slot: int, nproc: int = 1, register: Register | None = None) -> Session:
+    def agent(self, slot: int, nproc: int = 1, register: DecisionLog | None = None) -> Session:
         """Start an agent."""
         me = Agent(f"7_{slot}", 0, slot, f"node{slot}", nproc)
         self.running |= {me.task}  # says Slurm, so that the first round waits for it
         events = EventLog(self.run.events(me.task), me.task)
-        office = Office(
+        office = LeaderContext(
             self.rules, self.liveness, SECRET,
-            register or self.register, partial(Journal, self.run, "run", events), self,
+            register or self.register, partial(StatusWriter, self.run, "run", events), self,
             RunFiles(self.run),
         )  # fmt: skip
-        session = Session(me, Candidacy(self.address, office, lambda _: None))
+        session = Session(me, LeaderCandidate(self.address, office, lambda _: None))
         self.sessions.append(session)
         return session
 

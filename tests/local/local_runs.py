@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 PATIENCE_S = 180.0
 """With processes that import torch, and perhaps a framework, on a busy machine."""

@@ -8,9 +8,9 @@ import json
 import random
 from pathlib import Path
 
-from hpc_elastic.rendezvous.series import spacing_s
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
-from hpc_elastic.story.kinds import problems
+from hpc_elastic.rendezvous.run_status import spacing_s
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.event_schema import problems
 
 JOB = "4711"
 STEPS_PER_S = 0.11

@@ -18,9 +18,9 @@ time.time = lambda: _time() + OFFSET_S  # before anybody else imports it
 
 from group import PATIENCE_S, Group  # noqa: E402
 
-from hpc_elastic import fence  # noqa: E402
 from hpc_elastic.errors import CheckpointFencedError  # noqa: E402
-from hpc_elastic.rendezvous.session import Round, Session  # noqa: E402
+from hpc_elastic.rendezvous.session import RoundInfo, Session  # noqa: E402
+from hpc_elastic.run import fencing  # noqa: E402
 
 
 def say(**fields: object) -> None:
@@ -42,7 +42,7 @@ def obey(session: Session) -> None:
 def ask_fence() -> str:
     """Ask as a worker would, right before it commits."""
     try:
-        fence.check()
+        fencing.check_fence()
     except CheckpointFencedError:
         return "fenced"
     return "free"
@@ -54,8 +54,8 @@ def main() -> None:
     g.running = frozenset(sys.argv[4:])
     session = g.agent(int(sys.argv[2]))
     threading.Thread(target=obey, args=(session,), daemon=True).start()
-    while isinstance(outcome := session.join(PATIENCE_S), Round):
-        os.environ[fence.VARIABLE] = str(fence.record_path(g.run.rdzv, outcome.record))
+    while isinstance(outcome := session.join(PATIENCE_S), RoundInfo):
+        os.environ[fencing.VARIABLE] = str(fencing.record_path(g.run.rdzv, outcome.record))
         leads = session._leader is not None
         say(round=outcome.number, world_size=outcome.world_size, leads=leads)
         while not session.stop_requested:

@@ -17,7 +17,7 @@ from pathlib import Path
 from group import eventually
 
 from hpc_elastic import launch
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 
 GIVE_UP_S = 180.0
 START_S = 90.0
@@ -28,12 +28,14 @@ class Worker:
     """One replica of one worker."""
 
     def __init__(self, folder: Path) -> None:
-        from hpc_elastic.ft.link import Link
+        from hpc_elastic.ft.manager_client import ManagerClient
 
         self.folder = folder
         self.broken = threading.Event()
         socket = Path(os.environ["HPC_ELASTIC_FT_SOCKET"])
-        self.link = Link(socket, 0, 1, on_broken=lambda *_: self.broken.set(), timeout_s=20)
+        self.link = ManagerClient(
+            socket, 0, 1, on_broken=lambda *_: self.broken.set(), timeout_s=20
+        )
         self.log = (folder / f"{os.environ['REPLICA_GROUP_ID']}.{os.getpid()}").open("a")
         self.step, self.lineage, self.failures = 0, "start", 0
 
@@ -69,15 +71,15 @@ class Worker:
         """Ask for a place in a quorum; tell whether there was one."""
         from torch.distributed import TCPStore
 
-        from hpc_elastic.ft.protocol import Ask, Placement
+        from hpc_elastic.ft.messages import QuorumRequest, QuorumResult
 
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        ask = Ask(
+        ask = QuorumRequest(
             self.link.call, self.step, self.lineage, self.link.quorum_id, self.failures,
             1, False, store, ("here",),
         )  # fmt: skip
         answer = self.link.ask(ask, timeout_s=GIVE_UP_S)
-        if not isinstance(answer, Placement):
+        if not isinstance(answer, QuorumResult):
             self.note(left=True)
             return False
         self.broken.clear()
@@ -194,9 +196,9 @@ class Replicas:
 
     def leader(self) -> int:
         """The slot whose agent leads."""
-        from hpc_elastic.rendezvous.register import Register
+        from hpc_elastic.rendezvous.decision_log import DecisionLog
 
-        _, record = Register(self.run.rdzv, self.run.secret.read_bytes()).last()
+        _, record = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
         assert record is not None
         return int(record.leader.task.rpartition("_")[2])
 

@@ -22,10 +22,10 @@ SECRET = b"secret of this run"
 NODE = """
 import os, sys
 from datetime import timedelta
-from hpc_elastic.rendezvous import address
+from hpc_elastic.transport import interface as interface_module
 
 rank = int(sys.argv[1])
-interface = address.find(f"n{rank}", None, lambda: None)
+interface = interface_module.find(f"n{rank}", None, lambda: None)
 os.environ["GLOO_SOCKET_IFNAME"] = interface.name
 
 import torch

@@ -10,10 +10,10 @@ from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
 from near_memory import fill, nodes, parts_of
 
-from hpc_elastic.checkpoint import Checkpointer, Options, saving
+from hpc_elastic.checkpoint import Checkpointer, Options, save
 from hpc_elastic.checkpoint.store import Store, verify
-from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
 from hpc_elastic.errors import CheckpointError
+from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
 
 NEAR_S = 15.0
 """Less than what a rank that waits in vain would wait."""
@@ -28,9 +28,9 @@ def pages(folder: Path) -> dict[int, dict[str, str]]:
     return env
 
 
-def saved_near(rank: int, folder: str, **options) -> tuple[ControlPage, Checkpointer, Store]:
+def saved_near(rank: int, folder: str, **options) -> tuple[SharedPage, Checkpointer, Store]:
     """Save step 1 to the directory, and make ready for step 2, which is to stay near."""
-    page = ControlPage.create(Path(os.environ[DIRECTORY_VARIABLE]), 0)
+    page = SharedPage.create(Path(os.environ[DIRECTORY_VARIABLE]), 0)
     options = Options(rng=False, timeout_s=2 * NEAR_S, **options)
     ckpt, state = parts_of(rank, folder, options=options, shared_every=100)
     fill(state, 1)
@@ -76,7 +76,7 @@ def test_a_save_is_in_the_directory_though_a_rank_heard_too_late(tmp_path, first
 
 def hear_alone(rank: int, folder: str) -> list[int]:
     """One rank hears of a change that is off again before the other one has heard of it."""
-    saving._LET_GO_S = 0.3
+    save._LET_GO_S = 0.3
     page, ckpt, store = saved_near(rank, folder)
     if rank == 1:
         assert ckpt.save(2)

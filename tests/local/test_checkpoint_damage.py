@@ -12,7 +12,7 @@ from disks import full, mounted, read_only
 from group import eventually
 from savers import Counter, checkpointer, exit_code, fork, in_nursery, names_in, restored, save_at
 
-from hpc_elastic.checkpoint import restoring
+from hpc_elastic.checkpoint import restore
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest, verify
 from hpc_elastic.errors import (
     CheckpointCorruptError,
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_is_seen_late_is_not_passed_over(tmp_path, monkeypatch
             raise CheckpointNotFoundError(str(folder))
         return read_manifest(folder)
 
-    monkeypatch.setattr(restoring, "read_manifest", look)
+    monkeypatch.setattr(restore, "read_manifest", look)
     assert restored(tmp_path) == 2
     assert set(looks) == {"step-00000002"}
 

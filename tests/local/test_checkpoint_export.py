@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_elastic import Checkpointer, fence
+from hpc_elastic import Checkpointer
 from hpc_elastic.checkpoint import sharding
-from hpc_elastic.checkpoint.folders import directories
+from hpc_elastic.checkpoint.files import write_part
 from hpc_elastic.checkpoint.manifest import MANIFEST, merge
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import flatten
-from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.checkpoint.writer import write_part
+from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli.main import main
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import RunDir
 
 
 def make(directory: Path, step: int, state: dict, world_size: int = 1) -> Path:
@@ -160,7 +160,7 @@ def test_an_export_needs_no_memory_for_the_state(tmp_path):
     size = 256 << 20
     make(tmp_path / "big", 1, {"w": torch.arange(size // 4, dtype=torch.int32)})
     code = (
-        "import sys, resource, torch; from hpc_elastic.cli.export import export\n"
+        "import sys, resource, torch; from hpc_elastic.cli.verify import export\n"
         "from pathlib import Path; import hpc_elastic.checkpoint.export\n"
         "def private(): return sum(int(line.split()[1]) for line in open('/proc/self/status')"
         " if line.startswith('RssAnon'))\n"
@@ -225,7 +225,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
     (run / "rdzv").mkdir(parents=True)
     record = run / "rdzv" / "record.1.json"
     record.write_text("{}")
-    monkeypatch.setenv(fence.VARIABLE, str(record))
+    monkeypatch.setenv(fencing.VARIABLE, str(record))
     net = torch.nn.Linear(2, 2)
     with Checkpointer(elsewhere, {"net": net}) as checkpoints:
         checkpoints.save(5)
@@ -249,7 +249,7 @@ def test_checkpoints_are_found_wherever_the_script_keeps_them(tmp_path, monkeypa
 
 def test_outside_of_a_run_nothing_is_written_down(tmp_path, monkeypatch):
     """There is nobody to look for it."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
     with Checkpointer(tmp_path / "weights", {"net": torch.nn.Linear(2, 2)}) as checkpoints:
         checkpoints.save(1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]

@@ -16,7 +16,8 @@ from savers import names_in
 from scarcity import no_thread
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options, saving, staging
+from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import save as save_module
 from hpc_elastic.checkpoint.store import Store, read_manifest, verify
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
 
@@ -108,10 +109,10 @@ def one_fails(rank: int, folder: Path, culprit: int, asynchronous: bool) -> list
     options = Options(asynchronous=asynchronous, timeout_s=PATIENCE_S)
     c = Checkpointer(folder, parts, options=options)
     said = []
-    write = saving.write_part
+    write = save_module.write_part
     for step in range(1, 4):
         if rank == culprit:
-            saving.write_part = fail if step == 2 else write
+            save_module.write_part = fail if step == 2 else write
         c.save(step)
         said.append(outcome(c))
         dist.barrier()
@@ -138,7 +139,7 @@ def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
     said = [outcome(c)]
     busy = rank == 1
     if busy:
-        c._save = saving.Save(c._context, 1, 99, None, urgent=False)
+        c._save = save_module.Save(c._context, 1, 99, None, urgent=False)
     with pytest.MonkeyPatch.context() as m:
         if busy and not threads:
             m.setattr(threading.Thread, "start", no_thread)
@@ -187,14 +188,14 @@ def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
         eventually((folder / "trouble").exists)
         c.save(1)
     elif rank == 1 and trouble == "open files":
-        names = staging.Staging.names
+        names = save_module.Staging.names
 
-        def fail_once(self: staging.Staging) -> set[str]:
-            staging.Staging.names = names
+        def fail_once(self: save_module.Staging) -> set[str]:
+            save_module.Staging.names = names
             (folder / "trouble").touch()
             raise OSError(24, "Too many open files")
 
-        staging.Staging.names = fail_once
+        save_module.Staging.names = fail_once
         c.save(1)
     else:
         c.save(1)

@@ -18,11 +18,13 @@ from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic import control, reports
-from hpc_elastic.checkpoint import Checkpointer, Options, rng, saving, writer
-from hpc_elastic.checkpoint.block_file import BlockFile
+from hpc_elastic.checkpoint import Checkpointer, Options, files
+from hpc_elastic.checkpoint import save as save_module
+from hpc_elastic.checkpoint import state as state_module
+from hpc_elastic.checkpoint.files import BlockFile
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError, ConfigError
+from hpc_elastic.worker import reporting, shared_page
 
 PATIENCE_S = 30.0
 
@@ -34,7 +36,7 @@ class Disk:
         self.reached = threading.Event()
         self.goes_on = threading.Event()
         write_block = BlockFile.write
-        monkeypatch.setattr(writer, "BLOCK_BYTES", 1 << 20)
+        monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 20)
 
         def write(file: BlockFile, block: memoryview) -> None:
             write_block(file, block)
@@ -176,7 +178,7 @@ def test_without_a_thread_a_save_is_written_at_once(tmp_path, monkeypatch, caplo
 def test_what_is_committed_has_not_failed(tmp_path, monkeypatch):
     """Though it can not be seen which older ones are to go."""
     counter = Counter()
-    monkeypatch.setattr(saving.Save, "_retire", lambda _: fail(0))
+    monkeypatch.setattr(save_module.Save, "_retire", lambda _: fail(0))
     with checkpointer(tmp_path, counter) as c:
         save_at(c, counter, 1)
     assert c.failures == 0 and names_in(tmp_path) == ["step-00000001"]
@@ -200,9 +202,9 @@ def test_buffers_are_used_again(tmp_path):
 @pytest.fixture
 def last_of_all() -> Iterator[None]:
     """Nobody who has the state stays, as a replica finds when all of them have to leave."""
-    reports.save_is_last(True)
+    reporting.save_is_last(True)
     yield
-    reports.save_is_last(False)
+    reporting.save_is_last(False)
 
 
 def test_what_goes_with_its_replica_is_committed_at_once(tmp_path, disk, last_of_all):
@@ -229,13 +231,13 @@ def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
 @pytest.fixture
 def hurried(disk, monkeypatch) -> Disk:
     """Stands still until an urgent save asks the earlier one to make way."""
-    make_way = saving.Save.make_way
+    make_way = save_module.Save.make_way
 
-    def make_way_and_go_on(save: saving.Save) -> None:
+    def make_way_and_go_on(save: save_module.Save) -> None:
         make_way(save)
         disk.goes_on.set()
 
-    monkeypatch.setattr(saving.Save, "make_way", make_way_and_go_on)
+    monkeypatch.setattr(save_module.Save, "make_way", make_way_and_go_on)
     return disk
 
 
@@ -272,14 +274,14 @@ def test_an_urgent_save_does_not_wait_for_a_slow_one_of_the_same_step(tmp_path, 
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch) -> control.ControlPage:
+def page(tmp_path, monkeypatch) -> shared_page.SharedPage:
     """Make this process a worker, with a page that its agent has made."""
     folder = tmp_path / "control"
     folder.mkdir()
-    made = control.ControlPage.create(folder, 0)
-    monkeypatch.setenv(control.DIRECTORY_VARIABLE, str(folder))
+    made = shared_page.SharedPage.create(folder, 0)
+    monkeypatch.setenv(shared_page.DIRECTORY_VARIABLE, str(folder))
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
+    monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
     return made
 
 
@@ -370,7 +372,7 @@ def test_a_save_that_came_too_late_is_not_told(tmp_path, page, monkeypatch):
     def fenced() -> None:
         raise CheckpointFencedError("the group is over")
 
-    monkeypatch.setattr("hpc_elastic.fence.check", fenced)
+    monkeypatch.setattr("hpc_elastic.run.fencing.check_fence", fenced)
     assert save_at(c, counter, 3) is True
     with pytest.raises(CheckpointError, match="the group is over"):
         c.wait()
@@ -384,11 +386,11 @@ import sys
 from pathlib import Path
 from group import eventually
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint import group, saving
+from hpc_elastic.checkpoint import collectives, save
 
 if sys.argv[2] == "of two":  # the other rank is gone
-    saving.EXIT_PATIENCE_S = 0.2
-    group.Group.current = lambda: group.Group(0, 2, "p1")
+    save.EXIT_PATIENCE_S = 0.2
+    collectives.RankGroup.current = lambda: collectives.RankGroup(0, 2, "p1")
 counter = Counter()
 save_at(checkpointer(Path(sys.argv[1]), counter), counter, 1)
 raise SystemExit(7)
@@ -417,9 +419,9 @@ import threading
 from pathlib import Path
 from group import eventually
 from savers import Counter, checkpointer, save_at
-from hpc_elastic.checkpoint import cleaner, store
+from hpc_elastic.checkpoint import store
 
-cleaner._GETS_ON_S = 0.2
+store._GETS_ON_S = 0.2
 held_up = []
 unlink, names_in = os.unlink, store.names_in
 
@@ -483,9 +485,9 @@ def test_random_numbers_are_left_alone_if_so_wished(tmp_path):
     """Whether they were saved or not."""
     with Checkpointer(tmp_path, {"x": torch.zeros(3)}) as c:
         c.save(1)
-    state = rng.capture()
+    state = state_module.capture()
     c = Checkpointer(tmp_path, {"x": torch.zeros(3)}, options=Options(rng=False))
     draw()
-    after = rng.capture()
+    after = state_module.capture()
     assert c.restore() == 1
-    assert rng.capture() == after != state
+    assert state_module.capture() == after != state

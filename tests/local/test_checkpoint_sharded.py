@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpc_elastic.checkpoint import Checkpointer, Options
-from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, Part, TensorEntry, merge
-from hpc_elastic.checkpoint.reading import ManifestReader, read
+from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry, merge
+from hpc_elastic.checkpoint.resharding import ManifestReader, read
 from hpc_elastic.checkpoint.sharding import Planner
 from hpc_elastic.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def whole(name: str) -> torch.Tensor:
     return torch.arange(count, dtype=torch.float32)[: torch.Size(shape).numel()].reshape(shape)
 
 
-def write(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Tensor]) -> Part:
+def write(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Tensor]) -> RankPart:
     """Write this rank's part of a state with the safetensors library."""
     pieces = Planner(rank, world_size).plan(tensors)
     name = f"shard-{rank}.safetensors"
@@ -46,7 +46,7 @@ def write(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Ten
         assert p.fqn not in entries
         entries[p.fqn] = TensorEntry(p.shape, p.dtype, (chunk,))
     files = (FileEntry(name, (folder / name).stat().st_size, "xxh3_64:0"),)
-    return Part(rank, files, entries, {}, {})
+    return RankPart(rank, files, entries, {}, {})
 
 
 def collect(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.Tensor]):
@@ -55,7 +55,7 @@ def collect(folder: Path, rank: int, world_size: int, tensors: dict[str, torch.T
     part = write(folder, rank, world_size, tensors)
     (folder / f"part-{rank}.json").write_text(part.to_json())
     dist.barrier()
-    parts = [Part.from_json((folder / f"part-{r}.json").read_text()) for r in range(world_size)]
+    parts = [RankPart.from_json((folder / f"part-{r}.json").read_text()) for r in range(world_size)]
     return merge(parts, step=1, world_size=world_size, created=0.0)
 
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options, reading
+from hpc_elastic.checkpoint import Checkpointer, Options, resharding
+from hpc_elastic.checkpoint.files import write_part
 from hpc_elastic.checkpoint.manifest import merge
-from hpc_elastic.checkpoint.sharding import Piece
+from hpc_elastic.checkpoint.sharding import ShardPiece
 from hpc_elastic.checkpoint.snapshot import Snapshots
 from hpc_elastic.checkpoint.state import Flat
-from hpc_elastic.checkpoint.writer import write_part
 from hpc_elastic.errors import CheckpointError, ConfigError, HpcElasticError
 
 
@@ -305,15 +305,15 @@ def test_names_that_look_like_those_of_pieces_are_kept_apart(tmp_path):
     whole = torch.arange(6.0).reshape(2, 3)
     names = ["w", "w[0,0]", "w[0]", "w[1,0]", "w[]", "w[][]", "__metadata__", "__metadata__[]"]
     pieces = [
-        Piece("w", (2, 3), "float32", (0, 0), (1, 3), (0, 0)),
-        Piece("w", (2, 3), "float32", (1, 0), (1, 3), (1, 0)),
-        *(Piece(name, (2, 3), "float32", (0, 0), (2, 3), (0, 0)) for name in names[1:]),
+        ShardPiece("w", (2, 3), "float32", (0, 0), (1, 3), (0, 0)),
+        ShardPiece("w", (2, 3), "float32", (1, 0), (1, 3), (1, 0)),
+        *(ShardPiece(name, (2, 3), "float32", (0, 0), (2, 3), (0, 0)) for name in names[1:]),
     ]
     tensors = {name: whole + 10 * i for i, name in enumerate(names)}
     image = Snapshots().borrow(Flat(tensors=tensors), pieces, {})
     manifest = merge([write_part(tmp_path, 0, image)], step=1, world_size=1, created=0.0)
     found = {name: torch.zeros(2, 3) for name in names}
-    reading.read(manifest, tmp_path, found)
+    resharding.read(manifest, tmp_path, found)
     assert all(torch.equal(found[name], tensors[name]) for name in names)
     assert len(load_file(tmp_path / "shard-0.safetensors")) == len(pieces)
 

@@ -158,7 +158,7 @@ def test_a_history_that_was_given_up_does_not_come_back(tmp_path):
 
 
 def only_what_fits(rank: int, folder: str) -> list[int]:
-    import hpc_elastic.checkpoint.tiers as module
+    import hpc_elastic.checkpoint.memory_tier as module
 
     module.free_bytes = lambda _: 1 << 20 if rank else 1 << 40
     ckpt, state = parts_of(rank, folder)
@@ -243,7 +243,7 @@ def save_beside_a_dead_neighbour(rank: int, folder: str) -> str:
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("hpc_elastic.checkpoint.tiers").addHandler(handler)
+    logging.getLogger("hpc_elastic.checkpoint.memory_tier").addHandler(handler)
     for step in (10, 20):
         fill(state, step)
         ckpt.save(step)

@@ -15,19 +15,25 @@ from group import eventually
 from scarcity import no_descriptors, no_thread
 
 from hpc_elastic.checkpoint import Tiers
-from hpc_elastic.checkpoint.gathering import Nodes
-from hpc_elastic.checkpoint.manifest import FileEntry, Part, checksum_of
-from hpc_elastic.checkpoint.memory import (
-    Memory,
-    Save,
+from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
+from hpc_elastic.checkpoint.memory_tier import complete, lacking_room
+from hpc_elastic.checkpoint.node_memory import (
+    MemorySave,
+    NodeMemory,
     agent_folder,
     base_folder,
     free_bytes,
     remove_leftovers,
 )
-from hpc_elastic.checkpoint.neighbour import _MAX_CONNECTIONS, Receiver, _Channel, push
-from hpc_elastic.checkpoint.peers import Peer, choose_neighbour
-from hpc_elastic.checkpoint.tiers import complete, lacking_room
+from hpc_elastic.checkpoint.replication import (
+    _MAX_CONNECTIONS,
+    NodeDirectory,
+    Peer,
+    Receiver,
+    _Channel,
+    choose_neighbour,
+    push,
+)
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
 
 KEY = b"k" * 32
@@ -42,7 +48,7 @@ def memory(tmp_path):
     """Return a memory."""
     folder = tmp_path / "there"
     folder.mkdir()
-    return Memory(folder)
+    return NodeMemory(folder)
 
 
 @pytest.fixture
@@ -53,17 +59,17 @@ def receiver(memory):
     made.close()
 
 
-def part(folder: Path, rank: int = 1, data: bytes = b"x" * 5_000_000, name: str = "") -> Part:
+def part(folder: Path, rank: int = 1, data: bytes = b"x" * 5_000_000, name: str = "") -> RankPart:
     """Write a rank's files."""
     folder.mkdir(exist_ok=True)
     name = name or f"shard-{rank}.safetensors"
     (folder / name).write_bytes(data)
-    made = Part(rank, (FileEntry(name, len(data), checksum_of(data)),), {}, {}, {})
+    made = RankPart(rank, (FileEntry(name, len(data), checksum_of(data)),), {}, {}, {})
     (folder / f"part-{rank}.json").write_text(made.to_json())
     return made
 
 
-SAVE = Save(7, 3, 2)
+SAVE = MemorySave(7, 3, 2)
 
 
 def test_a_copy_is_complete_and_verified(tmp_path, memory, receiver):
@@ -183,12 +189,12 @@ def test_the_neighbour_is_on_the_next_node(where, expected):
 def test_a_save_counts_if_every_rank_is_somewhere():
     """Parts may be on several nodes; those of other groups do not count."""
     rows = [(5, 1, 2, 0), (5, 1, 2, 0), (5, 2, 2, 1), (4, 1, 2, 1), (4, 1, 2, 0), (3, 1, 1, 0)]
-    assert complete(rows) == [Save(3, 1, 1), Save(4, 1, 2)]
+    assert complete(rows) == [MemorySave(3, 1, 1), MemorySave(4, 1, 2)]
 
 
 def test_room_is_needed_for_three_steps_and_the_neighbours():
     """Each node keeps its own and those of the node before it."""
-    where = Nodes((0, 0, 1))
+    where = NodeDirectory((0, 0, 1))
     rows = [(1 * GIB, 30 * GIB), (1 * GIB, 30 * GIB), (4 * GIB, 17 * GIB)]
     assert lacking_room(where, rows, copies=False) is None
     assert lacking_room(where, rows, copies=True) == (1, 18 * GIB, 17 * GIB)
@@ -199,7 +205,7 @@ def test_room_is_needed_for_three_steps_and_the_neighbours():
 AGENT = """
 import sys, time
 from pathlib import Path
-from hpc_elastic.checkpoint.memory import agent_folder
+from hpc_elastic.checkpoint.node_memory import agent_folder
 with agent_folder(Path(sys.argv[1])) as folder:
     (folder / "page").write_text("")
     print(folder, flush=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import fencing
 
 LENGTH = 60
 FORKS = multiprocessing.get_context("forkserver")
@@ -30,7 +30,7 @@ class Numbers(Dataset):
 @pytest.fixture(autouse=True)
 def outside_of_a_run(monkeypatch):
     """No ledger."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
 
 
 def make(loader=DataLoader, rank=0, size=1, num_workers=2, **options):

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hpc_elastic import Checkpointer, fence
+from hpc_elastic import Checkpointer
 from hpc_elastic.checkpoint import Options
 from hpc_elastic.data import ElasticBatch, ElasticStream, count_samples
 from hpc_elastic.errors import CheckpointError
+from hpc_elastic.run import fencing
 
 FORKS = multiprocessing.get_context("forkserver")
 """Forks where no other thread is: this process has those of the tests before."""
@@ -33,7 +34,7 @@ def read(path, start):
 @pytest.fixture(autouse=True)
 def outside_of_a_run(monkeypatch):
     """No ledger."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
 
 
 @pytest.fixture

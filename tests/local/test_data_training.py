@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpc_elastic.data import ElasticBatch, ElasticSampler
-from hpc_elastic.data.repeat import repeatable
+from hpc_elastic.data.deterministic import repeatable
 
 GLOBAL_BATCH, MICRO_BATCH, LENGTH, NUM_EPOCHS = 15, 4, 100, 3
 NUM_STEPS = 7 * NUM_EPOCHS

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 from group import PATIENCE_S, Group, eventually, kill
 
-from hpc_elastic.agent.boundaries import Boundaries
-from hpc_elastic.control import ControlPage
-from hpc_elastic.rendezvous.asked import PATIENCE, Asked
-from hpc_elastic.rendezvous.record import Agent, claim
-from hpc_elastic.rendezvous.run_files import DEFAULT_LEFT_S, RunFiles
-from hpc_elastic.rendezvous.session import Leaving, Session
-from hpc_elastic.rendezvous.steps import carried_out
-from hpc_elastic.rendezvous.term_folder import TermFolder
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.agent.worker_channel import WorkerChannel
+from hpc_elastic.rendezvous.leader_state import PATIENCE, LeaveRequests
+from hpc_elastic.rendezvous.log_entry import Agent, carried_out, claim
+from hpc_elastic.rendezvous.session import Departed, Session
+from hpc_elastic.rendezvous.term import DEFAULT_LEFT_S, RunFiles, TermFolder
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.worker.shared_page import SharedPage
 
 
 class Worker:
@@ -26,10 +24,10 @@ class Worker:
     def __init__(self, session: Session, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.session = session
-        self.page = ControlPage.create(folder, 0)
+        self.page = SharedPage.create(folder, 0)
         self.saved: list[int] = []
         self.over = threading.Event()
-        self._boundaries = Boundaries(session, [self.page])
+        self._boundaries = WorkerChannel(session, [self.page])
         self._threads = [threading.Thread(target=t) for t in (self._train, self._watch)]
         for thread in self._threads:
             thread.start()
@@ -89,8 +87,8 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     others = [s for s in agents if s is not leaving]
     leaving.notice("signal", 8.0)
     eventually(lambda: leaving.leaving and all(s.stop_requested for s in others))
-    assert leaving.leaving == Leaving("signal") and leaving.stop_requested
-    assert leaving.join(1.0) == Leaving("signal")
+    assert leaving.leaving == Departed("signal") and leaving.stop_requested
+    assert leaving.join(1.0) == Departed("signal")
     (saved,) = {tuple(w.saved) for w in workers}
     assert len(saved) == 1
     assert {w.page.read().passed for w in workers} == set(saved), "no step was made beyond it"
@@ -168,7 +166,7 @@ def test_a_node_that_waits_leaves_at_once(group):
     waiting = g.threads.submit(lone.join, PATIENCE_S)
     eventually(lambda: g.events("joined"))
     lone.notice("asked", 600.0)
-    assert waiting.result(PATIENCE_S) == Leaving("asked")
+    assert waiting.result(PATIENCE_S) == Departed("asked")
 
 
 # ---- notice files -------------------------------------------------------------------------
@@ -303,14 +301,14 @@ A, B = (Agent(f"40_{slot}", 0, slot, f"node{slot}", 1) for slot in range(2))
 
 def test_a_notice_for_nobody_is_kept_for_a_while():
     """Its task may be on its way to a new leader."""
-    asked = Asked()
+    asked = LeaveRequests()
     looks = [asked.look({"40_3": 5.0}, [A, B]) for _ in range(PATIENCE)]
     assert looks == [([], [], [])] * (PATIENCE - 1) + [([], [], ["40_3"])]
 
 
 def test_a_node_is_told_until_it_has_confirmed_the_notice():
     """A message may be lost; and one that has come is not repeated for the task's next attempt."""
-    asked = Asked()
+    asked = LeaveRequests()
     for _ in range(2):
         assert asked.look({"40_0": 5.0}, [A, B]) == ([(A, 5.0)], [], [])
     assert asked.confirmed(A, [A, B]) == ["40_0"]
@@ -320,7 +318,7 @@ def test_a_node_is_told_until_it_has_confirmed_the_notice():
 
 def test_a_notice_to_all_is_over_when_all_have_confirmed_it():
     """Or are not there any more."""
-    asked = Asked()
+    asked = LeaveRequests()
     asked.look({"all": 5.0}, [A, B])
     assert asked.confirmed(A, [A, B]) == []
     assert asked.look({"all": 5.0}, [A, B]) == ([(B, 5.0)], [], [])

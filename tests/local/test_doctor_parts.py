@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_elastic.doctor import hello, host, peers
-from hpc_elastic.doctor.evidence import last_beat, lived, received, was_orphaned
-from hpc_elastic.doctor.patient import start_worker
-from hpc_elastic.doctor.place import Place, Plan
-from hpc_elastic.doctor.shared import DEEDS, NUM_ROUNDS, PATH, Race, Trial
-from hpc_elastic.slurm.site import SiteClient, reachable
+from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
+from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
+from hpc_elastic.doctor.probe_job import last_beat, lived, received, was_orphaned
+from hpc_elastic.doctor.shared_folder import DEEDS, NUM_ROUNDS, PATH, Race, Trial
+from hpc_elastic.doctor.signal_recorder import start_worker
+from hpc_elastic.slurm.client import SiteClient, reachable
 
 TOKEN = "t0ken"
 
@@ -26,9 +26,9 @@ TOKEN = "t0ken"
 @pytest.fixture
 def place(tmp_path):
     """A probe's folder with its plan."""
-    found = Place(tmp_path / ".hpc_elastic")
+    found = ProbeFolder(tmp_path / ".hpc_elastic")
     found.path.mkdir()
-    found.write_plan(Plan(2, TOKEN, lifetime_s=60))
+    found.write_plan(ProbePlan(2, TOKEN, lifetime_s=60))
     return found
 
 
@@ -42,10 +42,10 @@ def eventually(condition, what):
 
 def test_this_host_is_looked_at(tmp_path):
     """Limits and clock are there, and it reads back."""
-    found = host.look()
+    found = probe_task.look_at_host()
     assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
     assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
-    assert host.Host.from_json(found.to_json()) == found
+    assert probe_task.HostFacts.from_json(found.to_json()) == found
 
 
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
@@ -67,7 +67,8 @@ def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
 
 def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     """It is how a site whose Slurm loses processes is told from others."""
-    start = f"from hpc_elastic.doctor.patient import start_worker as s; s({str(place.array_file)!r}"
+    module, array = "hpc_elastic.doctor.signal_recorder", str(place.array_file)
+    start = f"from {module} import start_worker as s; s({array!r}"
     parent = f"{start}, 0, 0); import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
@@ -96,43 +97,45 @@ def peer(server, *, host="n1"):
 def meet(place, others, absent=()):
     """What task 0 finds of others."""
     own = {"host": "n0", "address": "127.0.0.1", "port": 0, "addresses": {}}
-    return peers.meet(place, 0, TOKEN, {0: own, **others}, list(absent))
+    return probe_network.meet(place, 0, TOKEN, {0: own, **others}, list(absent))
 
 
 def test_two_tasks_meet(place):
     """They reach each other, know the time there, and see each other's files."""
-    met = meet(place, {1: peer(peers.Server(place, TOKEN))})
+    met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN))})
     (sight,) = met.sights
     assert sight.problem == "" and 0 < sight.round_trip_s < 5
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
     assert all(0 < met.seen.times_s[name] < 20 for name in (*DEEDS, PATH)) and not met.seen.torn
     assert met.race == Race(NUM_ROUNDS) and not met.problem
-    assert peers.Meeting.from_json(json.loads(json.dumps(met.to_json()))) == met
+    assert probe_network.ProbeMeeting.from_json(json.loads(json.dumps(met.to_json()))) == met
 
 
 def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):
     """They share its caches."""
-    met = meet(place, {1: peer(peers.Server(place, TOKEN), host="n0")})
+    met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN), host="n0")})
     assert met.sights[0].problem == "" and met.seen is None and met.race is None
 
 
 def test_a_task_asks_one_that_is_on_another_node(place):
     """Also where the next one is not."""
-    server = peers.Server(place, TOKEN)
+    server = probe_network.ProbeServer(place, TOKEN)
     others = {1: peer(server, host="n0"), 2: peer(server, host="n1")}
     assert meet(place, others).race == Race(NUM_ROUNDS)
 
 
 def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
     """With that node, and the reason."""
-    met = meet(place, {1: peer(peers.Server(Place(tmp_path / "gone" / "x"), TOKEN))})
+    met = meet(
+        place, {1: peer(probe_network.ProbeServer(ProbeFolder(tmp_path / "gone" / "x"), TOKEN))}
+    )
     assert "with n1: " in met.problem and "No such file" in met.problem
     assert met.seen is None and met.race is None and not met.sights[0].problem
 
 
 def test_a_port_that_nobody_listens_on_is_named(place):
     """With the address and the reason; the rest of the meeting is not lost."""
-    silent = {**peer(peers.Server(place, TOKEN)), "port": peers.free_port()}
+    silent = {**peer(probe_network.ProbeServer(place, TOKEN)), "port": probe_network.free_port()}
     met = meet(place, {1: silent}, [2])
     assert "refused" in met.sights[0].problem.lower()
     assert (met.absent, met.seen, met.race) == ([2], None, None)
@@ -200,21 +203,23 @@ def test_a_link_whose_reply_is_lost_is_ones_own(tmp_path, monkeypatch):
 
 def test_a_stranger_gets_no_answer(place):
     """Who does not know the token makes no files, and learns nothing."""
-    server = peers.Server(place, TOKEN)
+    server = probe_network.ProbeServer(place, TOKEN)
     with (
         socket.create_connection(("127.0.0.1", server.port)) as stranger,
         pytest.raises(OSError),
     ):
-        peers.request(stranger, "prepare", 5, "wrong")
+        probe_network.request(stranger, "prepare", 5, "wrong")
     assert not (place.path / "trial-5").exists()
 
 
 def test_two_processes_say_hello(monkeypatch):
     """An all_reduce through gloo comes back with the right sum."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL has no two ranks on one GPU
-    port = peers.free_port()
+    port = probe_network.free_port()
     with ThreadPoolExecutor() as pool:
-        said = list(pool.map(lambda rank: hello.say(rank, 2, "127.0.0.1", port, "lo"), (0, 1)))
+        said = list(
+            pool.map(lambda rank: allreduce_check.say(rank, 2, "127.0.0.1", port, "lo"), (0, 1))
+        )
     assert [s.problems for s in said] == [{}, {}]
     assert all(s.bandwidths["gloo"] > 0 and s.import_s > 0 for s in said)
 
@@ -223,15 +228,15 @@ def test_two_processes_say_hello(monkeypatch):
 def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
     """On the first of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    said = hello.say(0, 1, "127.0.0.1", peers.free_port(), "lo")
+    said = allreduce_check.say(0, 1, "127.0.0.1", probe_network.free_port(), "lo")
     assert (said.problems, said.cuda_devices) == ({}, 1)
     assert set(said.bandwidths) == {"gloo", "nccl"}
 
 
 def test_a_hello_that_nobody_answers_comes_to_an_end(monkeypatch):
     """Its process is ended with all it has started."""
-    monkeypatch.setattr(hello, "TIMEOUT_S", 0.5)
-    said = hello.say(0, 2, "127.0.0.1", peers.free_port(), "lo")
+    monkeypatch.setattr(allreduce_check, "TIMEOUT_S", 0.5)
+    said = allreduce_check.say(0, 2, "127.0.0.1", probe_network.free_port(), "lo")
     assert said.import_s is None and "no end within" in said.problems["torch"]
 
 

@@ -19,17 +19,17 @@ from disks import full, mounted, read_only
 from group import PATIENCE_S, SECRET, Group, eventually, kill
 from training import START_S, Training
 
-from hpc_elastic.agent.background_log import BackgroundLog
+from hpc_elastic.agent.task_main import BackgroundLog
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous import journal
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.record import Endpoint, Record, claim, unseal
-from hpc_elastic.rendezvous.register import Lease, Register
-from hpc_elastic.rendezvous.session import Session, Verdict
+from hpc_elastic.rendezvous import term
+from hpc_elastic.rendezvous.decision_log import DecisionLog, Lease
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, claim, unseal
+from hpc_elastic.rendezvous.session import RunOutcome, Session
 
 NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
 """A leader whose port refuses connections."""
-IMPATIENT = Liveness(heartbeat_s=0.05, lost_after_s=0.8)
+IMPATIENT = HeartbeatConfig(heartbeat_s=0.05, lost_after_s=0.8)
 
 
 class Weather:
@@ -69,28 +69,28 @@ class Weather:
 
 
 @dataclass(frozen=True)
-class FaultyRegister(Register):
+class FaultyRegister(DecisionLog):
     """A register on a file system that has weather."""
 
     weather: Weather = field(default_factory=Weather)
 
     def numbers(self) -> frozenset[int]:
-        """See `Register`."""
+        """See `DecisionLog`."""
         self.weather.meet("numbers")
         return super().numbers()
 
-    def read(self, number: int) -> Record | None:
-        """See `Register`."""
+    def read(self, number: int) -> LogEntry | None:
+        """See `DecisionLog`."""
         self.weather.meet("read")
         return super().read(number)
 
-    def put(self, record: Record) -> None:
-        """See `Register`."""
+    def put(self, record: LogEntry) -> None:
+        """See `DecisionLog`."""
         self.weather.meet("put")
         super().put(record)
 
     def make_lease(self, epoch: int) -> Lease:
-        """See `Register`."""
+        """See `DecisionLog`."""
         lease = super().make_lease(epoch)
         renew = lease.renew
 
@@ -102,7 +102,7 @@ class FaultyRegister(Register):
         return lease
 
     def lease(self, epoch: int) -> int | None:
-        """See `Register`."""
+        """See `DecisionLog`."""
         self.weather.meet("lease")
         return super().lease(epoch)
 
@@ -114,7 +114,7 @@ def faulty(g: Group) -> Weather:
     return weather
 
 
-def records(g: Group) -> list[Record]:
+def records(g: Group) -> list[LogEntry]:
     """The run's records that verify, in order."""
     texts = (path.read_text() for path in g.run.rdzv.glob("record.*.json") if path.is_file())
     found = (unseal(text, SECRET) for text in texts if text[:1] == "{")
@@ -244,14 +244,14 @@ def test_a_decision_whose_answer_was_lost_is_made_once(group, monkeypatch):
 def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monkeypatch):
     """Status and events are given up; the end is announced once result.json is there."""
     g = group(max_nodes=2)
-    write, failed = journal.write_atomic, threading.Event()
+    write, failed = term.write_atomic, threading.Event()
 
     def fail(path: Path, text: str) -> None:
         if path == g.run.result:
             failed.set()
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(journal, "write_atomic", fail)
+    monkeypatch.setattr(term, "write_atomic", fail)
     (g.run.path / "events").rename(g.run.path / "elsewhere")
     agents = [g.agent(slot) for slot in range(2)]
     assert {r.world_size for r in g.join(*agents)} == {2}
@@ -260,9 +260,9 @@ def test_only_the_result_waits_for_a_journal_that_can_not_be_written(group, monk
     assert failed.wait(PATIENCE_S)
     assert not any(s.verdict for s in agents)
     (g.run.path / "elsewhere").rename(g.run.path / "events")
-    monkeypatch.setattr(journal, "write_atomic", write)
+    monkeypatch.setattr(term, "write_atomic", write)
     for s in agents:
-        eventually(lambda s=s: s.verdict == Verdict("succeeded", None))
+        eventually(lambda s=s: s.verdict == RunOutcome("succeeded", None))
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"
 
 

@@ -8,9 +8,10 @@ import torch
 from ft_data_runs import GLOBAL_BATCH, LENGTH, NUM_EPOCHS, train
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic import fence, launch
+from hpc_elastic import launch
 from hpc_elastic.cli.main import main
 from hpc_elastic.data import ElasticSampler
+from hpc_elastic.run import fencing
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch"])
@@ -45,7 +46,7 @@ class OneOfTwo:
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_loader_that_reads_ahead_is_begun_anew(monkeypatch, persistent):
     """What its processes have read for another share, or for a step that failed, is left."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
     manager = OneOfTwo()
     sampler = ElasticSampler(96, 3, batch=8, manager=manager, shuffle=False)
     loader = DataLoader(

@@ -152,17 +152,17 @@ def test_peer_stopped_while_connecting(address):
 
 
 def configure_and_stop(group, address: str) -> None:
-    from hpc_elastic.ft import meeting
+    from hpc_elastic.ft import reconfigurable
 
-    get = meeting.Meeting.get
+    get = reconfigurable.AbortableStore.get
 
-    def get_and_stop(self: meeting.Meeting, key: str) -> bytes:
+    def get_and_stop(self: reconfigurable.AbortableStore, key: str) -> bytes:
         value = get(self, key)
         if key.endswith("1"):
             os.kill(os.getpid(), signal.SIGSTOP)
         return value
 
-    meeting.Meeting.get = get_and_stop  # type: ignore[method-assign]
+    reconfigurable.AbortableStore.get = get_and_stop  # type: ignore[method-assign]
     configure(group, 0, address, 2, 1)
 
 

@@ -14,17 +14,17 @@ from ft_group import PATIENCE_S, ask_of
 from ft_place import Place, Q, until
 from scarcity import no_descriptors
 
-from hpc_elastic.ft.link import GroupServerGoneError, Link
-from hpc_elastic.ft.protocol import (
+from hpc_elastic.ft.manager_client import GroupServerGoneError, ManagerClient
+from hpc_elastic.ft.messages import (
     NO_QUORUM,
-    Ask,
-    Broken,
-    Bye,
-    Here,
-    Lost,
-    Notice,
-    Waiting,
-    Withdraw,
+    CancelRequest,
+    LeaveNotice,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumWaiting,
+    ReplicaStatus,
+    Shutdown,
+    WorkersLost,
 )
 
 
@@ -56,7 +56,7 @@ def test_all_ranks_ask_as_one(place):
         links[0].ask(ask_of(links[0]), 2.0)
     first = place.threads.submit(links[0].ask, ask_of(links[0]), PATIENCE_S)
     second = place.asks(links[1], 1)
-    assert server.keeper.next(Ask).metadata == ("m0", "m1")
+    assert server.keeper.next(QuorumRequest).metadata == ("m0", "m1")
     server.place(Q, 2)
     assert first.result(PATIENCE_S) == second.result(PATIENCE_S)
 
@@ -68,7 +68,7 @@ def test_failed_step_asks_anew(place):
     place.in_quorum(link)
     assert link.needs_quorum(failed=True)
     place.threads.submit(link.ask, ask_of(link, failures=1), PATIENCE_S)
-    ask = server.keeper.next(Ask)
+    ask = server.keeper.next(QuorumRequest)
     assert (ask.call, ask.quorum_id, ask.commit_failures) == (1, Q, 1)
     server.place(Q + 1)
 
@@ -78,9 +78,9 @@ def test_broken_reaches_every_rank_once(place):
     server = place.serve(size=2)
     links = [place.link(rank, 2) for rank in range(2)]
     place.in_quorum(*links)
-    server.hears(Broken(Q - 1, "old"))
-    server.hears(Broken(Q, "b died"))
-    server.hears(Broken(Q, "b died again"))
+    server.hears(QuorumAborted(Q - 1, "old"))
+    server.hears(QuorumAborted(Q, "b died"))
+    server.hears(QuorumAborted(Q, "b died again"))
     until(lambda: len(place.broken) == 2)
     assert place.broken == [(Q, "b died")] * 2
     assert links[0].broken == "b died"
@@ -94,7 +94,7 @@ def test_what_one_rank_finds_broken_all_hear(place):
     links[1].report_broken(Q, "mine")
     links[1].report_broken(Q, "mine")
     links[1].report_broken(Q - 1, "of another")
-    assert server.keeper.next(Broken) == Broken(Q, "mine")
+    assert server.keeper.next(QuorumAborted) == QuorumAborted(Q, "mine")
     until(lambda: place.broken == [(Q, "mine")])  # the other rank's
     assert not server.keeper.messages
 
@@ -134,12 +134,12 @@ def test_new_keeper_is_told_everything(place):
     answer = place.threads.submit(link.ask, ask_of(link), PATIENCE_S)
     until(lambda: server.server._asks)
     server.do(server.server.up)
-    assert server.keeper.next(Here) == Here(Q, 0, 2, 0, broken=False)
-    server.keeper.next(Notice)
-    assert server.keeper.next(Ask).quorum_id == Q
+    assert server.keeper.next(ReplicaStatus) == ReplicaStatus(Q, 0, 2, 0, broken=False)
+    server.keeper.next(LeaveNotice)
+    assert server.keeper.next(QuorumRequest).quorum_id == Q
     server.do(server.server.down)
     server.do(server.server.up)
-    server.keeper.next(Ask)
+    server.keeper.next(QuorumRequest)
     server.place(Q + 1)
     assert answer.result(PATIENCE_S).quorum_id == Q + 1
 
@@ -151,12 +151,12 @@ def test_who_gives_up_waiting_withdraws(place):
     assert link.needs_quorum(failed=False)
     with pytest.raises(TimeoutError, match="b has not asked"):
         asked = place.threads.submit(link.ask, ask_of(link), 2.0)
-        server.keeper.next(Ask)
-        server.hears(Waiting("b has not asked"))
+        server.keeper.next(QuorumRequest)
+        server.hears(QuorumWaiting("b has not asked"))
         asked.result(PATIENCE_S)
-    server.keeper.next(Withdraw)
+    server.keeper.next(CancelRequest)
     server.place(Q)
-    assert server.keeper.next(Broken).quorum_id == Q
+    assert server.keeper.next(QuorumAborted).quorum_id == Q
     assert link.quorum_id == NO_QUORUM
 
 
@@ -168,7 +168,7 @@ def test_answer_to_an_older_ask(place):
     with pytest.raises(TimeoutError):
         link.ask(ask_of(link), 0.05)
     answer = place.threads.submit(link.ask, ask_of(link), PATIENCE_S)
-    older, newer = server.keeper.next(Ask), server.keeper.next(Ask)
+    older, newer = server.keeper.next(QuorumRequest), server.keeper.next(QuorumRequest)
     assert newer.number > older.number
     server.place(Q, number=older.number)
     server.place(Q + 1)
@@ -183,7 +183,7 @@ def test_end_in_peace(place):
     links[0].close()
     links[1].close()
     until(lambda: not server.server._workers)
-    assert server.keeper.messages == [Bye()]
+    assert server.keeper.messages == [Shutdown()]
 
 
 def test_dead_worker_is_lost_at_once(place):
@@ -191,13 +191,13 @@ def test_dead_worker_is_lost_at_once(place):
     server = place.serve()
     worker = place.worker()
     worker.tell("step")
-    server.keeper.next(Ask)
+    server.keeper.next(QuorumRequest)
     server.place(Q)
     worker.says("placed")
     worker.tell("fork 30")
     child = int(worker.says("forked")[1])
     os.kill(worker.pid, signal.SIGKILL)
-    assert "ended" in server.keeper.next(Lost).why
+    assert "ended" in server.keeper.next(WorkersLost).why
     os.kill(child, signal.SIGKILL)
 
 
@@ -209,13 +209,13 @@ def test_dead_rank_breaks_its_group(place):
     voting = place.threads.submit(other.vote, True, PATIENCE_S)
     rank._socket.shutdown(socket.SHUT_RDWR)
     assert not voting.result(PATIENCE_S)
-    server.keeper.next(Lost)
+    server.keeper.next(WorkersLost)
     assert [why.split(":")[0] for _, why in place.broken] == ["rank 0 of group-a"]
     assert other.needs_quorum(failed=True)
     answer = place.threads.submit(other.ask, ask_of(other, 1), PATIENCE_S)
     again = place.link(0, 2)
     place.asks(again)
-    server.keeper.next(Ask)
+    server.keeper.next(QuorumRequest)
     server.place(Q + 1, 2)
     assert answer.result(PATIENCE_S).quorum_id == Q + 1
 
@@ -225,11 +225,11 @@ def test_stopped_worker_is_lost_until_it_goes_on(place):
     server = place.serve()
     worker = place.worker()
     worker.tell("step")
-    server.keeper.next(Ask)
+    server.keeper.next(QuorumRequest)
     os.kill(worker.pid, signal.SIGSTOP)
-    assert "stopped" in server.keeper.next(Lost).why
+    assert "stopped" in server.keeper.next(WorkersLost).why
     os.kill(worker.pid, signal.SIGCONT)
-    server.keeper.next(Ask)
+    server.keeper.next(QuorumRequest)
     server.place(Q)
     worker.says("placed")
 
@@ -240,7 +240,7 @@ def test_new_workers_are_expected(place):
     link = place.link()
     place.in_quorum(link)
     server.do(server.server.expect, 2)
-    server.keeper.next(Lost)
+    server.keeper.next(WorkersLost)
     links = [place.link(rank, 2) for rank in range(2)]
     place.in_quorum(*links, quorum_id=Q + 1)
     assert link.needs_quorum(failed=True)
@@ -261,7 +261,7 @@ def test_server_is_gone(place):
     with pytest.raises(GroupServerGoneError, match="Start the worker again"):
         link.ask(ask_of(link), PATIENCE_S)
     with pytest.raises(GroupServerGoneError, match="can not be reached"):
-        Link(server.path, 0, 1, on_broken=print, timeout_s=1.0)
+        ManagerClient(server.path, 0, 1, on_broken=print, timeout_s=1.0)
 
 
 def test_impostors_are_refused(place):
@@ -270,7 +270,7 @@ def test_impostors_are_refused(place):
     links = [place.link(rank, 2) for rank in range(2)]
     for rank, size in ((0, 2), (2, 2), (0, 3)):
         with pytest.raises(GroupServerGoneError):
-            Link(server.path, rank, size, on_broken=print, timeout_s=PATIENCE_S)
+            ManagerClient(server.path, rank, size, on_broken=print, timeout_s=PATIENCE_S)
     for nonsense in (
         b"[]\n",
         b"\xff\n",
@@ -309,8 +309,10 @@ def test_breaks_are_told_while_the_worker_waits(place):
     """The thread that reads calls back while the worker's own thread is elsewhere."""
     server = place.serve()
     told = threading.Event()
-    link = Link(server.path, 0, 1, on_broken=lambda q, why: told.set(), timeout_s=PATIENCE_S)
+    link = ManagerClient(
+        server.path, 0, 1, on_broken=lambda q, why: told.set(), timeout_s=PATIENCE_S
+    )
     place.in_quorum(link)
-    server.hears(Broken(Q, "b died"))
+    server.hears(QuorumAborted(Q, "b died"))
     assert told.wait(PATIENCE_S)
     link.close()

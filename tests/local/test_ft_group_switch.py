@@ -9,7 +9,16 @@ import pytest
 from ft_group import PATIENCE_S, ask_of
 from ft_place import Place, Q, until
 
-from hpc_elastic.ft.protocol import Ask, At, Broken, Confirm, Farewell, Notice, Propose, SaveFirst
+from hpc_elastic.ft.messages import (
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
+    LeaveNotice,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumRequest,
+    SwitchVote,
+)
 
 
 @pytest.fixture
@@ -25,14 +34,14 @@ def test_proposal_is_answered_for_all_ranks(place):
     links = [place.link(rank, 2) for rank in range(2)]
     place.in_quorum(*links)
     assert not links[1].needs_quorum(failed=False)
-    server.hears(Propose(Q, 3, 1))
-    assert not server.keeper.next(At).ok
-    server.hears(Propose(Q, 4, 2))
-    at = server.keeper.next(At)
+    server.hears(ProposeSwitch(Q, 3, 1))
+    assert not server.keeper.next(SwitchVote).ok
+    server.hears(ProposeSwitch(Q, 4, 2))
+    at = server.keeper.next(SwitchVote)
     assert (at.number, at.ok, at.call) == (4, True, 1)
     assert not links[0].needs_quorum(failed=False)
     waiting = [place.threads.submit(link.needs_quorum, failed=False) for link in links]
-    server.hears(Confirm(Q, 4, leaves=True))
+    server.hears(ConfirmSwitch(Q, 4, leaves=True))
     assert all(needs.result(PATIENCE_S) for needs in waiting)
 
 
@@ -41,15 +50,15 @@ def test_proposal_taken_back(place):
     server = place.serve()
     link = place.link()
     place.in_quorum(link)
-    server.hears(Propose(Q, 1, 1))
-    server.keeper.next(At)
+    server.hears(ProposeSwitch(Q, 1, 1))
+    server.keeper.next(SwitchVote)
     needs = place.threads.submit(link.needs_quorum, failed=False)
-    server.hears(Propose(Q, 0, 0))
+    server.hears(ProposeSwitch(Q, 0, 0))
     assert not needs.result(PATIENCE_S)
-    server.hears(Propose(Q, 2, 2))
-    server.keeper.next(At)
+    server.hears(ProposeSwitch(Q, 2, 2))
+    server.keeper.next(SwitchVote)
     needs = place.threads.submit(link.needs_quorum, failed=False)
-    server.hears(Broken(Q, "b died"))
+    server.hears(QuorumAborted(Q, "b died"))
     assert needs.result(PATIENCE_S)
 
 
@@ -59,13 +68,13 @@ def test_settle_waits_for_the_decision(place):
     link = place.link()
     place.in_quorum(link)
     assert not link.settle()
-    server.hears(Propose(Q, 1, 1))
-    assert not server.keeper.next(At).ok
+    server.hears(ProposeSwitch(Q, 1, 1))
+    assert not server.keeper.next(SwitchVote).ok
     assert not link.needs_quorum(failed=False)
-    server.hears(Propose(Q, 2, 2))
-    assert server.keeper.next(At).ok
+    server.hears(ProposeSwitch(Q, 2, 2))
+    assert server.keeper.next(SwitchVote).ok
     settled = place.threads.submit(link.settle)
-    server.hears(Confirm(Q, 2, leaves=True, last=True))
+    server.hears(ConfirmSwitch(Q, 2, leaves=True, last=True))
     assert settled.result(PATIENCE_S)
 
 
@@ -75,12 +84,12 @@ def test_farewell_ends_an_ask(place):
     link = place.link()
     place.in_quorum(link)
     server.do(server.server.notice, 60.0)
-    assert server.keeper.next(Notice).left_s == 60.0
+    assert server.keeper.next(LeaveNotice).left_s == 60.0
     assert link.needs_quorum(failed=True)
     answer = place.threads.submit(link.ask, ask_of(link), PATIENCE_S)
-    server.keeper.next(Ask)
-    server.hears(Farewell())
-    assert answer.result(PATIENCE_S) == Farewell()
+    server.keeper.next(QuorumRequest)
+    server.hears(LeaveGranted())
+    assert answer.result(PATIENCE_S) == LeaveGranted()
     assert server.server.has_left
     link._socket.shutdown(socket.SHUT_RDWR)
     until(lambda: not server.server._workers)
@@ -92,13 +101,13 @@ def test_save_first_ends_an_ask_and_no_more(place):
     server = place.serve(size=2)
     links = [place.link(rank, 2) for rank in range(2)]
     place.in_quorum(*links)
-    server.hears(Broken(Q, "b died"))
+    server.hears(QuorumAborted(Q, "b died"))
     votes = [place.threads.submit(link.vote, False, PATIENCE_S) for link in links]
     assert not any(vote.result(PATIENCE_S) for vote in votes)
     answers = [place.asks(link, rank) for rank, link in enumerate(links)]
-    assert not server.keeper.next(Ask).is_saved
-    server.hears(SaveFirst())
-    assert [answer.result(PATIENCE_S) for answer in answers] == [SaveFirst()] * 2
+    assert not server.keeper.next(QuorumRequest).is_saved
+    server.hears(CheckpointBeforeLeave())
+    assert [answer.result(PATIENCE_S) for answer in answers] == [CheckpointBeforeLeave()] * 2
     assert not server.server.has_left
     votes = [place.threads.submit(link.vote, False, PATIENCE_S) for link in links]
     assert not any(vote.result(PATIENCE_S) for vote in votes)

@@ -15,10 +15,10 @@ from ft_group import PATIENCE_S, Worker
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import attendant
+from hpc_elastic.ft import manager_server_process
 from hpc_elastic.ft.coordination import LighthouseServer
-from hpc_elastic.ft.lighthouse_frames import parse_address
-from hpc_elastic.ft.link import Link
+from hpc_elastic.ft.manager_client import ManagerClient
+from hpc_elastic.ft.messages import parse_address
 
 _CLI = "import sys; from hpc_elastic.cli.main import main; sys.exit(main())"
 _SILENCE_MS = 1000
@@ -260,14 +260,14 @@ def test_server_on_a_thread(tmp_path, monkeypatch):
 
 def test_spare_attendant(sea, monkeypatch):
     """One that was started ahead of its orders is taken, and ends unused with its process."""
-    script = "from hpc_elastic.ft.attendant import prewarm; prewarm()"
+    script = "from hpc_elastic.ft.manager_server_process import prewarm; prewarm()"
     assert subprocess.run([sys.executable, "-W", "error", "-c", script], timeout=30).returncode == 0
-    monkeypatch.setattr(attendant, "_spare", None)
-    attendant.prewarm()
-    spare = attendant._spare
-    taken = attendant.start_attendant(sea.url, "a", 1)
+    monkeypatch.setattr(manager_server_process, "_spare", None)
+    manager_server_process.prewarm()
+    spare = manager_server_process._spare
+    taken = manager_server_process.start_attendant(sea.url, "a", 1)
     assert taken is spare
-    Link(taken.path, 0, 1, on_broken=print, timeout_s=PATIENCE_S).close()
+    ManagerClient(taken.path, 0, 1, on_broken=print, timeout_s=PATIENCE_S).close()
     taken.end()
     assert taken.process.returncode == 0
     assert not taken.path.parent.exists()

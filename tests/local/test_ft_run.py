@@ -9,7 +9,7 @@ import pytest
 from group import eventually
 from replica_training import Replicas, train_and_report
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from group import eventually
 from hpc_elastic import Checkpointer, ft, launch, should_checkpoint
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.errors import WorkerGroupError
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 STEP_S = 0.5
 

@@ -68,7 +68,7 @@ def relay() -> Iterator[Callable[..., Relay]]:
 @pytest.fixture
 def second(monkeypatch) -> threading.Event:
     """Is set once the second source was heard; it is asked however little there is to fetch."""
-    monkeypatch.setattr("hpc_elastic.ft.checkpointing.fetch._WORTH_BYTES", 1)
+    monkeypatch.setattr("hpc_elastic.ft.checkpointing.http_transport._WORTH_BYTES", 1)
     return threading.Event()
 
 
@@ -363,7 +363,7 @@ def test_a_source_that_was_not_needed_does_not_wait(
     transport, source, relay, stall, late, monkeypatch
 ):
     """It is told that others gave all, even if it offers its state after that."""
-    monkeypatch.setattr("hpc_elastic.ft.checkpointing.server.ARRIVAL_S", 40.0)
+    monkeypatch.setattr("hpc_elastic.ft.checkpointing._server.ARRIVAL_S", 40.0)
     a, b = source(make_state()), transport()
     if not late:
         b.send_checkpoint([1], STEP, make_state(), LONG)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ NEVER_WRONG = textwrap.dedent(
     import torch
     import torch.distributed as dist
     from hpc_elastic import report
-    from hpc_elastic.reports import busy
+    from hpc_elastic.worker.reporting import busy
 
     def wait(how):
         until = time.monotonic() + 6

@@ -20,11 +20,11 @@ import pytest
 from group import PATIENCE_S, SECRET, Group, eventually, kill
 from training import Training
 
-from hpc_elastic.events import read_events
 from hpc_elastic.rendezvous import session as sessions
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.record import Endpoint, claim
-from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Endpoint, claim
+from hpc_elastic.run.events import read_events
 
 FUZZ_S = float(os.environ.get("HPC_ELASTIC_FUZZ_S", "5"))
 HERE = Path(__file__).parent
@@ -199,7 +199,7 @@ GREETINGS = {
 def test_an_impostor_on_a_dead_leaders_port_stops_nobody(group, greeting):
     """Whatever he says, the agent becomes the leader once the old one's time is over."""
     g = group(max_nodes=1)
-    g.liveness = Liveness(heartbeat_s=0.05, lost_after_s=0.8)
+    g.liveness = HeartbeatConfig(heartbeat_s=0.05, lost_after_s=0.8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = Endpoint("127.0.0.1", server.getsockname()[1], "7_9", 0)
         assert g.register.create(claim(1, None, dead, 0.0))
@@ -293,7 +293,7 @@ def test_a_paused_leader_comes_back_as_a_follower(peers, tmp_path):
     rounds = [p.says("round") for p in agents]
     (old,) = (p for p, r in zip(agents, rounds, strict=True) if r["leads"])
     others = [p for p in agents if p is not old]
-    register = Register(tmp_path / "rdzv", SECRET)
+    register = DecisionLog(tmp_path / "rdzv", SECRET)
     old.process.send_signal(signal.SIGSTOP)
     again = [p.says("round") for p in others]
     assert {(r["round"], r["world_size"]) for r in again} == {(2, 2)}
@@ -318,7 +318,7 @@ def test_clocks_an_hour_off_neither_lose_a_node_nor_date_a_failure(peers, tmp_pa
     rounds = [p.says("round") for p in agents]
     assert {(r["round"], r["world_size"]) for r in rounds} == {(1, 3)}
     time.sleep(2.5)  # longer than lost_after_s
-    assert Register(tmp_path / "rdzv", SECRET).last_number() == 2
+    assert DecisionLog(tmp_path / "rdzv", SECRET).last_number() == 2
     (offset_s,) = (s for s, r in zip((3600.0, 0.0, -3600.0), rounds, strict=True) if r["leads"])
     begun = time.time() + offset_s
     next(p for p, r in zip(agents, rounds, strict=True) if not r["leads"]).ask("fail")
@@ -337,7 +337,7 @@ def test_a_leader_out_of_file_descriptors_keeps_its_group(peers, tmp_path):
     """Silent strangers take them all; a third node gets in once they have gone."""
     agents = peers(0.0, 0.0)
     (leader,) = (p for p in agents if p.says("round")["leads"])
-    _, record = Register(tmp_path / "rdzv", SECRET).last()
+    _, record = DecisionLog(tmp_path / "rdzv", SECRET).last()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = num_files(leader.process.pid) + 5
     resource.prlimit(leader.process.pid, resource.RLIMIT_NOFILE, (limit, hard))

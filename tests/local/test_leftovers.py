@@ -11,7 +11,7 @@ AGENT = textwrap.dedent(
     """
     import json, os, subprocess, sys, time
     import psutil
-    from hpc_elastic.agent import leftovers
+    from hpc_elastic.agent import process_cleanup
 
     WORKER = '''
     import os, subprocess, sys, time
@@ -30,7 +30,7 @@ AGENT = textwrap.dedent(
     def start(*argv, **options):
         return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)
 
-    leftovers.adopt()
+    process_cleanup.adopt()
     own = start("sleep", "3600")
     spare = start("sh", "-c", "sleep 3600 & echo ready; wait", start_new_session=True)
     worker = start(sys.executable, "-c", WORKER, start_new_session=True)
@@ -42,15 +42,15 @@ AGENT = textwrap.dedent(
                       if p.status() != "zombie"}
     kept = {own.pid, spare.pid, *(p.pid for p in psutil.Process(spare.pid).children())}
     num_left = len(family() - kept)
-    ended = leftovers.end(keep=[spare.pid])
+    ended = process_cleanup.end(keep=[spare.pid])
     orphan = start("sh", "-c", "sleep 0.01 & exit 0", start_new_session=True)
     orphan.wait()
     deadline = time.monotonic() + 30
     while len(psutil.Process().children()) > 2 and time.monotonic() < deadline:
-        leftovers.reap({spare.pid})
+        process_cleanup.reap({spare.pid})
         time.sleep(0.01)
     print(json.dumps([num_left, ended, family() == kept, len(psutil.Process().children())]))
-    print(json.dumps([leftovers.end(), own.poll(), len(family())]))
+    print(json.dumps([process_cleanup.end(), own.poll(), len(family())]))
     own.kill()
     """
 )
@@ -72,7 +72,7 @@ def test_everything_that_descends_from_a_worker_is_ended():
 HAMPERED_AGENT = textwrap.dedent(
     """
     import builtins, contextlib, io, os, subprocess, sys
-    from hpc_elastic.agent import leftovers
+    from hpc_elastic.agent import process_cleanup
 
     WORKER = '''
     import subprocess, sys, time
@@ -81,7 +81,7 @@ HAMPERED_AGENT = textwrap.dedent(
     time.sleep(3600)
     '''
 
-    leftovers.adopt()
+    process_cleanup.adopt()
     worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True,
                               start_new_session=True)
     child = int(worker.stdout.readline())
@@ -115,7 +115,7 @@ ENDS_MEANWHILE = textwrap.dedent(
 COUNTED = textwrap.dedent(
     """
     try:
-        print(leftovers.end())
+        print(process_cleanup.end())
     finally:
         builtins.open = io.open = read
         with contextlib.suppress(FileNotFoundError):
@@ -139,19 +139,19 @@ def test_descendants_are_found_whatever_else_can_not_be_looked_at(obstacle, num_
 BUSY_AGENT = textwrap.dedent(
     """
     import subprocess, threading
-    from hpc_elastic.agent import leftovers
+    from hpc_elastic.agent import process_cleanup
 
     def ask_slurm():
         for _ in range(300):
             codes.append(subprocess.run(["true"]).returncode)
 
     codes = []
-    leftovers.adopt()
+    process_cleanup.adopt()
     threads = [threading.Thread(target=ask_slurm) for _ in range(2)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        leftovers.reap(())
+        process_cleanup.reap(())
     print(set(codes))
     """
 )

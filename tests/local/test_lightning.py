@@ -121,7 +121,9 @@ def test_lightning_does_not_answer_sigterm_in_a_run(tmp_path, monkeypatch, in_a_
 
     before = signal.signal(signal.SIGTERM, agents_own)
     try:
-        monkeypatch.setattr("hpc_elastic.reports.own_page", lambda: Mock() if in_a_run else None)
+        monkeypatch.setattr(
+            "hpc_elastic.worker.reporting.own_page", lambda: Mock() if in_a_run else None
+        )
         module = fit(tmp_path)
         assert (module.handlers == {agents_own}) == in_a_run
         assert signal.getsignal(signal.SIGTERM) is agents_own

@@ -104,7 +104,7 @@ def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(start, tmp_
     assert run.wait() == 0
     array = tmp_path / "sweep" / ".hpc_elastic" / "array-0.json"
     task = subprocess.Popen(
-        [sys.executable, "-u", "-m", "hpc_elastic.agent.task", str(array)],
+        [sys.executable, "-u", "-m", "hpc_elastic.agent", str(array)],
         env={**outside(os.environ), **as_array_task(9, 0, node_name="early", cpus=1)},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

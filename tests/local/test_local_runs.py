@@ -127,7 +127,7 @@ def test_a_task_that_starts_after_the_end_exits_at_once(runs):
     env = {**outside(os.environ), **as_array_task(9, 0, node_name="late", cpus=1)}
     late = subprocess.run(
         [
-            sys.executable, "-m", "hpc_elastic.agent.task",
+            sys.executable, "-m", "hpc_elastic.agent",
             str(runs.sweep / ".hpc_elastic" / "array-0.json"),
         ],
         env=env, capture_output=True, text=True, timeout=60,

@@ -8,7 +8,7 @@ import pytest
 from group import PATIENCE_S, Group, eventually
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from hpc_elastic.rendezvous.handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
 
 NUM_AGENTS = 10
 NUM_TIMES = 2

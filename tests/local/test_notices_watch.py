@@ -10,34 +10,42 @@ from functools import partial
 import pytest
 
 from hpc_elastic.agent import preemption
-from hpc_elastic.agent.notices import Farewell, Notices, Scheduler, Watch
-from hpc_elastic.agent.preemption import Notice, TimeLimit, why_leave_now
-from hpc_elastic.control import ControlPage
+from hpc_elastic.agent.preemption import (
+    DrainController,
+    PreemptionNotice,
+    PreemptionState,
+    PreemptionWatcher,
+    TimeLimit,
+    TimeLimitSource,
+    why_leave_now,
+)
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.rendezvous import session
-from hpc_elastic.slurm.decision import Reason
+from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.slurm.exit_action import Reason
+from hpc_elastic.worker.shared_page import SharedPage
 
 WATCHED = textwrap.dedent(
     """
     import json, os, signal, sys, time
-    from hpc_elastic.agent.signals import Caught
-    caught = Caught()
+    from hpc_elastic.agent.signals import SignalPipe
+    caught = SignalPipe()
     os.kill(os.getpid(), signal.SIGTERM)  # before anybody watches
     from pathlib import Path
-    from hpc_elastic.agent.notices import Notices, Scheduler, Watch
-    from hpc_elastic.agent.preemption import Terms
-    from hpc_elastic.events import EventLog
-    from hpc_elastic.slurm.decision import Departure
+    from hpc_elastic.agent.preemption import (
+        PreemptionConfig, PreemptionState, PreemptionWatcher, TimeLimitSource)
+    from hpc_elastic.run.events import EventLog
+    from hpc_elastic.slurm.exit_action import ExitAction
 
     class Leader:
         told = []
         def notice(self, reason, left_s):
             self.told.append([reason, left_s])
 
-    scheduler = Scheduler(lambda: Departure.EXIT, lambda: None)
-    notices = Notices(EventLog(Path(sys.argv[1]), "7_1"))
-    watch = Watch(caught, Terms(120, 60, 30, signal.SIGUSR2), notices, scheduler)
+    scheduler = TimeLimitSource(lambda: ExitAction.EXIT, lambda: None)
+    notices = PreemptionState(EventLog(Path(sys.argv[1]), "7_1"))
+    config = PreemptionConfig(120, 60, 30, signal.SIGUSR2)
+    watch = PreemptionWatcher(caught, config, notices, scheduler)
     watch.start()
     while len(Leader.told) < 1:
         time.sleep(0.01)
@@ -64,7 +72,7 @@ def test_a_signal_that_came_before_everything_else_is_a_notice(tmp_path):
     assert [e["left_s"] for e in read_events(tmp_path)] == pytest.approx([55, 25], abs=10)
 
 
-class Caught:
+class SignalPipe:
     """No signal comes."""
 
     def __init__(self) -> None:
@@ -75,7 +83,7 @@ class Caught:
 def watch_of(tmp_path, monkeypatch):
     """Return a function that makes a watch whose clock a test sets, and its notices."""
     clock = {"now": 0.0}
-    monkeypatch.setattr("hpc_elastic.agent.notices.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("hpc_elastic.agent.preemption.time.monotonic", lambda: clock["now"])
 
     def make(left: list[float | Exception | None], **fields):
         def time_left_s() -> float | None:
@@ -84,15 +92,15 @@ def watch_of(tmp_path, monkeypatch):
                 raise answer
             return answer
 
-        notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
-        scheduler = Scheduler(lambda: None, time_left_s, **fields)
-        terms = preemption.Terms(120, 60, 30, preemption.signal.SIGUSR2)
-        return Watch(Caught(), terms, notices, scheduler), notices, clock
+        notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+        scheduler = TimeLimitSource(lambda: None, time_left_s, **fields)
+        terms = preemption.PreemptionConfig(120, 60, 30, preemption.signal.SIGUSR2)
+        return PreemptionWatcher(SignalPipe(), terms, notices, scheduler), notices, clock
 
     return make
 
 
-def at(watch: Watch, clock: dict[str, float], now: float) -> float | None:
+def at(watch: PreemptionWatcher, clock: dict[str, float], now: float) -> float | None:
     """Let the watch look at a time; return how long it waits then."""
     clock["now"] = now
     watch._look_at_clock()
@@ -106,7 +114,7 @@ def test_the_end_of_the_wall_time_is_a_notice(watch_of):
     assert at(watch, clock, 3478.0) == pytest.approx(3.0)
     assert notices.current is None
     at(watch, clock, 3481.0)
-    assert notices.current == Notice(Reason.TIME_LIMIT, 3601 - 5)
+    assert notices.current == PreemptionNotice(Reason.TIME_LIMIT, 3601 - 5)
 
 
 def test_a_limit_that_was_extended_is_no_notice(watch_of):
@@ -136,7 +144,7 @@ class Leader:
     """A session that has heard something, and notes what it is told."""
 
     def __init__(self) -> None:
-        self.noticed: session.Notice | None = None
+        self.noticed: session.LeaveRequest | None = None
         self.told: list[tuple[str, float]] = []
         self.left = 0
 
@@ -152,11 +160,11 @@ class Leader:
 @pytest.fixture
 def node(tmp_path):
     """Return a leader, notices, a worker's page, and what they do about a notice."""
-    leader, page = Leader(), ControlPage.create(tmp_path, 0)
-    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    leader, page = Leader(), SharedPage.create(tmp_path, 0)
+    notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
     notices.connect(leader)
     why_leave = partial(why_leave_now, since=0.0, saves_itself=True)
-    return leader, notices, page, Farewell(leader, notices, [page], why_leave)
+    return leader, notices, page, DrainController(leader, notices, [page], why_leave)
 
 
 def test_a_script_can_ask_for_its_node_to_be_left(node):
@@ -174,9 +182,9 @@ def test_the_leaders_word_is_a_notice(node):
     """Somebody has put a file there."""
     leader, notices, page, farewell = node
     page.passes(1)
-    leader.noticed = session.Notice("asked", 50.0, 1e9)
+    leader.noticed = session.LeaveRequest("asked", 50.0, 1e9)
     farewell.look(0.0)
-    assert notices.current == Notice(Reason.ASKED, 1e9)
+    assert notices.current == PreemptionNotice(Reason.ASKED, 1e9)
 
 
 def test_the_run_is_told_before_anything_is_written(tmp_path):
@@ -188,9 +196,9 @@ def test_the_run_is_told_before_anything_is_written(tmp_path):
             hangs.set()
             assert goes_on.wait(60)
 
-    notices = Notices(Hanging(tmp_path / "7_1.jsonl", "7_1"))
+    notices = PreemptionState(Hanging(tmp_path / "7_1.jsonl", "7_1"))
     notices.connect(leader)
-    thread = threading.Thread(target=notices.add, args=(Notice(Reason.SIGNAL, 1e9),))
+    thread = threading.Thread(target=notices.add, args=(PreemptionNotice(Reason.SIGNAL, 1e9),))
     thread.start()
     try:
         assert hangs.wait(60)
@@ -205,7 +213,7 @@ def test_the_node_is_left_once_at_its_deadline(node):
     """Whatever the workers do."""
     leader, notices, page, farewell = node
     page.passes(1)
-    notices.add(Notice(Reason.SIGNAL, 100.0))
+    notices.add(PreemptionNotice(Reason.SIGNAL, 100.0))
     farewell.look(99.0)
     assert not leader.left
     farewell.look(100.0)
@@ -215,8 +223,8 @@ def test_the_node_is_left_once_at_its_deadline(node):
 
 def test_a_deadline_that_hardly_moves_is_not_told_again(tmp_path):
     """Two sources of the same thing are one notice."""
-    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
     for by in (100.0, 99.5, 90.0):
-        notices.add(Notice(Reason.TIME_LIMIT, by))
+        notices.add(PreemptionNotice(Reason.TIME_LIMIT, by))
     assert len(read_events(tmp_path)) == 2
     assert TimeLimit(1.0, 1.0).notice(1.0).by < 1.0

@@ -11,8 +11,8 @@ from pathlib import Path
 from local_runs import LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from hpc_elastic.cli.looking import look
 from hpc_elastic.cli.main import main
+from hpc_elastic.cli.run_view import look
 
 SCRIPT = textwrap.dedent(
     """

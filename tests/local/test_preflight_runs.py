@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from hpc_elastic.events import read_events
+from hpc_elastic.run.events import read_events
 
 SCRIPT = textwrap.dedent(
     """

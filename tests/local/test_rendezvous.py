@@ -11,11 +11,11 @@ import time
 import pytest
 from group import PATIENCE_S, SECRET, eventually, kill, open_files
 
-from hpc_elastic.net.stream import connect
-from hpc_elastic.net.wire import BadFrameError
 from hpc_elastic.rendezvous import session as sessions
-from hpc_elastic.rendezvous.record import Endpoint, claim
-from hpc_elastic.rendezvous.session import Verdict
+from hpc_elastic.rendezvous.log_entry import Endpoint, claim
+from hpc_elastic.rendezvous.session import RunOutcome
+from hpc_elastic.transport.auth import BadFrameError
+from hpc_elastic.transport.connection import connect
 
 
 def test_agents_get_distinct_ranks_in_one_round(group):
@@ -60,11 +60,11 @@ def test_the_run_ends_for_all_when_all_are_done(group):
     a.finished()
     b.finished()
     eventually(lambda: a.verdict and b.verdict)
-    assert a.verdict == Verdict("succeeded", None)
+    assert a.verdict == RunOutcome("succeeded", None)
     assert json.loads(g.run.result.read_text())["status"] == "succeeded"
     assert g.cancelled.wait(PATIENCE_S)
     late = g.agent(2)
-    assert g.join(late) == [Verdict("succeeded", None)]
+    assert g.join(late) == [RunOutcome("succeeded", None)]
 
 
 def test_a_follower_that_dies_is_dropped(group):
@@ -260,5 +260,5 @@ def test_a_leader_stays_until_the_others_have_heard_the_verdict(group):
     since = time.monotonic()
     leader.leave("its agent ended")
     assert time.monotonic() - since < 5.0 and not leader._thread.is_alive()
-    assert [s.verdict for s in agents] == [Verdict("succeeded", None)] * 4
+    assert [s.verdict for s in agents] == [RunOutcome("succeeded", None)] * 4
     assert len(g.events("leader")) == 1

@@ -10,8 +10,7 @@ from long_runs import LongRun, write
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
-from hpc_elastic.reporting.charts import charts
-from hpc_elastic.reporting.colours import QUEUE, SPENT_ON
+from hpc_elastic.report.charts import QUEUE, SPENT_ON, charts
 
 LAPTOP, PHONE = 1366, 390
 MOST_BYTES = 3_000_000

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import stacks
-from hpc_elastic.agent.hangwatch import main_thread, place, waits_in
+from hpc_elastic.agent.hang_watch import main_thread, place, waits_in
 
 WORKER = textwrap.dedent(
     """

@@ -14,11 +14,10 @@ import pytest
 from local_runs import PATIENCE_S, LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from hpc_elastic.cli.facts import Facts
-from hpc_elastic.cli.looking import look
 from hpc_elastic.cli.main import main
-from hpc_elastic.story.account import KINDS
-from hpc_elastic.story.points import read_points
+from hpc_elastic.cli.run_view import RunFacts, look
+from hpc_elastic.report.node_time import KINDS
+from hpc_elastic.report.progress_log import read_points
 
 EVERY = 150
 LOST = 15
@@ -34,7 +33,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
     from hydra.core.hydra_config import HydraConfig
     from hpc_elastic import Checkpointer, report, should_checkpoint
-    from hpc_elastic.scalars import run_scalars
+    from hpc_elastic.worker.reporting import run_scalars
 
     FOLDER = Path({folder!r})
 
@@ -72,9 +71,9 @@ class Run(LocalRun):
         script.write_text(SCRIPT.format(folder=str(folder), every=EVERY))
         super().__init__(script, folder, "-m", "+launcher=local", "nodes=1:2")
 
-    def until(self, holds: Callable[[Facts], object], what: str) -> Facts:
+    def until(self, holds: Callable[[RunFacts], object], what: str) -> RunFacts:
         """Wait until something is so; return what was found then."""
-        found: list[Facts] = []
+        found: list[RunFacts] = []
 
         def is_so() -> bool:
             if (self.path / "run.json").exists():

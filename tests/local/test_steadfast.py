@@ -13,17 +13,17 @@ from ended import is_gone
 from group import eventually
 from torch.utils.data._utils import signal_handling, worker
 
-from hpc_elastic.agent.steadfast import STOP
+from hpc_elastic.agent.worker_main import STOP
 
 WORKER = textwrap.dedent(
     """
     import multiprocessing.process, os, signal, subprocess, sys, threading, time
-    from hpc_elastic.agent import steadfast
-    steadfast.stand()
+    from hpc_elastic.agent import worker_main
+    worker_main.stand()
     import torch
     from torch.utils.data import DataLoader, IterableDataset
     from torch.utils.data._utils import signal_handling
-    steadfast.keep_loaders(signal_handling)
+    worker_main.keep_loaders(signal_handling)
 
     class Numbers(IterableDataset):
         def __iter__(self):
@@ -46,7 +46,7 @@ WORKER = textwrap.dedent(
         if sys.argv[1] == "stuck":
             print("stuck", flush=True)
             sys.stdin.readline()
-            from hpc_elastic.agent.worker import _end
+            from hpc_elastic.agent.worker_main import _end
             kill = multiprocessing.process.BaseProcess.kill
             multiprocessing.process.BaseProcess.kill = kill_and_see_it_dead
             _end(7)

@@ -15,9 +15,9 @@ from disks import full, mounted
 from group import eventually
 from helps import not_in_help
 
-from hpc_elastic.events import read_events
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.submit.living import tasks_of
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import read_events
+from hpc_elastic.slurm.scheduler import live_tasks
 
 ROOT = Path(__file__).parents[2]
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
@@ -32,9 +32,9 @@ FOLLOWING = (
 """What goes on until the run has ended; no result is written when it is cancelled."""
 AS_NOBODY = f"""
 import os, sys
-import hpc_elastic.cli.cancel, hpc_elastic.cli.clean, hpc_elastic.cli.resume
-import hpc_elastic.checkpoint.cleaning, hpc_elastic.submit.cancel, hpc_elastic.submit.resume
-import hpc_elastic.submit.detach
+import hpc_elastic.cli.control, hpc_elastic.cli.control, hpc_elastic.cli.control
+import hpc_elastic.checkpoint.store, hpc_elastic.launcher.control, hpc_elastic.launcher.control
+import hpc_elastic.launcher.detach
 from hpc_elastic.cli.main import main
 os.setgid({NOBODY}); os.setuid({NOBODY})
 sys.exit(main(sys.argv[1:]))
@@ -98,7 +98,7 @@ class Runs:
         """Let the run come to its end, its processes too, and return its result."""
         (self.folder / "hurry").touch()
         eventually((self.run / "result.json").exists, within_s=120)
-        eventually(lambda: not tasks_of(RunDir(self.run).load()).left(), within_s=60)
+        eventually(lambda: not live_tasks(RunDir(self.run).load()).left(), within_s=60)
         return json.loads((self.run / "result.json").read_text())
 
 

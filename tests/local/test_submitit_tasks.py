@@ -12,8 +12,8 @@ import pytest
 import submitit
 
 from hpc_elastic.errors import SubmissionError
-from hpc_elastic.submit import checkpointable
-from hpc_elastic.submit.checkpointable import ElasticTask
+from hpc_elastic.integrations import submitit as submitit_module
+from hpc_elastic.integrations.submitit import ElasticTask
 
 SCRIPT = """
 import time
@@ -98,7 +98,7 @@ def test_a_folder_without_a_prepared_run_is_refused(tmp_path):
 
 def test_tasks_that_are_no_job_array_are_refused(monkeypatch):
     """Each would take itself for another node of the run; the message says how to submit them."""
-    monkeypatch.setattr(checkpointable, "_in_slurm", lambda: True)
+    monkeypatch.setattr(submitit_module, "_in_slurm", lambda: True)
     task = ElasticTask("/sweep/.hpc_elastic/array-0.json", 1)
     assert task._environment({"SLURM_ARRAY_TASK_ID": "1", "HOME": "/"})["HOME"] == "/"
     for env in ({}, {"SLURM_ARRAY_TASK_ID": "0"}):

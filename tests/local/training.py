@@ -10,9 +10,9 @@ from pathlib import Path
 from group import eventually
 
 from hpc_elastic import launch
-from hpc_elastic.rendezvous.record import Record
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.log_entry import LogEntry
+from hpc_elastic.run.directory import RunDir
 
 GIVE_UP_S = 180.0
 START_S = 90.0
@@ -93,9 +93,9 @@ class Training:
         eventually(lambda: self.results.done() or self.steps >= reached + 3)
         assert not self.results.done(), self.results.result()
 
-    def last_record(self) -> Record:
+    def last_record(self) -> LogEntry:
         """The run's last record."""
-        _, record = Register(self.run.rdzv, self.run.secret.read_bytes()).last()
+        _, record = DecisionLog(self.run.rdzv, self.run.secret.read_bytes()).last()
         assert record is not None
         return record
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_elastic.output_index import Index
+from hpc_elastic.run.log_index import Index
 
 GIVE_UP_S = 120.0
 TURNS = 8

@@ -75,7 +75,7 @@ def test_the_package_comes_from_the_wheel(run: Run, environment: Path) -> None:
 )
 def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pattern: str) -> None:
     """Configs and templates are where the package looks for them."""
-    code = f"from hpc_elastic.resources import folder; print(folder({resource!r}))"
+    code = f"from hpc_elastic._util import folder; print(folder({resource!r}))"
     folder = Path(run("python", "-c", code).strip())
     assert folder.is_relative_to(environment)
     assert list(folder.glob(pattern))
@@ -89,9 +89,7 @@ def test_the_source_of_the_nfs_client_is_found(run: Run) -> None:
 
 def test_the_page_of_a_report_is_found(run: Run) -> None:
     """Its template, its style and its script lie beside the code that fills them in."""
-    code = (
-        "from importlib.resources import files as f; print(*f('hpc_elastic.reporting').iterdir())"
-    )
+    code = "from importlib.resources import files as f; print(*f('hpc_elastic.report').iterdir())"
     shipped = {Path(name).name for name in run("python", "-c", code).split()}
     assert {"page.html.j2", "page.css", "page.js"} <= shipped
 

@@ -33,7 +33,7 @@ SCRIPT = textwrap.dedent(
 
     from hpc_elastic import Checkpointer, should_checkpoint
     from hpc_elastic.data import ElasticSampler
-    from hpc_elastic.files import is_there
+    from hpc_elastic.shared_files import is_there
 
     EPOCHS, PAUSE_S = {epochs}, 0.15
 

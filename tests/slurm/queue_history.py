@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from sweeps import Sweep
 
-from hpc_elastic.events import read_events
-from hpc_elastic.rundir import Submission
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.run.events import read_events
 
 _EVERY_S = 0.5
 _GOES = ("given back", "left", "taken", "gave up", "gone")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.events import read_events
-from hpc_elastic.story.episode import Episode
-from hpc_elastic.story.episodes import episodes
-from hpc_elastic.story.kinds import problems
+from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.timeline import episodes
+from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.events import read_events
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = float(os.environ.get("HPC_ELASTIC_PATIENCE_S", "120"))
@@ -110,7 +110,7 @@ class Sweep:
         results = self.run(number) / self.result(number)["results"]
         return json.loads((results / "rank-0.json").read_text())
 
-    def story(self, number: int = 0) -> list[Episode]:
+    def story(self, number: int = 0) -> list[TimelineEntry]:
         """What `hpc-elastic events` tells of a run."""
         return episodes(read_events(self.run(number) / "events"))
 

@@ -4,7 +4,7 @@ import json
 
 from sweeps import eventually, hosts, leader_host
 
-from hpc_elastic.story.sentences import sentence
+from hpc_elastic.report.sentences import sentence
 
 
 def test_a_task_that_its_node_can_not_start_starts_elsewhere(slurm, sweep):

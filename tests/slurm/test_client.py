@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment
-from hpc_elastic.slurm.states import Phase
+from hpc_elastic.slurm.job_state import Phase
 
 DEADLINE_S = 60
 

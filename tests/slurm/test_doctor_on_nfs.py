@@ -4,10 +4,10 @@ import pytest
 from test_doctor import examine, left, place  # noqa: F401
 from test_shared_folder import _possible, mounts  # noqa: F401
 
-from hpc_elastic import files
-from hpc_elastic.doctor import peers
-from hpc_elastic.doctor.place import Place
-from hpc_elastic.doctor.shared import DEEDS, NUM_ROUNDS, PATH, Race
+from hpc_elastic import shared_files
+from hpc_elastic.doctor import probe_network
+from hpc_elastic.doctor.probe_folder import ProbeFolder
+from hpc_elastic.doctor.shared_folder import DEEDS, NUM_ROUNDS, PATH, Race
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"
@@ -27,14 +27,14 @@ def slurm(tmp_path_factory):
 
 def meet(mounts, options, monkeypatch):  # noqa: F811
     """What a client finds of another one."""
-    first, second = (Place(point / "probe") for point in mounts.pair(options))
+    first, second = (ProbeFolder(point / "probe") for point in mounts.pair(options))
     first.path.mkdir()
-    port = peers.Server(second, "token").port
+    port = probe_network.ProbeServer(second, "token").port
     both = {
         i: {"host": f"n{i}", "address": "127.0.0.1", "port": port, "addresses": {}} for i in (0, 1)
     }
-    monkeypatch.setattr(peers, "_SIGHT_S", 10.0)
-    return peers.meet(first, 0, "token", both, [])
+    monkeypatch.setattr(probe_network, "_SIGHT_S", 10.0)
+    return probe_network.meet(first, 0, "token", both, [])
 
 
 OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
@@ -51,7 +51,7 @@ def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch
 
 def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch):  # noqa: F811
     """As with a C library without statx(2): what is seen late is told, with the time."""
-    monkeypatch.setattr(files, "_LIBC", None)
+    monkeypatch.setattr(shared_files, "_LIBC", None)
     met = meet(mounts, "nocto,actimeo=6", monkeypatch)
     assert met.race == Race(NUM_ROUNDS) and met.problem == ""
     assert all(1 < met.seen.times_s[name] <= 10 for name in DEEDS), met.seen
@@ -59,7 +59,7 @@ def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch
 
 def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypatch):  # noqa: F811
     """A run would wait in vain."""
-    monkeypatch.setattr(files, "_LIBC", None)
+    monkeypatch.setattr(shared_files, "_LIBC", None)
     met = meet(mounts, "nocto,actimeo=600", monkeypatch)
     assert {met.seen.times_s[name] for name in DEEDS} == {None} and met.seen.waited_s < 20
 

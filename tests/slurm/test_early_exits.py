@@ -22,7 +22,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
 
     from hpc_elastic import report
-    from hpc_elastic.files import is_there
+    from hpc_elastic.shared_files import is_there
 
     EXITS = {"sys.exit": sys.exit, "os._exit": os._exit}
 

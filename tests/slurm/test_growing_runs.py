@@ -17,7 +17,7 @@ STEPS = textwrap.dedent(
     import torch.distributed as dist
     import hydra
     from hpc_elastic import checkpoint_boundary, report
-    from hpc_elastic.files import is_there
+    from hpc_elastic.shared_files import is_there
 
     FILE, ENOUGH = Path({folder!r}, "step"), Path({folder!r}, "enough")
 

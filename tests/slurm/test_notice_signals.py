@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import ContainerSettings, SlurmSettings
-from hpc_elastic.rundir import Submission
+from hpc_elastic.config.schema import ContainerSettings, SlurmSettings
+from hpc_elastic.launcher.batch_script import Script, render
+from hpc_elastic.launcher.prepare import read_template
+from hpc_elastic.run.directory import Submission
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import Phase
-from hpc_elastic.submit.prepare import read_template
-from hpc_elastic.submit.sbatch import Script, render
+from hpc_elastic.slurm.job_state import Phase
 
 DEADLINE_S = 60
 AGENT = f"""#!{sys.executable}

@@ -19,7 +19,7 @@ SCRIPT = textwrap.dedent(
     import torch.distributed as dist
     import hydra
     from hpc_elastic import checkpoint_boundary, leave_node, report, should_checkpoint
-    from hpc_elastic.files import is_there
+    from hpc_elastic.shared_files import is_there
 
     FOLDER = Path({folder!r})
     SAVED = FOLDER / "saved"

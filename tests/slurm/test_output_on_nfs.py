@@ -14,11 +14,10 @@ from test_shared_folder import _possible, mounts, wait  # noqa: F401
 
 from hpc_elastic.agent import output_times
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
-from hpc_elastic.story import logs
-from hpc_elastic.story.log_files import Discovery
-from hpc_elastic.story.log_follow import Follower
-from hpc_elastic.story.logs import Line, Selection
+from hpc_elastic.report import log_files
+from hpc_elastic.report.log_files import Discovery, LogLine, Selection
+from hpc_elastic.report.log_follow import Follower
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.testing.slurm_sandbox import nfs
 
 TASK = "7_0"
@@ -45,7 +44,7 @@ class Followed:
 
     def __init__(self, run: RunDir) -> None:
         self._follower = Follower(Discovery(run), Selection(agents=True), lambda _: True)
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
 
     def shows(self, text: str) -> bool:
         """Whether a line is seen, now that the follower has looked once more.
@@ -89,7 +88,7 @@ def test_what_is_written_into_an_open_file_is_seen_elsewhere_with_its_time(
     runs, times, monkeypatch
 ):
     """The lines of a worker and of its agent, as they come; nobody has closed a file."""
-    monkeypatch.setattr(logs, "INDEX_WAIT_S", 600.0)
+    monkeypatch.setattr(log_files, "INDEX_WAIT_S", 600.0)
     theirs, ours = runs
     worker, followed = Written(theirs, 0, 1, times), Followed(ours)
     with (theirs.attempt(TASK, 0) / "agent.log").open("w") as log:

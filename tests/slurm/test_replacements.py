@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.tasks import SlurmTasks
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import replacement
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.decision import Departure, Facts, Reason, decide
-from hpc_elastic.slurm.replacement import current_names
-from hpc_elastic.slurm.requeue import depart
-from hpc_elastic.slurm.states import Phase
+from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
+from hpc_elastic.slurm.job_state import Phase
+from hpc_elastic.slurm.requeue import current_names, depart
+from hpc_elastic.slurm.scheduler import SlurmTasks
 
 DEADLINE_S = 60
 """Half of the two minutes for which Slurm would hold a requeued task."""
@@ -130,8 +129,8 @@ def test_a_suspended_task_stays_where_it_is(slurm, run):
     slurm.run(["scontrol", "suspend", name])
     wait_for(lambda: run.states() == {name: "SUSPENDED"})
     state = run.client.tasks([job])[name]
-    assert decide(Facts(Reason.SIGNAL, state, 0)) is Departure.STAY
-    assert depart(name, run.client, attempt=0, run=run.dir) is Departure.STAY
+    assert decide(ExitFacts(Reason.SIGNAL, state, 0)) is ExitAction.STAY
+    assert depart(name, run.client, attempt=0, run=run.dir) is ExitAction.STAY
     run.tasks.bring_back(run.dir, [name])
     slurm.run(["scontrol", "resume", name])
     wait_for(lambda: run.states() == {name: "RUNNING"})
@@ -144,7 +143,7 @@ def test_a_node_is_avoided_from_the_moment_it_is_blamed(run):
     wait_for(lambda: list(run.states().values()).count("RUNNING") == 4)
     bad = run.client.tasks([job])[f"{job}_1"].node
     run.tasks.exclude(run.dir, [bad], "CUDA error")
-    assert depart(f"{job}_1", run.client, attempt=0, run=run.dir) is Departure.REQUEUE
+    assert depart(f"{job}_1", run.client, attempt=0, run=run.dir) is ExitAction.REQUEUE
     run.client.cancel([f"{job}_0", f"{job}_2", f"{job}_3"])
     wait_for(lambda: [run.states()[f"{job}_{i}"] for i in (1, 4, 5)] == ["RUNNING"] * 3, run.states)
     assert bad not in {run.tasks.view()[f"{job}_{i}"].node for i in (1, 4, 5)}
@@ -158,7 +157,7 @@ def test_replacements_go_with_their_run(run):
     """They are cancelled with the other tasks that wait when the run ends."""
     job = run.submit(1, "--exclusive --nodelist=node4")
     wait_for(lambda: run.states() == {f"{job}_0": "RUNNING"})
-    name = replacement.replace(run.dir, f"{job}_0", run.client)
+    name = requeue.resubmit(run.dir, f"{job}_0", run.client)
     assert name is not None
     assert run.states() == {name: "PENDING"}  # its node is busy
     run.tasks.cancel_pending()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.states import Phase
+from hpc_elastic.slurm.job_state import Phase
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -27,7 +27,7 @@ taken = []
 signal.signal(signal.SIGTERM, lambda *_: taken.append(1))
 
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.decision import Reason
+from hpc_elastic.slurm.exit_action import Reason
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.requeue import depart, give_back
 

@@ -48,7 +48,7 @@ def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path
     (tmp_path / "slow" / "sitecustomize.py").write_text(
         "import pathlib, sys, time\n"
         "def find(self, name, *_):\n"
-        "    if name == 'torch' and 'hpc_elastic.agent.task' in sys.orig_argv:\n"
+        "    if name == 'torch' and 'hpc_elastic.agent' in sys.orig_argv:\n"
         f"        started = pathlib.Path({str(started)!r})\n"
         "        is_first, _ = not started.exists(), started.touch()\n"
         "        time.sleep(0 if is_first else 300)\n"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import files
-from hpc_elastic.mount import Mount
-from hpc_elastic.rendezvous.register import Register
+from hpc_elastic import shared_files
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.shared_files import Mount
 from hpc_elastic.testing.pytest_plugin import refuse
 from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
 from hpc_elastic.testing.slurm_sandbox.cli import main
@@ -282,25 +282,25 @@ def test_without_cto_an_opened_file_is_an_old_one(mounts):
 
 
 def test_what_our_files_say_is_fresh_without_cto_too(mounts):
-    """The rule of `hpc_elastic.files` holds where not even opening asks the server."""
+    """The rule of `hpc_elastic.shared_files` holds where not even opening asks the server."""
     a, b = mounts.pair("nocto,actimeo=600")
     (a / "file").write_text('{"is": 1}')
-    lease = Register(a, b"secret").make_lease(1)
+    lease = DecisionLog(a, b"secret").make_lease(1)
     lease.renew()
-    assert files.read_json(b / "file") == {"is": 1}
-    assert files.read_json(b / "late") is None
-    assert not files.is_there(b / "late")
-    assert Register(b, b"secret").lease(1) == 1
+    assert shared_files.read_json(b / "file") == {"is": 1}
+    assert shared_files.read_json(b / "late") is None
+    assert not shared_files.is_there(b / "late")
+    assert DecisionLog(b, b"secret").lease(1) == 1
     for path in ("file", "late"):
-        files.write_atomic(a / path, '{"is": 2}')
+        shared_files.write_atomic(a / path, '{"is": 2}')
     lease.renew()
     assert set(names(b)) == {"file", "lease.1"}, "this is how it is without our rule"
-    assert files.read_json(b / "file") == {"is": 2}
-    assert files.is_there(b / "late")
-    assert files.read_json(b / "late") == {"is": 2}
-    assert Register(b, b"secret").lease(1) == 2
+    assert shared_files.read_json(b / "file") == {"is": 2}
+    assert shared_files.is_there(b / "late")
+    assert shared_files.read_json(b / "late") == {"is": 2}
+    assert DecisionLog(b, b"secret").lease(1) == 2
     (a / "file").write_text('{"is": 3}')
-    assert files.read_json(b / "file") == {"is": 3}
+    assert shared_files.read_json(b / "file") == {"is": 3}
     lease.close()
 
 

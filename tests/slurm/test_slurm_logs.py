@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from sweeps import PATIENCE_S, busy, eventually, hosts
 
-from hpc_elastic.rundir import Submission
+from hpc_elastic.run.directory import Submission
 
 TALK = """
 import os, sys, time
 from pathlib import Path
 import hydra
-from hpc_elastic.files import is_there
+from hpc_elastic.shared_files import is_there
 
 @hydra.main(version_base=None, config_path=None)
 def main(cfg):

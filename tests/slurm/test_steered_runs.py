@@ -12,7 +12,7 @@ import pytest
 from counting import NUM_STEPS, SCRIPT, Counting, counting
 from sweeps import PATIENCE_S, eventually, hosts
 
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
 

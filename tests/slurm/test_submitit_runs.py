@@ -11,8 +11,8 @@ import pytest
 import submitit
 from counting import LONG
 
+from hpc_elastic.integrations.submitit import ElasticTask
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.submit.checkpointable import ElasticTask
 
 PATIENCE_S = 110
 """Less than the two minutes for which Slurm would hold the requeued task."""
@@ -23,7 +23,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hpc_elastic import checkpoint_boundary, should_checkpoint
-from hpc_elastic.files import is_there
+from hpc_elastic.shared_files import is_there
 
 @hydra.main(version_base=None)
 def main(cfg):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.local_tasks import started
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.scheduler import started
 
 GONE = 2**22 + 1
 """No process has this pid."""

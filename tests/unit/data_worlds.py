@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import fence, reports
-from hpc_elastic.config import NodeRange
+from hpc_elastic.config.schema import NodeRange
 from hpc_elastic.data import ElasticBatch, ElasticSampler
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.worker import reporting
 
 
 class Loader:
@@ -91,7 +92,7 @@ class World:
         for sampler in self.samplers:
             if sampler._book.ledger is not None:
                 sampler._book.ledger._process = -1
-        reports._reporter.when_returned.clear()
+        reporting._reporter.when_returned.clear()
 
 
 class Run:
@@ -110,14 +111,14 @@ class Run:
 
     def form_group(self) -> None:
         """Let samplers that are made from now on belong to a new group; the old one is over."""
-        reports._reporter.when_returned.clear()
+        reporting._reporter.when_returned.clear()
         self.record += 1
-        mine = fence.record_path(RunDir(self.path).rdzv, self.record)
-        self._monkeypatch.setenv(fence.VARIABLE, str(mine))
+        mine = fencing.record_path(RunDir(self.path).rdzv, self.record)
+        self._monkeypatch.setenv(fencing.VARIABLE, str(mine))
 
     def succeed(self) -> None:
         """Let the functions of the last group have returned, and the run have ended well."""
-        reports.function_returned()
+        reporting.function_returned()
         RunDir(self.path).result.write_text('{"status": "succeeded"}')
 
 

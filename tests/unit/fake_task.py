@@ -1,4 +1,4 @@
-"""A stand-in for hpc_elastic.agent.task: writes what a leader would, from the array file."""
+"""A stand-in for hpc_elastic.agent: writes what a leader would, from the array file."""
 
 import json
 import os

@@ -4,58 +4,68 @@ from dataclasses import replace
 
 from groups import A, B, C, D
 
-from hpc_elastic.rendezvous.agent_effects import Claim, Connect, Effect, Inquire, Look, Say, Tell
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.rendezvous.effects import (
+    AgentEffect,
+    Claim,
+    Connect,
+    Deliver,
+    QuerySlurm,
+    ReadLog,
+    SendToLeader,
+)
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 
-LIVENESS = Liveness(heartbeat_s=0.5, lost_after_s=3.0)
+LIVENESS = HeartbeatConfig(heartbeat_s=0.5, lost_after_s=3.0)
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
-RECORD = Record(5, 2, LEADER, round=2, members=(A, B, C, D))
+RECORD = LogEntry(5, 2, LEADER, round=2, members=(A, B, C, D))
 """The leader is the agent of A's node."""
 MANY = replace(RECORD, members=tuple(Agent(f"8_{i}", 0, i, "n", 1) for i in range(5000)))
 """A run of five thousand nodes."""
 REFUSED, UNREACHABLE = True, False
 
 
-def agent(me: Agent = B, now: float = 0.0, liveness: Liveness = LIVENESS) -> Following:
+def agent(me: Agent = B, now: float = 0.0, liveness: HeartbeatConfig = LIVENESS) -> FollowerState:
     """An agent that wants a place and has not looked yet."""
-    following = Following(me, liveness, now)
+    following = FollowerState(me, liveness, now)
     assert following.join() == []
     return following
 
 
-def following(me: Agent = B, now: float = 0.0, record: Record = RECORD) -> Following:
+def following(me: Agent = B, now: float = 0.0, record: LogEntry = RECORD) -> FollowerState:
     """An agent that follows the leader of a record, and has a place in its round."""
     f = agent(me, now)
-    assert f.tick(now) == [Look()]
+    assert f.tick(now) == [ReadLog()]
     assert f.looked(record.number, record, 1, now) == [Connect(record)]
     placed = {"type": "round", "ask": asked(f.connected(now)), "record": record.number}
-    assert f.received(placed, now) == [Tell(placed)]
+    assert f.received(placed, now) == [Deliver(placed)]
     return f
 
 
-def asked(effects: list[Effect]) -> int:
+def asked(effects: list[AgentEffect]) -> int:
     """The number of the request for a place that is the only effect."""
     (say,) = effects
-    assert isinstance(say, Say) and say.message["type"] == "join"
+    assert isinstance(say, SendToLeader) and say.message["type"] == "join"
     return say.message["ask"]
 
 
-def of(effects: list[Effect], *types: type) -> list[Effect]:
+def of(effects: list[AgentEffect], *types: type) -> list[AgentEffect]:
     """The effects of these types."""
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[Effect], type_: str) -> list[dict]:
+def told(effects: list[AgentEffect], type_: str) -> list[dict]:
     """What the agent's own thread is told of a type."""
-    return [e.message for e in effects if isinstance(e, Tell) and e.message["type"] == type_]
+    return [e.message for e in effects if isinstance(e, Deliver) and e.message["type"] == type_]
 
 
 class Search:
     """An agent without a leader, in a world where nothing changes but what a test says."""
 
-    def __init__(self, f: Following, now: float = 0.0, record: Record | None = RECORD) -> None:
+    def __init__(
+        self, f: FollowerState, now: float = 0.0, record: LogEntry | None = RECORD
+    ) -> None:
         self.f, self.now, self.record = f, now, record
         self.number = record.number if record is not None else 0
         self.lease: int | None = None
@@ -63,7 +73,7 @@ class Search:
         """Seconds between two renewals of the lease; 0: it is not renewed."""
         self.refused = UNREACHABLE
         self.inquiries: list[str] = []
-        self.pending: list[Effect] = []
+        self.pending: list[AgentEffect] = []
         """Effects of what a test has said to the agent."""
 
     def until_claim(self, limit_s: float) -> float | None:
@@ -80,19 +90,19 @@ class Search:
         self.pending = effects
         return None
 
-    def _answers(self, effects: list[Effect]) -> list[Effect]:
+    def _answers(self, effects: list[AgentEffect]) -> list[AgentEffect]:
         """Answer all effects, and those that follow; return all."""
-        done: list[Effect] = []
+        done: list[AgentEffect] = []
         queue = list(effects)
         while queue:
             effect = queue.pop(0)
             done.append(effect)
             match effect:
-                case Look():
+                case ReadLog():
                     lease = int(self.now / self.beats) if self.beats else self.lease
                     queue += self.f.looked(self.number, self.record, lease, self.now)
                 case Connect():
                     queue += self.f.not_connected("no", self.now, refused=self.refused)
-                case Inquire(task):
+                case QuerySlurm(task):
                     self.inquiries.append(task)
         return done

@@ -2,12 +2,21 @@
 
 from dataclasses import replace
 
-from hpc_elastic.ft.keeper import Keeper
-from hpc_elastic.ft.protocol import NO_QUORUM, Ask, At, Broken, Confirm, Here, Placements, Propose
-from hpc_elastic.ft.quorum import Rules
+from hpc_elastic.ft.lighthouse_state import LighthouseState
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    ConfirmSwitch,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    SwitchVote,
+)
+from hpc_elastic.ft.quorum import QuorumRules
 
-NO_WAIT = Rules(greet_s=0.0)
-ASK = Ask(
+NO_WAIT = QuorumRules(greet_s=0.0)
+ASK = QuorumRequest(
     call=0, step=0, lineage="t", quorum_id=NO_QUORUM, commit_failures=0, min_replicas=1,
     shrink_only=False, store="host:1", metadata=("m",),
 )  # fmt: skip
@@ -22,7 +31,7 @@ class Groups:
     """A keeper, the clock, and the groups that talk to it; every message is kept by receiver."""
 
     def __init__(self, *names, keeper=None, epoch=0, now=0.0, **rules):
-        self.keeper = keeper or Keeper(epoch, rules=replace(NO_WAIT, **rules))
+        self.keeper = keeper or LighthouseState(epoch, rules=replace(NO_WAIT, **rules))
         self.now = now
         self.heard = {}
         for name in names:
@@ -67,23 +76,25 @@ class Groups:
 
     def answer(self, call, *names, ok=True, rate=0.0):
         """Let members answer the proposal that they heard last; the answers to the last one."""
-        proposals = {n: last(self.heard[n], Propose) for n in names}
+        proposals = {n: last(self.heard[n], ProposeSwitch) for n in names}
         for name, p in proposals.items():
-            told = self.say(name, At(p.quorum_id, p.number, ok, call, rate))
+            told = self.say(name, SwitchVote(p.quorum_id, p.number, ok, call, rate))
         return told
 
     def agree(self, *names, call=3):
         """Let all members agree to a switch; the call, and the confirmations by member."""
         self.answer(call, *names)
         told = self.answer(call, *names)
-        return last(self.heard[names[0]], Propose).call, {n: of(told[n], Confirm) for n in names}
+        return last(self.heard[names[0]], ProposeSwitch).call, {
+            n: of(told[n], ConfirmSwitch) for n in names
+        }
 
     def come_back(self, quorum_id, *names, size=None, broken=False):
         """Let members of a quorum come to this keeper; what they are told all together."""
         told = {}
         for rank, name in enumerate(names):
             self.arrive(name)
-            here = Here(quorum_id, rank, size or len(names), 3, broken)
+            here = ReplicaStatus(quorum_id, rank, size or len(names), 3, broken)
             for receiver, messages in self.say(name, here).items():
                 told.setdefault(receiver, []).extend(messages)
         return told
@@ -103,9 +114,9 @@ def last(messages, type_):
 def placements(told):
     """Who was placed in a quorum: the place of the first worker, by group, in rank order."""
     placed = {
-        name: of(messages, Placements).ranks[0]
+        name: of(messages, QuorumResults).ranks[0]
         for name, messages in told.items()
-        if any(isinstance(m, Placements) for m in messages)
+        if any(isinstance(m, QuorumResults) for m in messages)
     }
     return dict(sorted(placed.items(), key=lambda item: item[1].replica_rank))
 
@@ -119,7 +130,7 @@ def quorum_of(told):
 def broken(told):
     """Who was told that the quorum is broken, and why, by group."""
     return {
-        name: of(messages, Broken).why
+        name: of(messages, QuorumAborted).why
         for name, messages in told.items()
-        if any(isinstance(m, Broken) for m in messages)
+        if any(isinstance(m, QuorumAborted) for m in messages)
     }

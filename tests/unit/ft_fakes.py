@@ -10,7 +10,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from hpc_elastic.ft import manager as module
-from hpc_elastic.ft.protocol import NO_QUORUM, Placement, SaveFirst, Source
+from hpc_elastic.ft.messages import NO_QUORUM, CheckpointBeforeLeave, HealSource, QuorumResult
 
 
 class FakeLink:
@@ -41,9 +41,9 @@ class FakeLink:
         answer = self.answers.popleft()
         if isinstance(answer, Exception):
             raise answer
-        if isinstance(answer, Placement):
+        if isinstance(answer, QuorumResult):
             self.quorum_id, self.call, self.broken = answer.quorum_id, 0, None
-        self.is_last = isinstance(answer, SaveFirst)
+        self.is_last = isinstance(answer, CheckpointBeforeLeave)
         return answer
 
     def report_broken(self, quorum_id, why):
@@ -171,14 +171,14 @@ class FakeTransport:
 
 def place(quorum_id=1, rank=0, size=2, *, cohort=(0, 2), step=0, lineage="L", **more):
     """Return a placement; by default all are new."""
-    return Placement(quorum_id, rank, size, "h:1", step, lineage, *cohort, **more)
+    return QuorumResult(quorum_id, rank, size, "h:1", step, lineage, *cohort, **more)
 
 
 def heals(quorum_id=1, rank=1, size=2, *, step=7, lineage="L"):
     """Return the placement of a member that heals from member 0."""
     return place(
         quorum_id, rank, size, cohort=(None, size - 1), step=step, lineage=lineage,
-        sources=(Source(0, "there"),),
+        sources=(HealSource(0, "there"),),
     )  # fmt: skip
 
 
@@ -191,11 +191,11 @@ def state_of(step=7, value=3.0, lineage="L"):
 def make(monkeypatch, *answers, **arguments):
     """Return a played Manager: manager, link, group, transport and the user's tensor."""
     group, transport, w = FakeGroup(), FakeTransport(), torch.tensor([1.0])
-    monkeypatch.setattr(module, "Link", lambda *_, on_broken, **__: FakeLink(on_broken))
+    monkeypatch.setattr(module, "ManagerClient", lambda *_, on_broken, **__: FakeLink(on_broken))
     monkeypatch.setattr(
         module, "find_server", lambda *_: SimpleNamespace(path=None, attendant=None)
     )
-    monkeypatch.setattr(module.preemption, "answer_by", lambda rule: None)
+    monkeypatch.setattr(module.checkpoint_trigger, "answer_by", lambda rule: None)
     given = {"rank": 0, "world_size": 1, "store_addr": "h", "store_port": 1, "min_replica_size": 1}
     manager = module.Manager(
         group,

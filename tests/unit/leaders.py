@@ -3,59 +3,59 @@
 import random
 from typing import Any
 
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leader_effects import Create, Effect, RenewLease, Tell
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.effects import Create, LeaderEffect, RenewLease, Send
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
 
 HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
-LIVENESS = Liveness(heartbeat_s=0.5, lost_after_s=3.0)
+LIVENESS = HeartbeatConfig(heartbeat_s=0.5, lost_after_s=3.0)
 
 
-def leading(record: Record | None = None, **rules) -> Leadership:
+def leading(record: LogEntry | None = None, **rules) -> LeaderState:
     """A leader that has just claimed its epoch, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "start_timeout_s": 60.0, "last_call_s": 5.0, "grow": "now",
     }  # fmt: skip
     record = record or claim(1, None, HERE, 1000.0)
-    settings = Rules(**{**defaults, **rules})
-    return Leadership(record, settings, LIVENESS, 0.0, random.Random(1))
+    settings = RoundRules(**{**defaults, **rules})
+    return LeaderState(record, settings, LIVENESS, 0.0, random.Random(1))
 
 
-def after(*members: Agent, **rules) -> Leadership:
+def after(*members: Agent, **rules) -> LeaderState:
     """A leader that took over, at time 0, from one whose last round had these members."""
-    before = Record(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
+    before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
     return leading(claim(5, before, HERE, 1000.0), **rules)
 
 
-def say(leader: Leadership, agent: Agent, type_: str, now: float, **fields: Any) -> list[Effect]:
+def say(
+    leader: LeaderState, agent: Agent, type_: str, now: float, **fields: Any
+) -> list[LeaderEffect]:
     """Let an agent say something."""
     return leader.received(agent, {"type": type_, **fields}, now)
 
 
-def join(leader: Leadership, agent: Agent, now: float, ask: int = 1) -> list[Effect]:
+def join(leader: LeaderState, agent: Agent, now: float, ask: int = 1) -> list[LeaderEffect]:
     """Let an agent connect, if it has not, and ask for a place."""
     return [*leader.connected(agent, now), *say(leader, agent, "join", now, ask=ask)]
 
 
-def rejoin(leader: Leadership, agent: Agent, now: float) -> list[Effect]:
+def rejoin(leader: LeaderState, agent: Agent, now: float) -> list[LeaderEffect]:
     """Let an agent that is connected ask for another place."""
     return say(leader, agent, "join", now, ask=2)
 
 
-def of(effects: list[Effect], *types: type) -> list[Effect]:
+def of(effects: list[LeaderEffect], *types: type) -> list[LeaderEffect]:
     """The effects of these types."""
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[Effect], type_: str) -> list[Agent]:
+def told(effects: list[LeaderEffect], type_: str) -> list[Agent]:
     """Who is told something of a type."""
-    return [e.agent for e in effects if isinstance(e, Tell) and e.message["type"] == type_]
+    return [e.agent for e in effects if isinstance(e, Send) and e.message["type"] == type_]
 
 
-def closing(*agents: Agent, **rules) -> tuple[Leadership, Record]:
+def closing(*agents: Agent, **rules) -> tuple[LeaderState, LogEntry]:
     """A leader whose first round waits for its record, and that record."""
     leader = leading(max_nodes=len(agents), **rules)
     for agent in agents:
@@ -64,14 +64,16 @@ def closing(*agents: Agent, **rules) -> tuple[Leadership, Record]:
     return leader, create.record
 
 
-def training(*agents: Agent, **rules) -> Leadership:
+def training(*agents: Agent, **rules) -> LeaderState:
     """A leader whose first round was announced at time 1."""
     leader, _ = closing(*agents, **rules)
     leader.created(1.0)
     return leader
 
 
-def meanwhile(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
+def meanwhile(
+    leader: LeaderState, until: float, *alive: Agent, since: float = 1.0
+) -> list[LeaderEffect]:
     """Let time pass, with the beats of these agents; return all effects of it."""
     effects, now = tick(leader, since), since
     while now < until:
@@ -82,7 +84,9 @@ def meanwhile(leader: Leadership, until: float, *alive: Agent, since: float = 1.
     return effects
 
 
-def passed(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
+def passed(
+    leader: LeaderState, until: float, *alive: Agent, since: float = 1.0
+) -> list[LeaderEffect]:
     """Let time pass, with the beats of these agents; return the last tick's effects."""
     meanwhile(leader, until - 0.5, *alive, since=since)
     for agent in alive:
@@ -90,7 +94,7 @@ def passed(leader: Leadership, until: float, *alive: Agent, since: float = 1.0) 
     return tick(leader, until)
 
 
-def tick(leader: Leadership, now: float) -> list[Effect]:
+def tick(leader: LeaderState, now: float) -> list[LeaderEffect]:
     """Let a leader look around; its file system answers at once."""
     effects = leader.tick(now)
     if of(effects, RenewLease):

@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from hpc_elastic.output_index import IndexWriter
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
-from hpc_elastic.story.logs import Source
+from hpc_elastic.report.log_files import LogSource
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.run.log_index import IndexWriter
 
 EPOCH = 1_700_000_000.0
 
@@ -16,7 +16,7 @@ class Output:
 
     def __init__(self, path, rank=0) -> None:
         self.path = path
-        self.source = Source(path, "out", "7_0", 0, 1, rank, "n1")
+        self.source = LogSource(path, "out", "7_0", 0, 1, rank, "n1")
         self._index = IndexWriter(path)
 
     def write(self, text: str, at: float) -> None:

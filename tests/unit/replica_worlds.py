@@ -8,8 +8,8 @@ from typing import Any
 
 from data_worlds import Loader
 
-from hpc_elastic import reports
 from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.worker import reporting
 
 
 @dataclass(eq=False)
@@ -112,8 +112,8 @@ class Replica:
         """Be killed: what is not written is lost."""
         if self.sampler._book.ledger is not None:
             self.sampler._book.ledger._process = -1
-        if self.sampler._book.end in reports._reporter.when_returned:
-            reports._reporter.when_returned.remove(self.sampler._book.end)
+        if self.sampler._book.end in reporting._reporter.when_returned:
+            reporting._reporter.when_returned.remove(self.sampler._book.end)
 
 
 class Cohort:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from hpc_elastic.readable import readable
+from hpc_elastic._util import readable
 
 PATIENCE_S = 60.0
 CTRL_C = "\x03"

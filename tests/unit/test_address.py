@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.rendezvous import address
-from hpc_elastic.rendezvous.address import Interface, choose, find, resolve
+from hpc_elastic.transport import interface
+from hpc_elastic.transport.interface import Interface, choose, find, resolve
 
 LO, DOCKER = Interface("lo", "127.0.0.1"), Interface("docker0", "172.17.0.1")
 ETH, IB = Interface("eth0", "10.0.0.5"), Interface("ib0", "192.168.1.5")
@@ -28,8 +28,8 @@ def here(monkeypatch):
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
             return [(0, 0, 0, "", (ip, 0)) for ip in hosts[host]]
 
-        monkeypatch.setattr(address, "_look", lambda: (available, []))
-        monkeypatch.setattr(address.socket, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(interface, "_look", lambda: (available, []))
+        monkeypatch.setattr(interface.socket, "getaddrinfo", getaddrinfo)
 
     return set_
 
@@ -135,9 +135,9 @@ def test_whoever_does_not_answer_is_not_waited_for(here, monkeypatch):
     """A controller that hangs, and a name service, too: the first physical interface is taken."""
     release = threading.Event()
     here(HERE, {})
-    monkeypatch.setattr(address.socket, "getaddrinfo", lambda *_, **__: release.wait(60) and [])
-    monkeypatch.setattr(address, "_RESOLVER_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(address, "_SLURM_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(interface.socket, "getaddrinfo", lambda *_, **__: release.wait(60) and [])
+    monkeypatch.setattr(interface, "_RESOLVER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(interface, "_SLURM_TIMEOUT_S", 0.01)
     try:
         assert find("n5", None, lambda: release.wait(60) and "n5") == ETH
     finally:
@@ -147,10 +147,10 @@ def test_whoever_does_not_answer_is_not_waited_for(here, monkeypatch):
 @pytest.fixture
 def linked(monkeypatch):
     """Return a function that gives eth0 these flags, one after the other, and counts the looks."""
-    monkeypatch.setattr(address, "_LINK_POLL_S", 0.001)
-    monkeypatch.setattr(address, "_LINK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(interface, "_LINK_POLL_S", 0.001)
+    monkeypatch.setattr(interface, "_LINK_TIMEOUT_S", 0.05)
     ours = [SimpleNamespace(family=socket.AF_INET, address=ETH.address)]
-    monkeypatch.setattr(address.psutil, "net_if_addrs", lambda: {"eth0": ours})
+    monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: {"eth0": ours})
 
     def set_(*flags):
         looks = []
@@ -159,7 +159,7 @@ def linked(monkeypatch):
             looks.append(flags[min(len(looks), len(flags) - 1)])
             return {"eth0": SimpleNamespace(flags=looks[-1], isup="running" in looks[-1])}
 
-        monkeypatch.setattr(address.psutil, "net_if_stats", stats)
+        monkeypatch.setattr(interface.psutil, "net_if_stats", stats)
         return looks
 
     return set_

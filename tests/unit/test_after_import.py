@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hpc_elastic.agent.after_import import after_import
+from hpc_elastic.agent.worker_main import after_import
 
 
 @pytest.fixture

@@ -24,15 +24,13 @@ from torch.distributed.elastic.multiprocessing import (
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from hpc_elastic.agent import agent as module
-from hpc_elastic.agent.agent import RunAgent
-from hpc_elastic.agent.notices import Notices
-from hpc_elastic.agent.preemption import Notice
-from hpc_elastic.agent.processes import WorkerProcess
-from hpc_elastic.agent.report import EndedWorker, Place, WorkerFiles
-from hpc_elastic.control import ControlPage
-from hpc_elastic.events import EventLog
-from hpc_elastic.slurm.decision import Reason
+from hpc_elastic.agent import elastic_agent as module
+from hpc_elastic.agent.elastic_agent import ElasticAgent, WorkerProcess
+from hpc_elastic.agent.preemption import PreemptionNotice, PreemptionState
+from hpc_elastic.agent.worker_failures import EndedWorker, NodeIdentity, WorkerFiles
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.slurm.exit_action import Reason
+from hpc_elastic.worker.shared_page import SharedPage
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def test_torch_still_has_what_we_override(name, parameters):
     """An override that torch no longer calls would silently do nothing."""
     theirs = inspect.signature(getattr(LocalElasticAgent, name))
     assert list(theirs.parameters)[: len(parameters)] == parameters, name
-    assert name in vars(RunAgent)
+    assert name in vars(ElasticAgent)
 
 
 def test_torch_still_stops_workers_as_we_call_it():
@@ -119,11 +117,11 @@ class FakeSpares:
 
 
 @pytest.fixture
-def training(tmp_path: Path, monkeypatch) -> RunAgent:
+def training(tmp_path: Path, monkeypatch) -> ElasticAgent:
     """An agent whose only worker has been started, at second 100."""
-    agent = RunAgent.__new__(RunAgent)
+    agent = ElasticAgent.__new__(ElasticAgent)
     agent._spares, agent._filled, agent._started_at = FakeSpares(), False, 100.0
-    agent.pages = {3: ControlPage.create(tmp_path, 0)}
+    agent.pages = {3: SharedPage.create(tmp_path, 0)}
     monkeypatch.setattr(module.time, "monotonic", lambda: 101.0)
     return agent
 
@@ -150,8 +148,8 @@ def test_spares_are_made_after_a_while_where_no_step_is_reported(training, monke
 def test_nothing_outlives_the_agent(training, monkeypatch):
     """However its run ends: with a signal, say."""
     ended = []
-    monkeypatch.setattr(module.leftovers, "adopt", lambda: None)
-    monkeypatch.setattr(module.leftovers, "end", lambda: ended.append(True))
+    monkeypatch.setattr(module.process_cleanup, "adopt", lambda: None)
+    monkeypatch.setattr(module.process_cleanup, "end", lambda: ended.append(True))
 
     def taken(*_):
         raise SignalException("taken", signal.SIGTERM)
@@ -170,7 +168,7 @@ def test_a_spare_that_ends_by_itself_is_told(training, code, why):
     """Once; not where the whole node is signalled."""
     told = []
     events = SimpleNamespace(write_behind=lambda kind, **fields: told.append((kind, fields)))
-    training._workplace = SimpleNamespace(events=events, place=Place("7_1", "n1", Path()))
+    training._workplace = SimpleNamespace(events=events, place=NodeIdentity("7_1", "n1", Path()))
     training._spares.dead = [code]
     training._keep_spares()
     training._keep_spares()
@@ -186,11 +184,11 @@ def told(training, tmp_path, monkeypatch) -> list[object]:
         leave_now=lambda: said.append("leaves"),
         verdict=None,
     )
-    notices = Notices(EventLog(tmp_path / "7_1.jsonl", "7_1"))
+    notices = PreemptionState(EventLog(tmp_path / "7_1.jsonl", "7_1"))
     training._workplace = SimpleNamespace(
-        notices=notices, place=Place("7_1", "n1", tmp_path), replica=None
+        notices=notices, place=NodeIdentity("7_1", "n1", tmp_path), replica=None
     )
-    monkeypatch.setattr(RunAgent, "_round", SimpleNamespace(number=1, first_rank=3))
+    monkeypatch.setattr(ElasticAgent, "_round", SimpleNamespace(number=1, first_rank=3))
     training._awaits_leader, training._pcontext = False, None
     return said
 
@@ -213,7 +211,7 @@ def test_workers_that_end_under_notice_have_not_failed(
     """Slurm signals every process of a task in some set-ups; a script may save, and exit."""
     monkeypatch.setattr(module, "_NOTICE_MAY_COME_S", 0.0)
     if reason is not None:
-        training._workplace.notices.add(Notice(reason, 1e9))
+        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
     training._report({3: EndedWorker(0, exit_code)})
     assert told == [expected]
 
@@ -221,7 +219,9 @@ def test_workers_that_end_under_notice_have_not_failed(
 def test_a_notice_may_come_a_moment_after_a_worker_has_exited(training, told, monkeypatch):
     """Slurm signals one process after another."""
     notices = training._workplace.notices
-    monkeypatch.setattr(module.time, "sleep", lambda _: notices.add(Notice(Reason.SIGNAL, 1e9)))
+    monkeypatch.setattr(
+        module.time, "sleep", lambda _: notices.add(PreemptionNotice(Reason.SIGNAL, 1e9))
+    )
     training._report({3: EndedWorker(0, 0)})
     assert told == ["leaves"]
 
@@ -244,7 +244,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
     training._session.finished = lambda: told.append("finished")
     training.pages[3].report(step, None, None, total)
     if reason is not None:
-        training._workplace.notices.add(Notice(reason, 1e9))
+        training._workplace.notices.add(PreemptionNotice(reason, 1e9))
     monkeypatch.setattr(
         LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.SUCCEEDED)
     )
@@ -254,7 +254,7 @@ def test_a_function_that_returns_under_notice_before_the_last_step_has_not_succe
 
 def test_an_error_under_a_notice_without_a_signal_is_a_failure(training, told, tmp_path):
     """The script says that something is wrong, whatever becomes of the node."""
-    training._workplace.notices.add(Notice(Reason.TIME_LIMIT, 1e9))
+    training._workplace.notices.add(PreemptionNotice(Reason.TIME_LIMIT, 1e9))
     error = {"hpc_elastic": {"exception": "ValueError", "message": "boom", "exit_code": 1}}
     WorkerFiles(tmp_path, 1, 3).error.write_text(json.dumps(error))
     training._report({3: EndedWorker(0, 1)})

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.boundaries import Boundaries, Pace, can_save_at
-from hpc_elastic.control import ControlPage
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous.boundary import STRAGGLE_S
+from hpc_elastic.agent.worker_channel import StepRate, WorkerChannel, can_save_at
+from hpc_elastic.rendezvous.group_change import STRAGGLE_S
 from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 
 class Leader:
@@ -43,10 +42,10 @@ class Page:
         self.shows: dict[str, Any] = {}
         self.asked: list[tuple[Any, ...]] = []
 
-    def read(self) -> Progress:
+    def read(self) -> WorkerStatus:
         """Return what the worker shows."""
-        blank = dict.fromkeys(Progress.__match_args__)
-        return Progress(**{**blank, "held": 0, "waiting": 0, "wanted": 0, **self.shows})
+        blank = dict.fromkeys(WorkerStatus.__match_args__)
+        return WorkerStatus(**{**blank, "held": 0, "waiting": 0, "wanted": 0, **self.shows})
 
     def hold(self, request: int) -> None:
         """Note it."""
@@ -61,11 +60,11 @@ class Page:
         self.asked.append(("confirm", number))
 
 
-def node(num_workers: int) -> tuple[Leader, list[Page], Boundaries]:
+def node(num_workers: int) -> tuple[Leader, list[Page], WorkerChannel]:
     """A node with so many workers."""
     pages = [Page() for _ in range(num_workers)]
     leader = Leader()
-    return leader, pages, Boundaries(leader, pages)
+    return leader, pages, WorkerChannel(leader, pages)
 
 
 def test_a_boundary_is_reported_once_all_workers_have_announced_it():
@@ -189,7 +188,7 @@ def test_who_can_save_at_a_step(shows, step, expected):
 
 def test_the_pace_is_that_of_the_last_seconds():
     """What was long ago, a compilation say, does not count."""
-    pace = Pace()
+    pace = StepRate()
     assert pace.rate == 0.0
     pace.note(0, 0.0)
     for n in range(1, 60):
@@ -201,9 +200,9 @@ def test_the_pace_is_that_of_the_last_seconds():
 
 def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
     """Two threads make steps at their own pace, and save at the same one."""
-    pages = [ControlPage.create(tmp_path, rank) for rank in range(2)]
+    pages = [SharedPage.create(tmp_path, rank) for rank in range(2)]
     leader, saved, ended = Leader(), {}, threading.Event()
-    node_ = Boundaries(leader, pages)
+    node_ = WorkerChannel(leader, pages)
 
     def work(rank: int) -> None:
         step = 0

@@ -3,41 +3,41 @@
 import pytest
 from groups import A, B, C
 
-from hpc_elastic.rendezvous.actions import Confirm, Propose
-from hpc_elastic.rendezvous.agreement import (
+from hpc_elastic.rendezvous.effects import ConfirmStep, ProposeStep
+from hpc_elastic.rendezvous.step_agreement import (
     ANSWER_WITHIN_S,
     ASK_AGAIN_S,
     NOT_HELD_S,
-    Agreement,
-    Answer,
-    State,
+    AgreementState,
+    StepAgreement,
+    StepVote,
 )
 
 NOW = 100.0
 
 
-def asked(*members) -> Agreement:
+def asked(*members) -> StepAgreement:
     """An agreement whose query, proposal 1, was sent to these members."""
-    agreement = Agreement(members)
-    assert agreement.advance(True, NOW) == [Propose(members, 1, 0)]
+    agreement = StepAgreement(members)
+    assert agreement.advance(True, NOW) == [ProposeStep(members, 1, 0)]
     return agreement
 
 
-def answer(a: Agreement, agent, number: int, *, ok: bool, passed=None, rate=0.0, now=NOW):
+def answer(a: StepAgreement, agent, number: int, *, ok: bool, passed=None, rate=0.0, now=NOW):
     """Let a member answer."""
-    return a.answered(agent, Answer(number, ok, passed, rate), now)
+    return a.answered(agent, StepVote(number, ok, passed, rate), now)
 
 
-def confirmed(needed=True) -> Agreement:
+def confirmed(needed=True) -> StepAgreement:
     """An agreement of A and B on step 11, proposal 2."""
     a = asked(A, B)
     if not needed:
         a.want()
         a.advance(False, NOW)
     answer(a, A, 1, ok=False, passed=10)
-    assert answer(a, B, 1, ok=False, passed=9) == [Propose((A, B), 2, 11)]
+    assert answer(a, B, 1, ok=False, passed=9) == [ProposeStep((A, B), 2, 11)]
     assert answer(a, A, 2, ok=True, passed=10) == []
-    assert answer(a, B, 2, ok=True, passed=9) == [Confirm((A, B), 2)]
+    assert answer(a, B, 2, ok=True, passed=9) == [ConfirmStep((A, B), 2)]
     return a
 
 
@@ -45,13 +45,13 @@ def test_the_step_is_ahead_of_the_furthest_by_half_a_second():
     """Whoever is the furthest and whoever is the fastest."""
     a = asked(A, B)
     assert answer(a, A, 1, ok=False, passed=10, rate=2.0) == []
-    assert answer(a, B, 1, ok=False, passed=7, rate=20.0) == [Propose((A, B), 2, 21)]
+    assert answer(a, B, 1, ok=False, passed=7, rate=20.0) == [ProposeStep((A, B), 2, 21)]
 
 
 def test_nothing_is_confirmed_before_everybody_has_said_ok():
     """One that has not answered may be past the step."""
     a = confirmed()
-    assert a.state is State.CONFIRMED and a.ahead == 11 and a.held_step == 11
+    assert a.state is AgreementState.CONFIRMED and a.ahead == 11 and a.held_step == 11
 
 
 def test_who_holds_at_the_confirmed_step_is_asked_to_go_on_to_a_later_one():
@@ -59,9 +59,9 @@ def test_who_holds_at_the_confirmed_step_is_asked_to_go_on_to_a_later_one():
     a = confirmed(needed=False)
     a.announced(A, 11, NOW)
     a.announced(B, 9, NOW)
-    assert a.state is State.CONFIRMED
+    assert a.state is AgreementState.CONFIRMED
     a.announced(B, 12, NOW)
-    assert a.advance(True, NOW) == [Propose((A, B), 3, 0)]
+    assert a.advance(True, NOW) == [ProposeStep((A, B), 3, 0)]
 
 
 def test_one_that_is_past_the_step_moves_it_further_and_further():
@@ -81,10 +81,10 @@ def test_an_answer_to_an_earlier_proposal_counts_for_nothing():
     a = asked(A, B)
     answer(a, A, 1, ok=False, passed=10)
     answer(a, B, 1, ok=False, passed=10)
-    assert answer(a, A, 1, ok=True, passed=10) == [] and a.state is State.ASKING
+    assert answer(a, A, 1, ok=True, passed=10) == [] and a.state is AgreementState.ASKING
     answer(a, A, 2, ok=True, passed=10)
     assert answer(a, A, 2, ok=True, passed=10) == [], "nor does a second one"
-    assert a.state is State.ASKING
+    assert a.state is AgreementState.ASKING
 
 
 def test_one_who_is_no_member_has_no_say():
@@ -96,34 +96,34 @@ def test_one_who_is_no_member_has_no_say():
 def test_a_script_that_never_asks_has_the_proposal_taken_back_and_is_asked_again():
     """It may only not have come to its first step yet."""
     a = asked(A)
-    assert answer(a, A, 1, ok=True) == [Propose((A,), 0, 0)]
+    assert answer(a, A, 1, ok=True) == [ProposeStep((A,), 0, 0)]
     assert a.advance(True, NOW + ASK_AGAIN_S - 0.1) == []
-    assert a.advance(True, NOW + ASK_AGAIN_S) == [Propose((A,), 2, 0)]
+    assert a.advance(True, NOW + ASK_AGAIN_S) == [ProposeStep((A,), 2, 0)]
 
 
 def test_a_wish_of_a_script_that_does_not_pass_steps_is_dropped():
     """Nobody would ever save."""
-    a = Agreement((A,))
+    a = StepAgreement((A,))
     a.want()
     a.advance(False, NOW)
-    assert answer(a, A, 1, ok=True) == [Propose((A,), 0, 0)]
+    assert answer(a, A, 1, ok=True) == [ProposeStep((A,), 0, 0)]
     assert a.advance(False, NOW + 1e6) == []
 
 
 def test_a_wish_alone_is_agreed_on_without_a_hold():
     """Training goes on after a periodic checkpoint."""
-    a = Agreement((A,))
+    a = StepAgreement((A,))
     a.want()
-    assert a.advance(False, NOW) == [Propose((A,), 1, 0)]
+    assert a.advance(False, NOW) == [ProposeStep((A,), 1, 0)]
     answer(a, A, 1, ok=False, passed=3)
-    assert answer(a, A, 2, ok=True, passed=3) == [Confirm((A,), 2)]
+    assert answer(a, A, 2, ok=True, passed=3) == [ConfirmStep((A,), 2)]
     assert a.held_step is None and not a.wanted
 
 
 def test_a_proposal_is_taken_back_when_the_reason_is_gone():
     """The newcomer has left again: nobody waits for anything."""
     a = asked(A, B)
-    assert a.advance(False, NOW + 1.0) == [Propose((A, B), 0, 0)]
+    assert a.advance(False, NOW + 1.0) == [ProposeStep((A, B), 0, 0)]
     assert answer(a, A, 1, ok=False, passed=10) == []
 
 
@@ -141,18 +141,18 @@ def test_nobody_waits_for_ever_for_a_member_that_does_not_answer():
     answer(a, A, 2, ok=True, passed=11)
     assert a.advance(True, NOW + ANSWER_WITHIN_S) == []
     late = NOW + ANSWER_WITHIN_S + 0.1
-    assert a.advance(True, late) == [Propose((A, B), 0, 0)]
+    assert a.advance(True, late) == [ProposeStep((A, B), 0, 0)]
     assert answer(a, B, 2, ok=True, passed=10, now=late) == [], "too late"
-    assert a.advance(True, late + ASK_AGAIN_S) == [Propose((A, B), 3, 0)]
+    assert a.advance(True, late + ASK_AGAIN_S) == [ProposeStep((A, B), 3, 0)]
 
 
 def test_a_wish_outlives_a_proposal_that_was_not_answered():
     """The worker does not ask twice."""
-    a = Agreement((A,))
+    a = StepAgreement((A,))
     a.want()
     a.advance(False, NOW)
     a.advance(False, NOW + 6.0)
-    assert a.advance(False, NOW + 7.0) == [Propose((A,), 2, 0)]
+    assert a.advance(False, NOW + 7.0) == [ProposeStep((A,), 2, 0)]
 
 
 def test_nothing_new_is_proposed_before_all_have_passed_a_confirmed_step():
@@ -164,7 +164,7 @@ def test_nothing_new_is_proposed_before_all_have_passed_a_confirmed_step():
     answer(a, B, 2, ok=True, passed=11)
     assert a.advance(False, NOW + 60.0) == [], "B has come to it, and may not have looked yet"
     answer(a, B, 2, ok=True, passed=12)
-    assert a.advance(False, NOW + 60.0) == [Propose((A, B), 3, 0)]
+    assert a.advance(False, NOW + 60.0) == [ProposeStep((A, B), 3, 0)]
 
 
 def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():
@@ -174,11 +174,11 @@ def test_ranks_that_do_not_stay_where_they_should_are_not_asked_at_once_again():
         answer(a, agent, 2, ok=True, passed=12)
     assert a.advance(True, NOW + NOT_HELD_S - 1.0) == []
     a.hurry()
-    assert a.advance(True, NOW + 5.0) == [Propose((A, B), 3, 0)], "there is a new reason"
+    assert a.advance(True, NOW + 5.0) == [ProposeStep((A, B), 3, 0)], "there is a new reason"
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -5.0, 1e30])
 def test_a_rate_that_is_no_number_counts_for_nothing(rate):
     """Whatever a worker has published."""
     a = asked(A)
-    assert answer(a, A, 1, ok=False, passed=10, rate=rate) == [Propose((A,), 2, 11)]
+    assert answer(a, A, 1, ok=False, passed=10, rate=rate) == [ProposeStep((A,), 2, 11)]

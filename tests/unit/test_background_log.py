@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import background_log
-from hpc_elastic.agent.background_log import BackgroundLog
+from hpc_elastic.agent import task_main
+from hpc_elastic.agent.task_main import BackgroundLog
 
 AGENT = textwrap.dedent(
     """
     import atexit, logging, os, signal, sys, time
     from pathlib import Path
     from types import SimpleNamespace
-    from hpc_elastic.agent import start
+    from hpc_elastic.agent import task_main
 
     def run(task, caught, times):
         atexit.register(logging.warning, "late")
@@ -36,9 +36,9 @@ AGENT = textwrap.dedent(
     spec, state = SimpleNamespace(submission=str(folder)), SimpleNamespace(is_over=False)
     task = SimpleNamespace(superseded=False, run=state, logs=folder, agent_log=folder / "agent.log",
                            spec=spec, name="7_0")
-    start.find_task, start._run = lambda *_: task, run
-    start.OutputTimes = lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
-    sys.exit(start.start(["array-0.json"], None))
+    task_main.find_task, task_main._run = lambda *_: task, run
+    task_main.OutputTimes = lambda _: SimpleNamespace(start=lambda: None, close=lambda: None)
+    sys.exit(task_main.start(["array-0.json"], None))
     """
 )
 
@@ -110,7 +110,7 @@ class Kept(logging.Handler):
 
 def test_a_handler_that_fails_costs_its_own_lines_and_one_that_hangs_no_memory(monkeypatch, caplog):
     """The others are written; what is too much is lost."""
-    monkeypatch.setattr(background_log, "_MOST", 10)
+    monkeypatch.setattr(task_main, "_MOST", 10)
     monkeypatch.setattr(logging, "raiseExceptions", False)
     caplog.set_level(logging.INFO)
     handlers = [Broken(), kept := Kept()]

@@ -3,28 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_elastic.agent.beginning import Beginning, event_fields
-from hpc_elastic.progress import Progress
+from hpc_elastic.agent.elastic_agent import FirstStepLog, first_step_fields
+from hpc_elastic.worker.shared_page import WorkerStatus
 
-BLANK = Progress(None, None, None, None, None, None, 0)
+BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 
 
-def worker(step: int | None, time: float | None = None, **more: Any) -> Progress:
+def worker(step: int | None, time: float | None = None, **more: Any) -> WorkerStatus:
     """What a worker has published."""
     fields = {**vars(BLANK), "step": step, "first_step": step, "first_time": time, **more}
-    return Progress(**fields)
+    return WorkerStatus(**fields)
 
 
 class Pages:
     """A worker's page that can be changed, and the events that were written."""
 
-    def __init__(self, *workers: Progress) -> None:
+    def __init__(self, *workers: WorkerStatus) -> None:
         self.workers = list(workers)
         self.written: list[dict[str, Any]] = []
 
-    def beginning(self) -> Beginning:
+    def beginning(self) -> FirstStepLog:
         """Of a round of these workers."""
-        return Beginning(self.write, 3, [_Page(self.workers, i) for i in range(len(self.workers))])
+        return FirstStepLog(
+            self.write, 3, [_Page(self.workers, i) for i in range(len(self.workers))]
+        )
 
     def write(self, **fields: Any) -> None:
         """Write the event."""
@@ -32,10 +34,10 @@ class Pages:
 
 
 class _Page:
-    def __init__(self, workers: Sequence[Progress], at: int) -> None:
+    def __init__(self, workers: Sequence[WorkerStatus], at: int) -> None:
         self._workers, self._at = workers, at
 
-    def read(self) -> Progress:
+    def read(self) -> WorkerStatus:
         """What the worker last published."""
         return self._workers[self._at]
 
@@ -54,11 +56,11 @@ def test_an_event_once_all_workers_of_the_node_have_made_a_step():
 
 def test_the_time_that_it_took_from_the_start():
     """In seconds, on the node's own clock; never less than nothing."""
-    fields = event_fields([worker(1, 100.0), worker(1, 104.5)], 90.0)
+    fields = first_step_fields([worker(1, 100.0), worker(1, 104.5)], 90.0)
     assert fields["start_s"] == 14.5 and fields["restored"] is None and fields["restore_s"] == 0.0
-    assert event_fields([worker(1, 80.0)], 90.0)["start_s"] == 0.0
+    assert first_step_fields([worker(1, 80.0)], 90.0)["start_s"] == 0.0
 
 
 def test_workers_that_only_count_say_so():
     """One is enough."""
-    assert event_fields([worker(1, 1.0, counted=True), worker(1, 1.0)], 0.0)["counted"]
+    assert first_step_fields([worker(1, 1.0, counted=True), worker(1, 1.0)], 0.0)["counted"]

@@ -16,7 +16,7 @@ from operate.big_run import History, Plan, task, write
 from operate.hang import Moments, moments
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.story.kinds import KINDS
+from hpc_elastic.run.event_schema import KINDS
 
 PLAN = Plan(num_nodes=4, days=0.1, num_faults=8)
 START = 1_900_000_000.0

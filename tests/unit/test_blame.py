@@ -3,15 +3,15 @@
 import pytest
 from groups import A, B, C, D, decisions, failure, notes, running, training
 
-from hpc_elastic.rendezvous.actions import EndRun, Exclude, GiveBack, StartRound
-from hpc_elastic.rendezvous.blame import STRIKES, strikes_of
-from hpc_elastic.rendezvous.machine import Machine
-from hpc_elastic.rendezvous.record import Agent, Tally
+from hpc_elastic.rendezvous.effects import EndRun, Exclude, GiveBack, StartRound
+from hpc_elastic.rendezvous.failure_policy import STRIKES, strikes_of
+from hpc_elastic.rendezvous.log_entry import Agent, FailureCounters
+from hpc_elastic.rendezvous.round_state import RoundState
 
 UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
 
 
-def fails(m: Machine, agent, message: str, now: float) -> list:
+def fails(m: RoundState, agent, message: str, now: float) -> list:
     """Let a worker fail, and all members join again; return what was decided then."""
     m.worker_failed([failure(agent, message)], agent, now)
     members = m.members
@@ -183,4 +183,4 @@ def test_the_next_leader_knows_what_the_last_one_knew():
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
     first = failure(B, "CUDA error: unknown error")
-    assert m.blame.tally() == Tally(40, 1, first, {"node2": 1}, ())
+    assert m.blame.tally() == FailureCounters(40, 1, first, {"node2": 1}, ())

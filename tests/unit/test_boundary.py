@@ -2,13 +2,13 @@
 
 from groups import A, B, C, D, decisions, training
 
-from hpc_elastic.rendezvous.actions import Hold, StopRound
-from hpc_elastic.rendezvous.boundary import STRAGGLE_S, Boundaries
+from hpc_elastic.rendezvous.effects import Hold, StopRound
+from hpc_elastic.rendezvous.group_change import STRAGGLE_S, CheckpointBarrier
 
 
-def announced(*announcements) -> Boundaries:
+def announced(*announcements) -> CheckpointBarrier:
     """Boundaries after these announcements: (agent, step, held, time)."""
-    boundaries = Boundaries()
+    boundaries = CheckpointBarrier()
     for agent, step, held, now in announcements:
         boundaries.announce(agent, step, held, now)
     return boundaries

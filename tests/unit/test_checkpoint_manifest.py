@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.checkpoint.manifest import (
+from hpc_elastic.checkpoint.manifest import (  # fmt: skip
     Chunk,
     FileEntry,
     Manifest,
-    Part,
+    RankPart,
     TensorEntry,
     coverage_problem,
     merge,
     seal,
-)  # fmt: skip
+)
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 
 
@@ -25,19 +25,19 @@ def chunk(offsets, sizes, file="shard-0.safetensors") -> Chunk:
     return Chunk(tuple(offsets), tuple(sizes), file, "w")
 
 
-def part(rank: int, *boxes, shape=(4, 3), dtype="float32") -> Part:
+def part(rank: int, *boxes, shape=(4, 3), dtype="float32") -> RankPart:
     """A rank's part with one tensor."""
     file = f"shard-{rank}.safetensors"
     chunks = tuple(chunk(o, s, file) for o, s in boxes)
     tensors = {"net/w": TensorEntry(shape, dtype, chunks)} if boxes else {}
     values = {"user": {"rank": rank}}
-    return Part(rank, (FileEntry(file, 10, "xxh3_64:0f"),), tensors, values, {"rng": [rank]})
+    return RankPart(rank, (FileEntry(file, 10, "xxh3_64:0f"),), tensors, values, {"rng": [rank]})
 
 
 UPPER, LOWER = ((0, 0), (2, 3)), ((2, 0), (2, 3))
 
 
-def merged(*parts: Part, world_size: int = 2) -> Manifest:
+def merged(*parts: RankPart, world_size: int = 2) -> Manifest:
     """Merge parts of step 7."""
     return merge(parts, step=7, world_size=world_size, created=1.5)
 
@@ -71,7 +71,7 @@ def test_text_gives_back_the_same():
     """Parts and manifests."""
     manifest = merged(part(0, UPPER), part(1, LOWER))
     assert Manifest.from_json(manifest.to_json()) == manifest
-    assert Part.from_json(part(1, LOWER).to_json()) == part(1, LOWER)
+    assert RankPart.from_json(part(1, LOWER).to_json()) == part(1, LOWER)
 
 
 def test_missing_ranks_are_named():
@@ -183,4 +183,4 @@ def test_no_file_outside_of_the_folder_is_named(name):
     """A manifest may come from somebody else."""
     bad = replace(part(0, UPPER), files=(FileEntry(name, 1, "xxh3_64:0"),))
     with pytest.raises(CheckpointCorruptError, match="no file name"):
-        Part.from_json(bad.to_json())
+        RankPart.from_json(bad.to_json())

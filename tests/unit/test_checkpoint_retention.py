@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.checkpoint.retention import Retention, removable
+from hpc_elastic.checkpoint.store import Retention, removable
 from hpc_elastic.errors import ConfigError
 
 

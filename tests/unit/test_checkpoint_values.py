@@ -7,8 +7,8 @@ from collections import Counter, OrderedDict, namedtuple
 
 import pytest
 
-from hpc_elastic.checkpoint.values import Ref, decode, encode, refs_of, replace_refs
 from hpc_elastic.errors import CheckpointCorruptError, ConfigError
+from hpc_elastic.tree_codec import Ref, decode, encode, refs_of, replace_refs
 
 
 class Tensor:

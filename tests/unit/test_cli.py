@@ -13,14 +13,14 @@ import pytest
 from arrays import write_table
 
 import hpc_elastic
-from hpc_elastic.cli.attach import LocalView, find_submission, read_job_ids, read_runs
 from hpc_elastic.cli.main import main
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.cli.submit import LocalView, find_submission, read_job_ids, read_runs
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
-from hpc_elastic.rundir import Entry, RunDir, Submission
-from hpc_elastic.submit import local
-from hpc_elastic.submit.plan import PlannedRun, make_plan
-from hpc_elastic.submit.prepare import prepare
+from hpc_elastic.launcher import local
+from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.prepare import prepare
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = Path(__file__).parent / "fake_task.py"
@@ -59,7 +59,7 @@ def no_slurm(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["hpc_elastic", "hpc_elastic.cli.main", "hpc_elastic.cli.attach"]
+    "module", ["hpc_elastic", "hpc_elastic.cli.main", "hpc_elastic.cli.submit"]
 )
 def test_the_command_imports_neither_torch_nor_hydra(module, tmp_path):
     """A login node answers at once; what a command needs is imported when it runs."""
@@ -76,7 +76,7 @@ def test_submission_imports_no_torch(script, tmp_path, no_slurm):
     run = ["train.py", "+launcher=slurm", "nodes=1:2", "launcher.dry_run=true"]
     done = python("-X", "importtime", *run, cwd=tmp_path, **no_slurm)
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hpc_elastic.submit.sweep" in names and done.returncode == 0
+    assert "hpc_elastic.launcher.sweep" in names and done.returncode == 0
     assert "torch" not in names
 
 
@@ -268,7 +268,7 @@ def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpc_elastic.known_runs.newest_first", interrupt)
+    monkeypatch.setattr("hpc_elastic.run.registry.newest_first", interrupt)
     assert main(["list"]) == 130
     main(["--help"])
     assert re.search("^    130  it was interrupted", capsys.readouterr().out, re.MULTILINE)

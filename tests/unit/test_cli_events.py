@@ -12,8 +12,8 @@ from story_events import begun, event, group, left, node, notice, stop
 
 from hpc_elastic.cli.events import _Told
 from hpc_elastic.cli.main import main
-from hpc_elastic.files import write_atomic
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.shared_files import write_atomic
 
 ROOT = Path(__file__).parents[2]
 EVENTS = [*begun(0, 1), group(2.0, 1, 0, 1)]

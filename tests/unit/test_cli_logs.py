@@ -14,17 +14,17 @@ from output_files import EPOCH, Output, make_run
 
 from hpc_elastic.cli.log_lines import Writer, as_json
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_state import what_tasks_do
-from hpc_elastic.cli.since import parse_time
-from hpc_elastic.files import write_atomic
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.story.logs import Line, Source
+from hpc_elastic.cli.options import parse_time
+from hpc_elastic.cli.run_view import what_tasks_do
+from hpc_elastic.report.log_files import LogLine, LogSource
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.slurm.job_state import TaskState
 
 NOON = datetime(2030, 1, 31, 12, 0, 0).timestamp()
-OUT = Source(Path("o"), "out", "7_0", 0, 1, 3, "node1.cluster.org")
-ERR = Source(Path("e"), "err", "7_1", 0, 1, 12, "node22")
-SLURM = Source(Path("s"), "slurm", "7_1")
+OUT = LogSource(Path("o"), "out", "7_0", 0, 1, 3, "node1.cluster.org")
+ERR = LogSource(Path("e"), "err", "7_1", 0, 1, 12, "node22")
+SLURM = LogSource(Path("s"), "slurm", "7_1")
 
 
 @pytest.fixture
@@ -165,7 +165,11 @@ def test_what_a_run_is_doing_is_said_in_half_a_sentence(states, phase, expected)
 def test_output_and_errors_and_ranks_are_told_apart():
     """In columns that hold, the day on each line, for it may be filtered."""
     writer = Writer(on_terminal=False, now=NOON)
-    lines = [Line(NOON + 0.37, OUT, "a"), Line(NOON + 1, ERR, "b"), Line(NOON + 2, SLURM, "c")]
+    lines = [
+        LogLine(NOON + 0.37, OUT, "a"),
+        LogLine(NOON + 1, ERR, "b"),
+        LogLine(NOON + 2, SLURM, "c"),
+    ]
     writer.make_room([OUT, ERR, SLURM])
     assert list(writer.rows(lines)) == [
         "2030-01-31 12:00:00.3 node1     r3 | a",
@@ -178,20 +182,22 @@ def test_a_terminal_gets_colours_and_a_line_for_another_day():
     """Errors in red; the text's own colours do not go beyond it."""
     writer = Writer(on_terminal=True, now=NOON)
     day = 86_400
-    rows = list(writer.rows([Line(NOON, ERR, "\x1b[32mgreen"), Line(NOON + day, OUT, "next")]))
+    rows = list(
+        writer.rows([LogLine(NOON, ERR, "\x1b[32mgreen"), LogLine(NOON + day, OUT, "next")])
+    )
     assert rows[0].endswith("\x1b[32mgreen\x1b[0m") and "\x1b[31m\x1b[1m!" in rows[0]
     assert "2030-01-31" not in rows[0] and "-- 2030-02-01 --" in rows[1] and len(rows) == 3
 
 
 def test_scripts_get_all_that_is_known():
     """These keys stay."""
-    told = json.loads(as_json(Line(NOON, ERR, "\x1b[1mtext", timed=False)))
+    told = json.loads(as_json(LogLine(NOON, ERR, "\x1b[1mtext", timed=False)))
     assert told == {
         "time": NOON, "timed": False, "host": "node22", "task": "7_1", "attempt": 0, "round": 1,
         "rank": 12, "stream": "err", "text": "text",
     }  # fmt: skip
     assert not not_in_help("logs", told)
-    assert json.loads(as_json(Line(NOON, SLURM, "")))["host"] is None
+    assert json.loads(as_json(LogLine(NOON, SLURM, "")))["host"] is None
 
 
 @pytest.mark.parametrize(

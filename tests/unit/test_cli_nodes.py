@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
-from hpc_elastic.cli import kill as killing
-from hpc_elastic.cli import preempt as preempting
+from hpc_elastic.cli import nodes as killing
+from hpc_elastic.cli import nodes as preempting
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.nodes import NodeName
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rundir import Submission
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.submit import living
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.slurm import scheduler
+from hpc_elastic.slurm.job_state import TaskState
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
         assert is_gone()
         return 3.0
 
-    monkeypatch.setattr(preempting.nodes, "wait_until", leave)
+    monkeypatch.setattr(preempting, "wait_until", leave)
     assert main(["preempt", str(run.path), name, "--grace-s", "12"]) == 0
     out = capsys.readouterr().out
     assert "preempting local-1 (task 7_1, attempt 2): it has 12 s" in out
@@ -104,7 +104,7 @@ def test_a_notice_that_nobody_takes_is_withdrawn(run, capsys):
 def test_a_node_that_does_not_go_is_told_of(run, monkeypatch, capsys):
     """And the processes that are killed are those of its task."""
     killed = []
-    monkeypatch.setattr(living, "kill_node", lambda spec, task: killed.append(task))
+    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: killed.append(task))
     assert main(["kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
     assert killed == ["7_1"] and "local-1 is still there after 0 s" in capsys.readouterr().err
 
@@ -127,13 +127,13 @@ def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
     run, monkeypatch, capsys, other, brought
 ):
     """Two nodes may be killed at the same time: then nobody of the run is left to do so."""
-    found = killing.nodes.find_node(run.path, "local-1")
+    found = killing.find_node(run.path, "local-1")
     back = Brought()
-    monkeypatch.setattr(living, "kill_node", lambda spec, task: None)
-    monkeypatch.setattr("hpc_elastic.agent.tasks.tasks_of", lambda spec: back)
+    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: None)
+    monkeypatch.setattr("hpc_elastic.slurm.scheduler.tasks_of", lambda spec: back)
     after = {"7_0": other, "7_1": "FAILED", "7_2": "PENDING"}
     states = {task: TaskState(task, state, restarts=2) for task, state in after.items()}
-    monkeypatch.setattr(killing.nodes, "_states", lambda spec: states)
+    monkeypatch.setattr(killing, "_states", lambda spec: states)
     assert killing.kill(found, 5.0, as_json=False) == 0
     assert back.tasks == brought
     assert "its task starts again as soon as a node is free" in capsys.readouterr().out
@@ -141,10 +141,10 @@ def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
 
 def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypatch, capsys):
     """It has been in the queue twice already."""
-    found = killing.nodes.find_node(run.path, "local-1")
+    found = killing.find_node(run.path, "local-1")
     found = replace(found, spec=replace(found.spec, max_requeues=2))
-    monkeypatch.setattr(living, "kill_node", lambda spec, task: None)
-    monkeypatch.setattr(killing.nodes, "wait_until", lambda *_: 0.5)
+    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: None)
+    monkeypatch.setattr(killing, "wait_until", lambda *_: 0.5)
     assert killing.kill(found, 5.0, as_json=False) == 0
     assert "its task does not come back, by launcher.max_requeues=2" in capsys.readouterr().out
     run.result.write_text('{"status": "succeeded"}')
@@ -172,7 +172,7 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
     def kill(spec, name):
         write_table(submission, **{"7_0": {"node": "local-0", **task}, "7_1": lives})
 
-    monkeypatch.setattr(living, "kill_node", kill)
+    monkeypatch.setattr(scheduler, "kill_node", kill)
     assert main(["kill", str(run.path), "local-0"]) == 0
     assert says in capsys.readouterr().out
 
@@ -180,8 +180,8 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
 def test_a_node_of_a_gang_is_not_killed(run, capsys):
     """Slurm would kill all of them. Nothing is said to be killed, nor written down so."""
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
-        living.kill_node(run.load(), "7.1")
-    found = replace(killing.nodes.find_node(run.path, "local-1"), task="7.1")
+        scheduler.kill_node(run.load(), "7.1")
+    found = replace(killing.find_node(run.path, "local-1"), task="7.1")
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
         killing.kill(found, 5.0, as_json=False)
     assert capsys.readouterr().out == "" and not read_events(run.event_logs)

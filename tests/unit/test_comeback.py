@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from groups import A, B, C, D, machine, notes, running, training
 
-from hpc_elastic.rendezvous.actions import ClearHolds, EndRun, Exclude
-from hpc_elastic.rendezvous.comeback import GIVE_UP_S, START_TRIES
-from hpc_elastic.rendezvous.machine import Machine, Phase
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.effects import ClearHolds, EndRun, Exclude
+from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.task_recovery import GIVE_UP_S, START_TRIES
+from hpc_elastic.slurm.job_state import TaskState
 
 
 def held(task: str, restarts: int = 1) -> TaskState:
@@ -16,7 +16,7 @@ def held(task: str, restarts: int = 1) -> TaskState:
     return TaskState(task, "PENDING", "BeginTime", restarts=restarts, starts_in_s=118.0)
 
 
-def lost(**changes) -> Machine:
+def lost(**changes) -> RoundState:
     """A round of A and C, whose third member B was lost."""
     m = training(A, B, C, max_nodes=3, **changes)
     m.gone(B, "its connection closed", 5.0)
@@ -27,7 +27,7 @@ def lost(**changes) -> Machine:
     return m
 
 
-def says(m: Machine, state: TaskState, now: float) -> list[tuple[str, ...]]:
+def says(m: RoundState, state: TaskState, now: float) -> list[tuple[str, ...]]:
     """Let Slurm answer; return which tasks are brought back."""
     actions = m.slurm_says(running(A, C) | {state.task: state}, now, now)
     return [a.tasks for a in actions if isinstance(a, ClearHolds)]
@@ -213,7 +213,7 @@ def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
     m = machine(min_nodes=2, max_nodes=2)
     m.join(A, 0.0)
     for attempt in range(START_TRIES):
-        assert m.phase is Phase.FORMING
+        assert m.phase is RoundPhase.FORMING
         failed = running(A) | {B.task: not_launched(attempt, f"node{5 + attempt}", B.task)}
         actions = m.slurm_says(failed, 10.0 * attempt + 1, 10.0 * attempt + 1)
     (end,) = [a for a in actions if isinstance(a, EndRun)]
@@ -257,7 +257,7 @@ def test_a_task_that_was_given_back_meanwhile_is_left_alone():
     assert m.not_given_back([B.task, "7_9"]) == ("7_9",)
 
 
-def brought_back(m: Machine, state: TaskState) -> ClearHolds:
+def brought_back(m: RoundState, state: TaskState) -> ClearHolds:
     """Let Slurm show a task so for two seconds; return what the leader does."""
     says(m, state, 10.0)
     actions = m.slurm_says(running(A, C) | {state.task: state}, 12.0, 12.0)

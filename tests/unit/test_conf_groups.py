@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import hpc_elastic
-from hpc_elastic.config import LocalSettings, NodeRange, SlurmSettings
-from hpc_elastic.resources import folder
-from hpc_elastic.settings import resolve
+from hpc_elastic._util import folder
+from hpc_elastic.config.resolve import resolve
+from hpc_elastic.config.schema import LocalSettings, NodeRange, SlurmSettings
 
 SCRIPT = """
 import hydra

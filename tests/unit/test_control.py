@@ -12,23 +12,22 @@ from dataclasses import asdict
 
 import pytest
 
-from hpc_elastic import control, reports
-from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.progress import Progress
-from hpc_elastic.reports import checkpoint_boundary
+from hpc_elastic.worker import reporting, shared_page
+from hpc_elastic.worker.reporting import checkpoint_boundary
+from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage, WorkerStatus
 
 
 def test_a_fresh_page_says_nothing(tmp_path):
     """Before the first report every field is None, and nobody holds."""
-    page = ControlPage.create(tmp_path, 0)
-    assert page.read() == Progress(None, None, None, None, None, None, 0)
+    page = SharedPage.create(tmp_path, 0)
+    assert page.read() == WorkerStatus(None, None, None, None, None, None, 0)
 
 
 def test_the_agent_reads_what_the_worker_wrote(tmp_path):
     """What is not reported keeps its last value."""
-    agent = ControlPage.create(tmp_path, 3)
-    worker = ControlPage(tmp_path / "worker-3")
+    agent = SharedPage.create(tmp_path, 3)
+    worker = SharedPage(tmp_path / "worker-3")
     worker.report(7, 0.5, None, 100)
     worker.report(None, None, 448)
     worker.pass_boundary(5)
@@ -40,26 +39,26 @@ def test_the_agent_reads_what_the_worker_wrote(tmp_path):
 
 def test_each_field_stands_by_itself(tmp_path):
     """Whatever else is reported."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.report(None, None, None, 9)
-    assert page.read() == Progress(None, None, None, None, 9, None, 0, pulse=1)
+    assert page.read() == WorkerStatus(None, None, None, None, 9, None, 0, pulse=1)
     page.pass_boundary(0)
-    assert page.read() == Progress(None, None, None, None, 9, 0, 0, pulse=1)
+    assert page.read() == WorkerStatus(None, None, None, None, 9, 0, 0, pulse=1)
 
 
 def test_a_new_workers_page_does_not_show_the_last_ones_progress(tmp_path):
     """After a restart the page is empty again; the old worker writes to nowhere."""
-    old = ControlPage.create(tmp_path, 0)
+    old = SharedPage.create(tmp_path, 0)
     old.hold(1)
-    fresh = ControlPage.create(tmp_path, 0)
+    fresh = SharedPage.create(tmp_path, 0)
     old.report(9, 1.0, None, 10)
-    assert fresh.read() == Progress(None, None, None, None, None, None, 0)
+    assert fresh.read() == WorkerStatus(None, None, None, None, None, None, 0)
     assert fresh.pass_boundary(1), "it is not asked to hold"
 
 
 def test_a_loss_that_is_not_a_number_is_none(tmp_path):
     """A run whose loss has become NaN shows no loss, rather than breaking JSON."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.report(1, math.nan, None)
     assert page.read().loss is None
 
@@ -69,7 +68,7 @@ def test_a_loss_that_is_not_a_number_is_none(tmp_path):
 
 def test_the_first_step_is_the_first_that_is_made(tmp_path):
     """Not the one that was restored, though a script may report that, too."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.report(0, None, None)
     assert page.read().first_step is None and page.read().restored is None
     page.restored(40, 1.5)
@@ -86,7 +85,7 @@ def test_the_first_step_is_the_first_that_is_made(tmp_path):
 
 def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
     """It begins with step 1."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.restored(None, 0.25)
     page.report(1, None, None)
     seen = page.read()
@@ -95,7 +94,7 @@ def test_a_worker_that_found_no_checkpoint_says_how_long_it_looked(tmp_path):
 
 def test_checkpoints_add_up(tmp_path):
     """As long as the worker lives."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.blocked(0.5)
     page.blocked(0.25)
     assert page.read().blocked_s == 0.75
@@ -103,7 +102,7 @@ def test_checkpoints_add_up(tmp_path):
 
 def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
     """Until the script reports them itself: then all that was counted is forgotten."""
-    page = ControlPage.create(tmp_path, 0)
+    page = SharedPage.create(tmp_path, 0)
     page.restored(40, 1.0)
     page.count(1)
     assert (page.read().step, page.read().first_step, page.read().counted) == (41, 41, True)
@@ -118,8 +117,8 @@ def test_steps_that_are_counted_go_on_from_what_was_restored(tmp_path):
 
 def test_a_worker_that_is_held_goes_on_when_it_is_let_go(tmp_path):
     """It shows where it stays, and at whose request."""
-    agent = ControlPage.create(tmp_path, 0)
-    worker = ControlPage(tmp_path / "worker-0")
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
     agent.hold(7)
     with ThreadPoolExecutor(1) as pool:
         passed = pool.submit(worker.pass_boundary, 40)
@@ -136,20 +135,20 @@ def test_a_worker_that_is_held_goes_on_when_it_is_let_go(tmp_path):
 
 def test_nobody_is_held_for_ever(tmp_path, monkeypatch):
     """An agent that asks and never stops the group costs a while, not the run."""
-    monkeypatch.setattr(control, "LONGEST_HOLD_S", 0.05)
-    page = ControlPage.create(tmp_path, 0)
+    monkeypatch.setattr(shared_page, "LONGEST_HOLD_S", 0.05)
+    page = SharedPage.create(tmp_path, 0)
     page.hold(1)
     assert page.pass_boundary(40) is False
     assert page.read().held == 0
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch) -> ControlPage:
+def worker(tmp_path, monkeypatch) -> SharedPage:
     """Make this process a worker, with a page that its agent has made."""
-    page = ControlPage.create(tmp_path, 2)
+    page = SharedPage.create(tmp_path, 2)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
+    monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
     return page
 
 
@@ -162,7 +161,7 @@ def test_a_script_announces_its_checkpoints(worker):
 
 def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog):
     """Its user sees where the time went."""
-    monkeypatch.setattr(control, "LONGEST_HOLD_S", 0.05)
+    monkeypatch.setattr(shared_page, "LONGEST_HOLD_S", 0.05)
     worker.hold(1)
     checkpoint_boundary(step=10)
     assert "held at the checkpoint of step 10" in caplog.text
@@ -170,17 +169,17 @@ def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog
 
 def test_a_script_says_where_it_will_stop(worker):
     """With that, a late node is weighed."""
-    reports.report(total_steps=1000)
-    reports.report(step=3)
+    reporting.report(total_steps=1000)
+    reporting.report(step=3)
     assert (worker.read().step, worker.read().total_steps) == (3, 1000)
 
 
 # ---- from a script ------------------------------------------------------------------------
 
 
-def in_worker(code: str, tmp_path) -> tuple[Progress, str]:
+def in_worker(code: str, tmp_path) -> tuple[WorkerStatus, str]:
     """Run code as a worker whose agent has made its page; return the page, and what it printed."""
-    page = ControlPage.create(tmp_path, 1)
+    page = SharedPage.create(tmp_path, 1)
     env = {**os.environ, DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(
@@ -206,14 +205,14 @@ def test_optimizer_steps_are_counted_unless_the_script_reports_them(tmp_path):
 import json, pathlib, torch
 from dataclasses import asdict
 from hpc_elastic import report
-from hpc_elastic.agent.worker import _prepare_torch
-from hpc_elastic.control import ControlPage
+from hpc_elastic.agent.worker_main import _prepare_torch
+from hpc_elastic.worker.shared_page import SharedPage
 _prepare_torch()
 w = torch.nn.Parameter(torch.zeros(1))
 sgd = torch.optim.SGD([w], 0.1)
 for _ in range(3):
     sgd.step()
-print(json.dumps(asdict(ControlPage(pathlib.Path({str(tmp_path / "worker-1")!r})).read())))
+print(json.dumps(asdict(SharedPage(pathlib.Path({str(tmp_path / "worker-1")!r})).read())))
 report(step=100)
 sgd.step()
 """
@@ -238,9 +237,9 @@ checkpoint_boundary(step=1)
 
 def proposed(tmp_path, number, step):
     """Return the agent's and the worker's side of a page with a proposal."""
-    agent = ControlPage.create(tmp_path, 0)
+    agent = SharedPage.create(tmp_path, 0)
     agent.propose(number, step)
-    return agent, ControlPage(tmp_path / "worker-0")
+    return agent, SharedPage(tmp_path / "worker-0")
 
 
 def wait_until(holds):
@@ -253,8 +252,8 @@ def wait_until(holds):
 
 def test_without_a_proposal_every_step_goes_on(tmp_path):
     """And the agent sees how far the worker is."""
-    agent = ControlPage.create(tmp_path, 0)
-    worker = ControlPage(tmp_path / "worker-0")
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
     assert not any(worker.passes(step) for step in range(5))
     assert (agent.read().passed, agent.read().waiting) == (4, 0)
 
@@ -312,7 +311,7 @@ def test_a_confirmation_of_an_earlier_proposal_does_not_count(tmp_path):
 
 def test_a_worker_does_not_wait_for_ever(tmp_path, monkeypatch):
     """The message says at which step, and where to look."""
-    monkeypatch.setattr(control, "LONGEST_WAIT_S", 0.05)
+    monkeypatch.setattr(shared_page, "LONGEST_WAIT_S", 0.05)
     _, worker = proposed(tmp_path, 1, 5)
     with pytest.raises(HpcElasticError, match=r"checkpoint of step 5 .* log of this node's agent"):
         worker.passes(5)
@@ -327,8 +326,8 @@ def test_a_worker_that_is_past_the_proposed_step_goes_on(tmp_path):
 
 def test_wishes_of_a_worker_reach_its_agent(tmp_path):
     """For a checkpoint of the group, and for its node to be left."""
-    agent = ControlPage.create(tmp_path, 0)
-    worker = ControlPage(tmp_path / "worker-0")
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
     worker.want()
     worker.want()
     before = time.monotonic()
@@ -339,8 +338,8 @@ def test_wishes_of_a_worker_reach_its_agent(tmp_path):
 
 def test_a_worker_knows_how_long_its_node_has(tmp_path):
     """None before a notice."""
-    agent = ControlPage.create(tmp_path, 0)
-    worker = ControlPage(tmp_path / "worker-0")
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
     assert worker.notice_left_s is None
     by = time.monotonic() + 50
     agent.give_notice(by)
@@ -350,8 +349,8 @@ def test_a_worker_knows_how_long_its_node_has(tmp_path):
 
 def test_an_announced_checkpoint_does_not_stay(tmp_path):
     """That of a step before the one at which the group changes."""
-    agent = ControlPage.create(tmp_path, 0)
-    worker = ControlPage(tmp_path / "worker-0")
+    agent = SharedPage.create(tmp_path, 0)
+    worker = SharedPage(tmp_path / "worker-0")
     agent.hold(1)
     assert worker.is_held
     worker.announce(8)

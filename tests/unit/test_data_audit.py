@@ -13,10 +13,11 @@ import pytest
 from data_worlds import Loader, Run, World, train_on
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.data import ElasticBatch, ElasticSampler, history, ledger
+from hpc_elastic.data import ElasticBatch, ElasticSampler, ledger
+from hpc_elastic.data import audit as audit_module
 from hpc_elastic.data.audit import EpochProof, audit
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 
 
 @pytest.fixture
@@ -305,7 +306,7 @@ def test_it_does_not_matter_when_it_was_written(run):
     world.state()
     run.succeed()
     assert len(lines_of(run, 0)[1]) > 100
-    (group,) = history.read(run.path / "ledger")["train"].groups.values()
+    (group,) = audit_module.read(run.path / "ledger")["train"].groups.values()
     assert [spans.tolist() for spans in group.spans.values()] == [
         [[1, 1000, 0, 0, 4, 2]], [[1, 1000, 0, 2, 4, 2]]
     ]  # fmt: skip
@@ -469,6 +470,6 @@ def test_a_run_without_a_ledger_is_told(run, capsys):
 
 def test_neither_the_sampler_nor_the_audit_import_torch():
     """An audit answers on a login node."""
-    code = "import sys, hpc_elastic.data, hpc_elastic.cli.audit; sys.exit('torch' in sys.modules)"
+    code = "import sys, hpc_elastic.data, hpc_elastic.cli.verify; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hpc_elastic.data.order import Order
+from hpc_elastic.data.epoch_plan import Order
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 10, 97, 100, 101, 1024, 10007])

@@ -9,11 +9,11 @@ import pytest
 from data_worlds import Loader, Run
 from replica_worlds import Cohort, PlayedManager, Replica, train_with_faults
 
-from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.data.audit import audit
-from hpc_elastic.data.plan import Place, Plan
+from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import fencing
 
 
 @pytest.fixture
@@ -27,14 +27,14 @@ def run(tmp_path, monkeypatch):
 @pytest.fixture
 def outside(monkeypatch):
     """No ledger."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
 
 
 @pytest.fixture(autouse=True)
 def a_process_each(monkeypatch):
     """Let each replica write as if it were a process of its own."""
     numbers = iter(range(10**6))
-    monkeypatch.setattr("hpc_elastic.data.book.own_token", lambda: f"{next(numbers):x}")
+    monkeypatch.setattr("hpc_elastic.data.ledger.own_token", lambda: f"{next(numbers):x}")
 
 
 def cohort_of(num_replicas, length=40, batch=(8, None), num_epochs=2, seed=0, **options):
@@ -197,11 +197,11 @@ def test_another_manager_can_write_no_ledger(run):
 @pytest.mark.parametrize("length", [8, 20, 24])
 def test_a_place_so_many_steps_further_is_that_of_single_steps(end, length):
     """However far: the formula and the loop agree."""
-    plan = Plan(length, 3, True, end, ElasticBatch(8))
-    place = Place()
+    plan = EpochPlan(length, 3, True, end, ElasticBatch(8))
+    place = SamplePosition()
     for num_steps in range(1, 12):
         place = plan.after(plan.next_batch(place), 1)
-        assert plan.after(Place(), num_steps) == place
+        assert plan.after(SamplePosition(), num_steps) == place
 
 
 def unnamed(manager, *lengths):

@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 from data_worlds import Loader, World
 
-from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import fencing
 
 
 @pytest.fixture(autouse=True)
 def outside_of_a_run(monkeypatch):
     """No ledger."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
 
 
 def sampler_of(dataset_len=10, seed=3, batch=4, **options):

@@ -11,16 +11,16 @@ import pytest
 from data_worlds import Run, World
 from replica_worlds import Cohort, Replica, train_with_faults
 
-from hpc_elastic import fence
 from hpc_elastic.data import ElasticBatch, ElasticSampler, ElasticStream, count_samples
 from hpc_elastic.data.audit import EpochProof, audit
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run import fencing
 
 
 @pytest.fixture(autouse=True)
 def outside_of_a_run(monkeypatch):
     """No ledger, but where a test forms a group."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
 
 
 class Shards:
@@ -167,7 +167,7 @@ class StreamReplica(Replica):
 def test_every_sample_once_under_a_manager(seed, tmp_path, monkeypatch):
     """Replicas are killed, join, heal or are spares, between any two steps."""
     tokens = iter(range(10**6))
-    monkeypatch.setattr("hpc_elastic.data.book.own_token", lambda: f"{next(tokens):x}")
+    monkeypatch.setattr("hpc_elastic.data.ledger.own_token", lambda: f"{next(tokens):x}")
     run = Run(tmp_path / "run", monkeypatch)
     run.form_group()
     chance = random.Random(seed)

@@ -2,21 +2,21 @@
 
 from groups import A, B, C, decisions, failure, notes, running, training
 
-from hpc_elastic.rendezvous.actions import (
-    Confirm,
+from hpc_elastic.rendezvous.effects import (
+    ConfirmStep,
     Hold,
-    Propose,
+    ProposeStep,
     Release,
     StartRound,
     StopRound,
 )
-from hpc_elastic.rendezvous.agreement import Answer
-from hpc_elastic.rendezvous.machine import Machine
-from hpc_elastic.rendezvous.record import Agent
-from hpc_elastic.rendezvous.regroup import GATHER_S
+from hpc_elastic.rendezvous.group_change import GATHER_S
+from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.rendezvous.step_agreement import StepVote
 
 
-def noticed(*agents, left_s=5.0, **changes) -> Machine:
+def noticed(*agents, left_s=5.0, **changes) -> RoundState:
     """Two nodes that train, of which these were put under notice at time 10."""
     m = training(A, B, **{"grow": "boundary", **changes})
     for agent in agents:
@@ -24,20 +24,20 @@ def noticed(*agents, left_s=5.0, **changes) -> Machine:
     return m
 
 
-def agreed(m: Machine, step: int, now: float) -> None:
+def agreed(m: RoundState, step: int, now: float) -> None:
     """Let A and B agree on a step: proposal 1 asks, proposal 2 is confirmed."""
     for number, ok in ((1, False), (2, True)):
         for agent in (A, B):
-            actions = m.answered(agent, Answer(number, ok, step - 1, 0.0), now)
-    assert Confirm((A, B), 2) in actions
+            actions = m.answered(agent, StepVote(number, ok, step - 1, 0.0), now)
+    assert ConfirmStep((A, B), 2) in actions
 
 
 def test_members_are_asked_to_hold_before_a_step_is_proposed():
     """Whoever is to save there must be held already."""
     m = training(A, B, grow="boundary")
     actions = m.noticed(A, "signal", 5.0, 10.0)
-    asked = [a for a in actions if isinstance(a, (Hold, Propose))]
-    assert asked == [Hold((A, B), 1), Propose((A, B), 1, 0)]
+    asked = [a for a in actions if isinstance(a, (Hold, ProposeStep))]
+    assert asked == [Hold((A, B), 1), ProposeStep((A, B), 1, 0)]
     (note,) = notes(actions, "notice")
     assert note.fields == {"task": A.task, "host": "node1", "reason": "signal", "left_s": 5.0}
 
@@ -66,12 +66,12 @@ def test_who_may_have_gone_on_for_a_step_that_is_taken_back_is_asked_anew():
     """They had held at step 20, and a later one was proposed: step 20 may not be the last."""
     m = noticed(A)
     for agent in (A, B):
-        (*_, proposed) = m.answered(agent, Answer(1, False, 19, 10.0), 10.1) or [None]
+        (*_, proposed) = m.answered(agent, StepVote(1, False, 19, 10.0), 10.1) or [None]
     assert proposed.step > 20
     for agent in (A, B):
         assert decisions(m.boundary(agent, 20, 1, 10.5)) == []
     actions = [*m.finished(B, 10.6), *m.tick(10.6)]
-    assert Propose((A, B), 0, 0) in actions and decisions(actions) == [Hold((A, B), 2)]
+    assert ProposeStep((A, B), 0, 0) in actions and decisions(actions) == [Hold((A, B), 2)]
     assert decisions(m.boundary(A, 20, 1, 10.7)) == [], "an answer to the request before"
     assert decisions(m.boundary(A, 20, 2, 10.8)) == [
         Release((A,)),
@@ -152,7 +152,7 @@ def test_nothing_is_agreed_on_once_a_member_is_done():
     """Its agent has no worker left to ask."""
     m = training(A, B, grow="boundary")
     m.finished(A, 9.0)
-    assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if isinstance(a, Propose)]
+    assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if isinstance(a, ProposeStep)]
 
 
 def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
@@ -165,7 +165,7 @@ def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
 def test_a_worker_may_ask_for_a_checkpoint():
     """No member holds for it."""
     m = training(A, B, grow="boundary")
-    assert m.wants_checkpoint(A, 10.0) == [Propose((A, B), 1, 0)]
+    assert m.wants_checkpoint(A, 10.0) == [ProposeStep((A, B), 1, 0)]
     agreed(m, 20, 10.5)
     for agent in (A, B):
         assert decisions(m.boundary(agent, 20, 0, 11.0)) == []

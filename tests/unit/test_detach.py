@@ -12,8 +12,8 @@ import pytest
 from ended import is_gone
 from helps import not_in_help
 
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.submit import detach
+from hpc_elastic.launcher import detach
+from hpc_elastic.run.directory import RunDir
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 SCRIPT = f"""
 import sys
 import hydra
-from hpc_elastic.submit import local
+from hpc_elastic.launcher import local
 
 local.task_command = lambda file: [sys.executable, {FAKE_TASK!r}, str(file)]
 

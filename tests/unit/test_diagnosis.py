@@ -2,8 +2,8 @@
 
 from groups import A, B, C, machine, running, training
 
-from hpc_elastic.rendezvous.diagnosis import waiting_for
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.run_status import waiting_for
+from hpc_elastic.slurm.job_state import TaskState
 
 
 def log_of(task: str, attempt: int) -> str:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from helps import not_in_help
 
-from hpc_elastic.cli.doctor import command
+from hpc_elastic.cli.doctor import doctor_command
 from hpc_elastic.cli.main import main
 
 
@@ -50,8 +50,8 @@ def test_wrong_arguments_are_told(words, says, capsys):
 
 def test_settings_complete_in_the_shell():
     """As the keys that a script has."""
-    (argument,) = (p for p in command.params if p.name == "settings")
-    with command.make_context("doctor", []) as ctx:
+    (argument,) = (p for p in doctor_command.params if p.name == "settings")
+    with doctor_command.make_context("doctor", []) as ctx:
         found = [item.value for item in argument.shell_complete(ctx, "par")]
     assert found == ["partition="]
 

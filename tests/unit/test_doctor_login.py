@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.config import RendezvousSettings
-from hpc_elastic.doctor import asked, judge_cluster, judge_folder, judge_host
+from hpc_elastic.config.schema import RendezvousSettings
+from hpc_elastic.doctor import cli_settings, cluster_checks, node_checks
 from hpc_elastic.doctor.cluster import Cluster
 from hpc_elastic.doctor.findings import Verdict, worst
-from hpc_elastic.doctor.folder import Folder, look
-from hpc_elastic.doctor.host import Host
+from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, look_at_folder
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.slurm.outputs import Partition
+from hpc_elastic.slurm.parsing import Partition
 
 GIB = 1 << 30
-HOST = Host(
+HOST = HostFacts(
     name="login1",
     limits={"nofile": (1024, 65536), "nproc": (30000, 30000), "memlock": (None, None)},
     clock_kept=True,
@@ -24,7 +23,7 @@ HOST = Host(
     cpus=8,
     memory_bytes=64 * GIB,
 )
-FOLDER = Folder("/scratch/u", "lustre", 500 * GIB, 10**6, {}, 0.0)
+FOLDER = FolderFacts("/scratch/u", "lustre", 500 * GIB, 10**6, {}, 0.0)
 GPU = Partition("gpu", "UP", True, 86400.0, 60, "REQUEUE", 16)
 CPU = Partition("cpu", "UP", False, None, 0, "OFF", 4)
 CLUSTER = Cluster(
@@ -55,14 +54,14 @@ def with_config(**changes):
 
 def findings(cluster=CLUSTER, *words):
     """What is said of a cluster, by check."""
-    return {f.check: f for f in judge_cluster.judge(cluster, asked.parse(words))}
+    return {f.check: f for f in cluster_checks.judge_cluster(cluster, cli_settings.parse(words))}
 
 
 def test_nothing_is_said_against_a_good_cluster():
     """Login node, directory and Slurm."""
     all_of_them = [
-        *judge_host.judge(HOST),
-        *judge_folder.judge(FOLDER, RendezvousSettings()),
+        *node_checks.judge_host(HOST),
+        *cluster_checks.judge_folder(FOLDER, RendezvousSettings()),
         *findings().values(),
     ]
     assert worst(all_of_them) is Verdict.OK, all_of_them
@@ -179,20 +178,20 @@ BAD_HOSTS = [
 @pytest.mark.parametrize(("changes", "check", "verdict"), BAD_HOSTS)
 def test_what_is_wrong_with_a_login_node_is_found(changes, check, verdict):
     """Locked memory is the nodes' business."""
-    found = {f.check: f for f in judge_host.judge(replace(HOST, **changes))}
+    found = {f.check: f for f in node_checks.judge_host(replace(HOST, **changes))}
     assert found[check].verdict.value == verdict
 
 
 def test_another_python_on_the_nodes_is_no_business_of_this_one():
     """That of a container, or of launcher.python."""
     local = replace(HOST, python_fs="ext4")
-    assert "host.python" not in {f.check for f in judge_host.judge(local, own_python=False)}
+    assert "host.python" not in {f.check for f in node_checks.judge_host(local, own_python=False)}
 
 
 def test_little_locked_memory_matters_on_nodes_with_infiniband():
     """TCP does without it."""
     node = replace(HOST, limits={"memlock": (65536, 65536)})
-    plain, fast = ({f.check: f for f in judge_host.limits("nodes", [h])} for h in (
+    plain, fast = ({f.check: f for f in node_checks.limits("nodes", [h])} for h in (
         node, replace(node, has_infiniband=True),
     ))  # fmt: skip
     assert plain["nodes.memlock"].verdict is Verdict.OK
@@ -201,7 +200,7 @@ def test_little_locked_memory_matters_on_nodes_with_infiniband():
 
 def judged(**changes):
     """What is said of a directory that differs from a good one, by check."""
-    said = judge_folder.judge(replace(FOLDER, **changes), RendezvousSettings())
+    said = cluster_checks.judge_folder(replace(FOLDER, **changes), RendezvousSettings())
     return {f.check: f for f in said}
 
 
@@ -267,22 +266,24 @@ def test_locks_that_hold_on_one_node_only_are_said(options, says):
 
 def test_a_real_directory_is_tried_out_and_left_as_it_was(tmp_path):
     """Links, renames and locks work here."""
-    found = look(tmp_path)
+    found = look_at_folder(tmp_path)
     assert found.problems == {} and found.fs and found.free_bytes > 0
     assert abs(found.clock_offset_s) < 1
     assert list(tmp_path.iterdir()) == []
-    assert Folder.from_json(found.to_json()) == found
+    assert FolderFacts.from_json(found.to_json()) == found
 
 
 def test_settings_are_those_of_a_script():
     """Short keys are below launcher; forms and contradictions are refused as at a submission."""
-    settings = asked.parse(["+launcher=slurm", "nodes=1:16", "time=4:00:00", "gpus_per_node=2",
-                            "launcher.sbatch={reservation: night}", 'setup=["export TOKEN=xyzzy"]',
-                            "env={TOKEN: xyzzy}"])  # fmt: skip
-    launcher = asked.launcher_of(settings)
+    settings = cli_settings.parse(
+        ["+launcher=slurm", "nodes=1:16", "time=4:00:00", "gpus_per_node=2",
+         "launcher.sbatch={reservation: night}", 'setup=["export TOKEN=xyzzy"]',
+         "env={TOKEN: xyzzy}"]
+    )  # fmt: skip
+    launcher = cli_settings.launcher_of(settings)
     assert (settings.nodes.max, launcher.time, launcher.gpus_per_node) == (16, "4:00:00", 2)
     assert launcher.sbatch == {"reservation": "night"}
-    assert "xyzzy" not in str(asked.shown(settings))
+    assert "xyzzy" not in str(cli_settings.shown(settings))
 
 
 @pytest.mark.parametrize(
@@ -299,4 +300,4 @@ def test_settings_are_those_of_a_script():
 def test_settings_that_can_not_work_are_refused(word, says):
     """With the key and the remedy."""
     with pytest.raises(ConfigError, match=says):
-        asked.parse([word])
+        cli_settings.parse([word])

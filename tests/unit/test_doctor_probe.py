@@ -7,36 +7,26 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from hpc_elastic.config import RendezvousSettings, SlurmSettings
-from hpc_elastic.doctor import (
-    asked,
-    course,
-    job,
-    judge_network,
-    judge_nodes,
-    judge_shared,
-    judge_signals,
-    report,
-)
-from hpc_elastic.doctor.course import Course
-from hpc_elastic.doctor.evidence import (
-    Ending,
+from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
+from hpc_elastic.doctor import cli_settings, node_checks, probe_job
+from hpc_elastic.doctor import findings as findings_module
+from hpc_elastic.doctor.allreduce_check import AllreduceResult
+from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
+from hpc_elastic.doctor.probe_folder import ProbeFolder
+from hpc_elastic.doctor.probe_job import (
     Evidence,
-    Report,
+    NodeEnding,
+    NodeReport,
+    ProbeRun,
     lived,
     read_reports,
     received,
     was_orphaned,
 )
-from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
-from hpc_elastic.doctor.folder import Folder
-from hpc_elastic.doctor.hello import Hello
-from hpc_elastic.doctor.host import Host
-from hpc_elastic.doctor.node import NodeFacts, count_devices
-from hpc_elastic.doctor.peers import Meeting, Sight
-from hpc_elastic.doctor.place import Place
-from hpc_elastic.doctor.shared import DEEDS, Race, Seen, result_of
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.doctor.probe_network import ProbeMeeting, Sight
+from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts, count_devices
+from hpc_elastic.doctor.shared_folder import DEEDS, Race, Visibility, result_of
+from hpc_elastic.slurm.job_state import TaskState
 
 GIB = 1 << 30
 OWN = {"python": "3.12.4", "hpc_elastic": "0.1.0", "torch": "2.6.0"}
@@ -45,8 +35,8 @@ OWN = {"python": "3.12.4", "hpc_elastic": "0.1.0", "torch": "2.6.0"}
 def node(number, **changes):
     """The facts of a good node."""
     name = f"n{number}"
-    host = Host(name, {"nofile": (1024, None)}, True, "/env/python", "nfs4", (), 64, 512 * GIB)
-    folder = Folder("/scratch/u", "lustre", 500 * GIB, None, {}, 0.0)
+    host = HostFacts(name, {"nofile": (1024, None)}, True, "/env/python", "nfs4", (), 64, 512 * GIB)
+    folder = FolderFacts("/scratch/u", "lustre", 500 * GIB, None, {}, 0.0)
     facts = NodeFacts(
         name, host, folder, dict(OWN), {"squeue": None, "scontrol": None}, 64, 4, 4,
         {"ib0": [f"10.0.0.{number}"], "eth0": [f"192.168.0.{number}"]}, "ib0", f"10.0.0.{number}",
@@ -59,20 +49,20 @@ def seen(number, **changes):
     return replace(Sight(number, f"n{number}", f"10.0.0.{number}", "", 2e-4, 1e-3), **changes)
 
 
-SEEN = Seen(dict.fromkeys((*DEEDS, "path"), 0.01), 0.02)
+SEEN = Visibility(dict.fromkeys((*DEEDS, "path"), 0.01), 0.02)
 
 
 def met(number, *, race=None, torn=False, waited_s=0.02, **times_s):
     """What a node has found that meets another good one."""
-    watched = Seen({**SEEN.times_s, **times_s}, waited_s, torn)
-    return Meeting([seen(number)], [], watched, race or Race(50))
+    watched = Visibility({**SEEN.times_s, **times_s}, waited_s, torn)
+    return ProbeMeeting([seen(number)], [], watched, race or Race(50))
 
 
 def result(number, *, meeting=None, hello=None, **changes):
     """What a good task of two has measured."""
     other = 1 - number
-    said = Hello(4.0, 4, {"gloo": 1e9, "nccl": 2e10}, {})
-    return Report(node(number, **changes), meeting or met(other), hello or said)
+    said = AllreduceResult(4.0, 4, {"gloo": 1e9, "nccl": 2e10}, {})
+    return NodeReport(node(number, **changes), meeting or met(other), hello or said)
 
 
 GOOD = Evidence(
@@ -80,8 +70,8 @@ GOOD = Evidence(
     reports={0: result(0), 1: result(1)},
     notices={0: {"agent": 0.1, "worker": 0.1}, 1: {"agent": 0.2, "worker": None}},
     endings=[
-        Ending("requeue", "n0", {"agent": 29.9, "worker": 29.8}, back_on="n3", back_s=42.0),
-        Ending("cancel", "n1", {"agent": 30.0, "worker": 30.1}),
+        NodeEnding("requeue", "n0", {"agent": 29.9, "worker": 29.8}, back_on="n3", back_s=42.0),
+        NodeEnding("cancel", "n1", {"agent": 30.0, "worker": 30.1}),
     ],
 )
 
@@ -90,10 +80,10 @@ def findings(evidence, settings=None):
     """All that is said of a probe; where several have one name, the worst."""
     settings = settings or SlurmSettings(gpus_per_node=4)
     said = [
-        *judge_nodes.judge(evidence, settings, OWN),
-        *judge_shared.judge(evidence, RendezvousSettings()),
-        *judge_network.judge(evidence),
-        *judge_signals.judge(evidence, 30.0),
+        *node_checks.judge_nodes(evidence, settings, OWN),
+        *node_checks.judge_shared(evidence, RendezvousSettings()),
+        *node_checks.judge_network(evidence),
+        *node_checks.judge_signals(evidence, 30.0),
     ]
     order = list(Verdict)
     ranked = sorted(said, key=lambda f: order.index(f.verdict), reverse=True)
@@ -124,7 +114,7 @@ def test_nothing_is_said_against_a_good_probe():
     assert "not the workers" in found["signals.notice"].found
 
 
-CUT = Meeting([seen(0, problem="timed out", round_trip_s=None, clock_ahead_s=None,
+CUT = ProbeMeeting([seen(0, problem="timed out", round_trip_s=None, clock_ahead_s=None,
                     others={"192.168.0.0": True})])  # fmt: skip
 BAD = [
     # evidence, check, verdict, what is said
@@ -134,8 +124,9 @@ BAD = [
     (replace(GOOD, silent={2: "FAILED on n2: no python"}), "nodes.start", "fail", "no python"),
     (replace(GOOD, problem="squeue failed"), "nodes.start", "fail", "cut short"),
     (with_node(versions={**OWN, "torch": "2.5.0"}), "nodes.versions", "fail", "2.5.0 on n1"),
-    (with_node(hello=Hello(problems={"torch": "no libcuda"})), "nodes.torch", "fail", "no libcuda"),
-    (with_node(hello=Hello(95.0, 4, {}, {})), "nodes.torch", "warn", "95.0 s"),
+    (with_node(hello=AllreduceResult(problems={"torch": "no libcuda"})), "nodes.torch", "fail",
+     "no libcuda"),
+    (with_node(hello=AllreduceResult(95.0, 4, {}, {})), "nodes.torch", "warn", "95.0 s"),
     (with_node(slurm={"squeue": "not found"}), "nodes.slurm", "warn", "install Slurm's commands"),
     (with_node(slurm={"squeue": "Unable to contact"}), "nodes.slurm", "warn", "network.reach"),
     (replace(GOOD, outside={"n0": "not found"}), "nodes.slurm_outside", "warn", "not found"),
@@ -147,7 +138,8 @@ BAD = [
     (with_node(gpus_given=2, gpus_seen=2), "nodes.gpus", "fail", "sinfo -o '%P %G'"),
     (with_node(gpus_seen=2), "nodes.gpus", "fail", "n1: Slurm gives 4, the driver shows 2"),
     (with_node(gpus_seen=8), "nodes.gpus", "warn", "ConstrainDevices"),
-    (with_node(hello=Hello(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail", "torch does not see"),
+    (with_node(hello=AllreduceResult(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail",
+     "torch does not see"),
     (
         with_node(host=replace(node(1).host, cpus=1)),
         "nodes.cpus", "warn", "bound to a single CPU",
@@ -180,17 +172,19 @@ BAD = [
     (replace(GOOD, blind={0: "n0", 1: "n1"}, reports={}), "directory.delay", "fail",
      "does not appear on n0, n1"),
     (with_node(meeting=met(0, torn=True)), "directory.content", "fail", "n1 read a part"),
-    (replace(GOOD, reports={i: result(i, meeting=Meeting([seen(1 - i)], [], problem="with n: EIO"))
-                            for i in (0, 1)}), "directory.election", "unknown", "n1 with n: EIO"),
+    (replace(GOOD, reports={
+        i: result(i, meeting=ProbeMeeting([seen(1 - i)], [], problem="with n: EIO")) for i in (0, 1)
+     }), "directory.election", "unknown", "n1 with n: EIO"),
     (with_node(problem="no address"), "network.interface", "fail", "n1: no address"),
     (with_node(interface="eth0"), "network.interface", "warn", "not the same"),
     (with_node(meeting=CUT), "network.reach", "fail", "n1 can not reach n0 at 10.0.0.0: timed out"),
     (with_node(meeting=CUT), "network.reach", "fail", "but at 192.168.0.0"),
-    (with_node(meeting=Meeting([], [0])), "network.reach", "fail", "n1 found no file of n0"),
-    (with_node(meeting=Meeting([seen(0, clock_ahead_s=-75.0)], [])), "network.clocks",
+    (with_node(meeting=ProbeMeeting([], [0])), "network.reach", "fail", "n1 found no file of n0"),
+    (with_node(meeting=ProbeMeeting([seen(0, clock_ahead_s=-75.0)], [])), "network.clocks",
      "warn", "75 s"),
-    (with_node(hello=Hello(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo", "fail", "n1: ti"),
-    (replace(GOOD, reports={0: result(0, meeting=Meeting())}), "network.reach", "unknown",
+    (with_node(hello=AllreduceResult(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo", "fail",
+     "n1: ti"),
+    (replace(GOOD, reports={0: result(0, meeting=ProbeMeeting())}), "network.reach", "unknown",
      "only n0 was tried"),
     (replace(GOOD, notices={0: {"agent": None, "worker": None}}), "signals.notice", "fail",
      "n0"),
@@ -221,14 +215,14 @@ def test_each_fault_of_nodes_and_network_is_found(evidence, check, verdict, says
 def test_many_tasks_that_fail_alike_are_not_all_listed():
     """A few, and how many more."""
     silent = {i: "FAILED" for i in range(60)}
-    said = list(judge_nodes.judge(Evidence(60, silent=silent), SlurmSettings(), OWN))
+    said = list(node_checks.judge_nodes(Evidence(60, silent=silent), SlurmSettings(), OWN))
     assert len(said) == 3 and "57 more tasks" in said[-1].found
 
 
 def test_tasks_on_one_machine_show_nothing_of_the_network_and_the_shared_folder():
     """Where a run has shares of nodes, two of its tasks may be on one."""
-    alone = {0: Meeting([seen(1, host="n0")]), 1: Meeting([seen(0)])}
-    both = {i: Report(node(0), alone[i], GOOD.reports[i].hello) for i in (0, 1)}
+    alone = {0: ProbeMeeting([seen(1, host="n0")]), 1: ProbeMeeting([seen(0)])}
+    both = {i: NodeReport(node(0), alone[i], GOOD.reports[i].hello) for i in (0, 1)}
     found = findings(replace(GOOD, reports=both))
     not_tried = ("network.reach", "directory.delay", "directory.election", "directory.content")
     assert {found[check].verdict.value for check in not_tried} == {"unknown"}
@@ -257,7 +251,9 @@ def test_who_wins_a_race():
 
 def test_gpus_that_nobody_asked_for():
     """None there is fine; some that are given are named."""
-    none = {i: result(i, gpus_given=None, gpus_seen=None, hello=Hello(4.0)) for i in (0, 1)}
+    none = {
+        i: result(i, gpus_given=None, gpus_seen=None, hello=AllreduceResult(4.0)) for i in (0, 1)
+    }
     assert (
         findings(replace(GOOD, reports=none), SlurmSettings())["nodes.gpus"].verdict.value == "ok"
     )
@@ -303,18 +299,18 @@ def test_slices_of_gpus_count_as_gpus():
 )
 def test_a_probe_asks_for_no_more_time_than_it_may(words, longest_s, minutes):
     """Ten minutes, the run's time, or the partition's, whichever is least."""
-    assert job.time_limit(asked.parse(words), longest_s) == minutes
+    assert probe_job.time_limit(cli_settings.parse(words), longest_s) == minutes
 
 
 def test_a_report_reads_back():
     """From the nodes to the login node, and into the JSON of a bug report."""
     text = json.dumps(GOOD.reports[0].to_json())
-    assert Report.from_json(json.loads(text)) == GOOD.reports[0]
+    assert NodeReport.from_json(json.loads(text)) == GOOD.reports[0]
 
 
 def test_what_another_version_has_measured_is_named(tmp_path):
     """As where a container has its own: what it tells can not be read, and costs no other."""
-    place = Place(tmp_path)
+    place = ProbeFolder(tmp_path)
     raw = GOOD.reports[0].to_json()
     place.write(place.node(0), raw)
     place.write(place.node(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
@@ -326,7 +322,7 @@ def test_what_another_version_has_measured_is_named(tmp_path):
 
 def test_how_long_a_process_lived_after_sigterm(tmp_path):
     """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
-    place = Place(tmp_path)
+    place = ProbeFolder(tmp_path)
     lines = [{"signal": "SIGTERM", "time": 100.0}, {"signal": "SIGTERM", "time": 105.0}]
     place.signals("agent", 0, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
     place.beat("agent", 0, 0).write_text("00000000110.500000")
@@ -358,16 +354,16 @@ def test_a_probe_is_ended_though_nobody_listens_any_more():
 
     probe = Waiting()
     with pytest.raises(BrokenPipeError):
-        Course(probe, notice="USR2", kill_wait_s=1.0, say=say).run(60.0)
+        ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=say).run(60.0)
     assert probe.has_ended
 
 
 def test_a_probe_that_can_not_be_told_to_begin_is_told_of_with_the_rest(tmp_path):
     """On a disk that is full: what was found before is not lost."""
     probe = Waiting()
-    probe.place = Place(tmp_path / "gone")
+    probe.place = ProbeFolder(tmp_path / "gone")
     probe.states = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
-    found = Course(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
     assert "gone" in found.problem and probe.has_ended
 
 
@@ -375,13 +371,13 @@ def test_a_task_that_does_not_see_what_is_written_is_told_from_one_that_has_fail
     tmp_path, monkeypatch
 ):
     """It runs, and has said so: then it is the directory, and not Python."""
-    monkeypatch.setattr(course, "_MEASURE_S", 0.0)
+    monkeypatch.setattr(probe_job, "_MEASURE_S", 0.0)
     probe = Waiting()
-    probe.num_nodes, probe.place = 2, Place(tmp_path)
+    probe.num_nodes, probe.place = 2, ProbeFolder(tmp_path)
     probe.states = lambda: {i: TaskState(f"7_{i}", "RUNNING", node=f"n{i}") for i in (0, 1)}
     probe.log = lambda _: ""
     probe.place.write(probe.place.peer(0), {})
-    found = Course(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
     assert found.blind == {0: "n0"} and found.silent.keys() == {1}
 
 
@@ -398,8 +394,8 @@ def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):
         def tasks(self, _):
             return {}
 
-    place = Place(tmp_path / "gone" / "probe")
-    assert job.ProbeJob("7", 1, place, Client()).end() == [] and cancelled == ["7"]
+    place = ProbeFolder(tmp_path / "gone" / "probe")
+    assert probe_job.ProbeJob("7", 1, place, Client()).end() == [] and cancelled == ["7"]
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -411,7 +407,7 @@ def test_the_table_says_what_to_do_and_failures_come_first(width):
         fail("network.reach", "n1 can not reach n0", "agents meet", "launcher.interface"),
     ]
     console = Console(file=io.StringIO(), width=width)
-    report.show(rows, console, probed=False)
+    findings_module.show(rows, console, probed=False)
     text = console.file.getvalue()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= min(width, 120)
     assert text.index("Login node") < text.index("Network")

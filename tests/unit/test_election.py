@@ -17,10 +17,10 @@ from followers import (
 )
 from groups import A, B, C, D
 
-from hpc_elastic.rendezvous.agent_effects import Claim, Connect, HangUp, Inquire, Look
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.election import CONFIRM_REFUSAL_S, Watch
-from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.effects import Claim, Connect, Disconnect, QuerySlurm, ReadLog
+from hpc_elastic.rendezvous.follower_state import CONFIRM_REFUSAL_S, LeaderFailureDetector
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 
 # ---- taking its place ---------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def test_a_leader_that_is_silent_and_renews_its_lease_is_never_deposed():
 @pytest.mark.parametrize("phase_s", [0.0, 0.15, 0.4, 0.75])
 def test_a_lease_may_be_renewed_as_seldom_as_the_leader_of_many_does(phase_s):
     """A third of lost_after_s, however short the heartbeats of a small run would be."""
-    search = Search(agent(D, phase_s, Liveness(0.2, 3.0)), phase_s)
+    search = Search(agent(D, phase_s, HeartbeatConfig(0.2, 3.0)), phase_s)
     search.beats = 1.0
     assert search.until_claim(60.0) is None
 
@@ -72,7 +72,7 @@ def test_a_leader_that_was_followed_is_missed_since_it_was_heard():
     f = following(D)
     f.received({"type": "beat"}, 9.0)
     now = 9.0
-    while not of(f.tick(now), HangUp):
+    while not of(f.tick(now), Disconnect):
         now += 0.25
     f.looked(5, RECORD, 1, now)
     search = Search(f, now)
@@ -91,7 +91,7 @@ def test_a_damaged_record_is_a_leader_out_of_reach():
 
 def test_a_record_that_may_be_read_in_part_is_not_passed_over():
     """Where files may be 60 s old, one that was linked just now may yet be whole."""
-    search = Search(agent(B, 0.0, Liveness.of(0.5, 3.0, 4, 60.0)))
+    search = Search(agent(B, 0.0, HeartbeatConfig.of(0.5, 3.0, 4, 60.0)))
     search.number, search.beats = 6, 0.5
     when = search.until_claim(120.0)
     assert when is not None and 60.0 <= when < 65.0
@@ -119,7 +119,7 @@ def test_another_leader_begins_the_wait_anew():
 def test_members_claim_one_after_the_other_in_rank_order():
     """Ten thousand of them do not fall upon the file system at once."""
 
-    def claims_at(me: Agent, record: Record = RECORD) -> float:
+    def claims_at(me: Agent, record: LogEntry = RECORD) -> float:
         search = Search(agent(me), record=record)
         f = search.f
         f.tick(0.0)
@@ -167,9 +167,9 @@ def test_an_attempt_to_connect_ends_with_the_claim():
     while not of(effects, Claim):
         now += 0.1
         assert now < 10.0
-        looks = of(f.tick(now), Look)
+        looks = of(f.tick(now), ReadLog)
         effects = f.looked(5, RECORD, 1, now) if looks else []
-    assert effects == [HangUp(), Claim(6, RECORD, unseen=True)]
+    assert effects == [Disconnect(), Claim(6, RECORD, unseen=True)]
     assert f.not_connected("no route", now, refused=UNREACHABLE) == []
 
 
@@ -201,7 +201,7 @@ def test_slurms_word_that_the_leader_does_not_run_is_enough():
     f = agent(B)
     f.tick(0.0)
     f.looked(5, RECORD, 1, 0.0)
-    assert Inquire("7_0") in f.not_connected("no route", 0.1, refused=UNREACHABLE)
+    assert QuerySlurm("7_0") in f.not_connected("no route", 0.1, refused=UNREACHABLE)
     search = Search(f, 0.2)
     search.beats = 0.5
     search.pending = f.slurm_says("7_0", False, 0.2)
@@ -266,7 +266,7 @@ def test_an_agent_that_slept_through_refusals_confirms_them_anew():
 
 def test_a_look_that_took_long_proves_nothing_of_that_time():
     """The lease may have been read when it began: two looks have to be so far apart."""
-    watch = Watch(epoch=2, since=0.0, followed=True)
+    watch = LeaderFailureDetector(epoch=2, since=0.0, followed=True)
     watch.saw_lease(7, 3.0, 3.1)
     watch.saw_lease(7, 3.2, 60.0)
     assert not watch.is_dead(LIVENESS, 60.0, damaged=False)
@@ -280,7 +280,7 @@ def test_a_lease_that_can_not_be_read_has_not_lapsed():
     now = 0.0
     while now < 60.0:
         now = round(now + 0.1, 1)
-        looks = of(f.tick(now), Look)
+        looks = of(f.tick(now), ReadLog)
         effects = f.blind("input/output error", now) if looks else []
         assert not of(effects, Claim)
     assert f.looked(5, RECORD, 1, now) == [Connect(RECORD)]
@@ -288,8 +288,8 @@ def test_a_lease_that_can_not_be_read_has_not_lapsed():
 
 def test_a_lease_on_files_that_may_be_old_lapses_later():
     """Where a file that is read anew may be 60 s old, its lease may be renewed all the while."""
-    old = Liveness.of(0.5, 3.0, 4, 60.0)
-    watch = Watch(epoch=2, since=0.0, followed=True)
+    old = HeartbeatConfig.of(0.5, 3.0, 4, 60.0)
+    watch = LeaderFailureDetector(epoch=2, since=0.0, followed=True)
     watch.saw_lease(7, 3.0, 3.1)
     watch.saw_lease(7, 65.0, 65.1)
     assert not watch.is_dead(old, 65.1, damaged=False)

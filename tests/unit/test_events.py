@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hpc_elastic.events import VERSION, EventLog, EventReader, read_events
+from hpc_elastic.run.events import VERSION, EventLog, EventReader, read_events
 
 
 def test_a_line_has_a_version_a_time_a_kind_and_a_task(tmp_path):
@@ -91,7 +91,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path, longest_file,
 
 def test_what_waits_does_not_grow_without_end(tmp_path, monkeypatch):
     """The oldest go first; where the file system takes them, there may be any number."""
-    monkeypatch.setattr("hpc_elastic.events._KEPT", 3)
+    monkeypatch.setattr("hpc_elastic.run.events._KEPT", 3)
     log = EventLog(tmp_path / "events" / "7_0.jsonl", "7_0")
     for number in range(5):
         log.write("n", number=number)

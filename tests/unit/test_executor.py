@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import submitit
 
-from hpc_elastic.config import SlurmSettings
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.slurm.outputs import parse_node_kinds
-from hpc_elastic.submit import executor
-from hpc_elastic.submit.refusals import explain
+from hpc_elastic.launcher import slurm
+from hpc_elastic.launcher.batch_script import explain
+from hpc_elastic.slurm.parsing import parse_node_kinds
 
 
 @pytest.fixture
@@ -38,16 +38,16 @@ def fake_slurm(tmp_path, monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("name", [*executor.OVERRIDDEN, *executor.USED])
+@pytest.mark.parametrize("name", [*slurm.OVERRIDDEN, *slurm.USED])
 def test_submitit_still_has_the_private_parts(name):
-    """If this fails, submitit has changed: compare hpc_elastic/submit/executor.py with it."""
+    """If this fails, submitit has changed: compare hpc_elastic/launcher/slurm.py with it."""
     assert hasattr(submitit.SlurmExecutor, name), f"submitit.SlurmExecutor.{name} is gone"
 
 
 def test_the_array_is_submitted_once_without_pickles(script, fake_slurm):
     """Slurm gets our script as it is; submitit's jobs have the ids of the array's tasks."""
     fake_slurm(f'echo "$@" >> {script.parent.parent}/calls; echo Submitted batch job 4242')
-    jobs = executor.submit_script(script, 800)
+    jobs = slurm.submit_script(script, 800)
     assert (script.parent.parent / "calls").read_text() == f"{script}\n"
     assert [job.job_id for job in jobs] == [f"4242_{i}" for i in range(800)]
     assert all(isinstance(job, submitit.SlurmJob) for job in jobs)
@@ -58,7 +58,7 @@ def test_the_array_is_submitted_once_without_pickles(script, fake_slurm):
 def test_an_array_can_be_made_to_wait_for_a_gang(script, fake_slurm):
     """It may start once the gang has, or once that was cancelled."""
     fake_slurm(f'echo "$@" >> {script.parent.parent}/calls; echo Submitted batch job 4242')
-    executor.submit_script(script, 1, after="4241")
+    slurm.submit_script(script, 1, after="4241")
     assert (script.parent.parent / "calls").read_text() == f"--dependency=after:4241 {script}\n"
 
 
@@ -66,15 +66,15 @@ def test_submission_does_not_pay_for_submitits_pauses(script, fake_slurm, monkey
     """It sleeps between submissions to spare sacct, which we do not ask."""
     fake_slurm("echo Submitted batch job 1")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("slept"))
-    executor.submit_script(script, 2)
-    executor.submit_script(script, 2)
+    slurm.submit_script(script, 2)
+    slurm.submit_script(script, 2)
 
 
 def test_refusals_carry_sbatchs_own_words(script, fake_slurm):
     """What sbatch wrote is kept as it is, for the table of remedies."""
     fake_slurm("echo 'sbatch: error: no such thing' >&2; exit 1")
-    with pytest.raises(executor.SbatchRefusedError) as refused:
-        executor.submit_script(script, 1)
+    with pytest.raises(slurm.SbatchRefusedError) as refused:
+        slurm.submit_script(script, 1)
     assert refused.value.stderr == "sbatch: error: no such thing"
     assert not script.with_suffix(".jobid").exists()
 
@@ -83,21 +83,21 @@ def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch)
     """On a laptop, launcher=slurm points to launcher=local."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SubmissionError, match="launcher=local"):
-        executor.submit_script(script, 1)
+        slurm.submit_script(script, 1)
 
 
 def test_a_job_around_the_launcher_is_hidden_from_sbatch():
     """SLURM_MEM_PER_CPU of an salloc would contradict --mem of the script."""
     inside = {"SLURM_JOB_ID": "1", "SLURM_MEM_PER_CPU": "9", "SLURM_CONF": "/etc/x", "HOME": "/"}
     prefix = ["env", "--unset=SLURM_JOB_ID", "--unset=SLURM_MEM_PER_CPU"]
-    assert executor.without_outer_job(inside) == prefix
-    assert executor.without_outer_job({"SLURM_CONF": "/etc/x"}) == []
+    assert slurm.without_outer_job(inside) == prefix
+    assert slurm.without_outer_job({"SLURM_CONF": "/etc/x"}) == []
 
 
 def test_the_payload_is_a_path_and_nothing_else():
     """It could never run a task by itself; it says so instead of doing something else."""
     with pytest.raises(SubmissionError, match="batch script"):
-        executor.ArrayTask("/sweep/array-0.json", 3)()
+        slurm.ArrayTask("/sweep/array-0.json", 3)()
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_what_no_node_has_together_is_named_together():
 def test_sbatchs_own_words_are_in_the_error_only(script, fake_slurm, capfd):
     """submitit prints them as well, before the error that says what to do."""
     fake_slurm("echo 'sbatch: error: no such thing' >&2; exit 1")
-    with pytest.raises(executor.SbatchRefusedError, match="no such thing"):
-        executor.submit_script(script, 1)
+    with pytest.raises(slurm.SbatchRefusedError, match="no such thing"):
+        slurm.submit_script(script, 1)
     assert capfd.readouterr().err == ""
 
 
@@ -196,6 +196,6 @@ def test_other_refusals_are_told_as_they_are(stderr, remedy):
 def test_scripts_are_read_when_they_are_submitted(script, fake_slurm):
     """The copy of submitit of the submission file is the same text."""
     fake_slurm("echo Submitted batch job 7")
-    executor.submit_script(script, 1)
+    slurm.submit_script(script, 1)
     copies = list((script.parent / "submitit").glob("*_submission.sh"))
     assert [Path(copy).read_text() for copy in copies] == ["#!/bin/bash\n"]

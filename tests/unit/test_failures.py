@@ -1,6 +1,6 @@
 """Which failure is the cause."""
 
-from hpc_elastic.rendezvous.failures import Failure, first_failure
+from hpc_elastic.rendezvous.log_entry import Failure, first_failure
 
 
 def failed(rank: int, time: float, message: str, signal: str | None = None) -> Failure:

@@ -3,62 +3,62 @@
 import pytest
 
 import hpc_elastic
-from hpc_elastic import fence
 from hpc_elastic.errors import CheckpointError, CheckpointFencedError
+from hpc_elastic.run import fencing
 
 
 @pytest.fixture
 def records(tmp_path, monkeypatch):
     """A run directory's records; this worker belongs to the group of number 2."""
     for number in (1, 2):
-        fence.record_path(tmp_path, number).touch()
-    monkeypatch.setenv(fence.VARIABLE, str(fence.record_path(tmp_path, 2)))
+        fencing.record_path(tmp_path, number).touch()
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(tmp_path, 2)))
     return tmp_path
 
 
 def test_outside_a_run_everything_is_allowed(monkeypatch):
     """The same script commits its checkpoints without us."""
-    monkeypatch.delenv(fence.VARIABLE, raising=False)
-    fence.check()
+    monkeypatch.delenv(fencing.VARIABLE, raising=False)
+    fencing.check_fence()
 
 
 def test_the_present_group_may_commit(records):
     """As often as it likes."""
-    fence.check()
-    fence.check()
+    fencing.check_fence()
+    fencing.check_fence()
 
 
 def test_any_later_record_ends_the_group(records):
     """Another leader, another round, the end of the run: the fence does not ask which."""
-    fence.record_path(records, 3).touch()
+    fencing.record_path(records, 3).touch()
     with pytest.raises(CheckpointFencedError, match="record 3 exists") as e:
-        fence.check()
+        fencing.check_fence()
     assert isinstance(e.value, CheckpointError)
-    assert str(fence.record_path(records, 2)) in str(e.value)
+    assert str(fencing.record_path(records, 2)) in str(e.value)
 
 
 def test_numbers_are_compared_as_numbers(records, monkeypatch):
     """The tenth record comes after the ninth."""
-    fence.record_path(records, 10).touch()
-    monkeypatch.setenv(fence.VARIABLE, str(fence.record_path(records, 9)))
+    fencing.record_path(records, 10).touch()
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(records, 9)))
     with pytest.raises(CheckpointFencedError):
-        fence.check()
+        fencing.check_fence()
 
 
 def test_other_files_are_no_records(records):
     """Leases, staged records and what an NFS client leaves behind do not fence anybody."""
     for name in ("lease.9", ".record.99", "record.9.json~", ".nfs0009", "record.x.json"):
         (records / name).touch()
-    fence.check()
+    fencing.check_fence()
 
 
 def test_a_folder_that_can_not_be_read_is_no_leave(tmp_path, monkeypatch):
     """Whoever does not know whether he may, may not."""
-    monkeypatch.setenv(fence.VARIABLE, str(tmp_path / "gone" / "record.2.json"))
+    monkeypatch.setenv(fencing.VARIABLE, str(tmp_path / "gone" / "record.2.json"))
     with pytest.raises(OSError, match="gone"):
-        fence.check()
+        fencing.check_fence()
 
 
 def test_the_package_offers_it():
-    """`from hpc_elastic import fence` is what a script writes."""
-    assert hpc_elastic.fence is fence
+    """`from hpc_elastic import check_fence` is what a script writes."""
+    assert hpc_elastic.check_fence is fencing.check_fence

@@ -16,18 +16,18 @@ from followers import (
 )
 from groups import B, C
 
-from hpc_elastic.rendezvous.agent_effects import (
+from hpc_elastic.rendezvous.effects import (
     Claim,
     Connect,
-    HangUp,
+    Deliver,
+    Disconnect,
     Lead,
-    Look,
-    Publish,
-    Say,
-    Tell,
+    PublishIfMissing,
+    ReadLog,
+    SendToLeader,
 )
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RunEnding
 
 # ---- finding a leader ---------------------------------------------------------------------
 
@@ -35,11 +35,11 @@ from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
 def test_the_first_agent_of_a_run_claims_the_first_record():
     """There is nobody to look for."""
     f = agent()
-    assert f.tick(0.0) == [Look()]
+    assert f.tick(0.0) == [ReadLog()]
     assert f.looked(0, None, None, 0.1) == [Claim(1, None, unseen=True)]
     assert f.tick(0.2) == [], "one thing at a time"
-    mine = Record(1, 1, replace(LEADER, task=B.task))
-    assert f.claimed(mine, 0.3) == [Lead(mine), Look()]
+    mine = LogEntry(1, 1, replace(LEADER, task=B.task))
+    assert f.claimed(mine, 0.3) == [Lead(mine), ReadLog()]
     assert f.looked(1, mine, None, 0.4) == [Connect(mine)]
 
 
@@ -52,7 +52,7 @@ def test_who_was_too_late_follows_the_winner():
     while not effects:
         now += 0.05
         effects = f.tick(now)
-    assert effects == [Look()] and now <= 1.2
+    assert effects == [ReadLog()] and now <= 1.2
     winners = replace(RECORD, number=1)
     assert f.looked(1, winners, None, now) == [Connect(winners)]
 
@@ -90,8 +90,8 @@ def test_a_file_system_that_does_not_answer_claims_nothing():
 def test_one_question_to_the_file_system_at_a_time():
     """However long it hangs."""
     f = agent()
-    assert f.tick(0.0) == [Look()]
-    assert not of([e for now in range(1, 50) for e in f.tick(now / 5)], Look)
+    assert f.tick(0.0) == [ReadLog()]
+    assert not of([e for now in range(1, 50) for e in f.tick(now / 5)], ReadLog)
 
 
 def test_an_attempt_to_connect_is_not_repeated_while_it_lasts():
@@ -99,7 +99,7 @@ def test_an_attempt_to_connect_is_not_repeated_while_it_lasts():
     f = agent()
     f.tick(0.0)
     f.looked(5, RECORD, None, 0.0)
-    assert f.tick(0.5) == [Look()]
+    assert f.tick(0.5) == [ReadLog()]
     assert f.looked(5, RECORD, None, 0.5) == []
 
 
@@ -110,16 +110,16 @@ def test_an_attempt_to_reach_a_leader_that_was_replaced_is_given_up():
     f.looked(5, RECORD, None, 0.0)
     f.tick(0.5)
     newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, B.task, 0))
-    assert f.looked(6, newer, None, 0.5) == [HangUp(), Connect(newer)]
+    assert f.looked(6, newer, None, 0.5) == [Disconnect(), Connect(newer)]
 
 
 def test_a_run_that_has_ended_is_over():
     """Whoever comes late reads so in the record, and makes sure that there is a result."""
     f = agent()
     f.tick(0.0)
-    ended = replace(RECORD, ending=Ending("succeeded"))
+    ended = replace(RECORD, ending=RunEnding("succeeded"))
     publish, tell = f.looked(5, ended, None, 0.1)
-    assert publish == Publish(ended)
+    assert publish == PublishIfMissing(ended)
     assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
     assert f.tick(9.0) == [] and f.looked(9, RECORD, None, 9.0) == []
 
@@ -130,10 +130,10 @@ def test_a_run_that_has_ended_is_over():
 def test_beats_as_often_as_it_was_told():
     """Half a second at first; the leader of many asks for fewer."""
 
-    def beats(f: Following, begin: float, end: float) -> int:
+    def beats(f: FollowerState, begin: float, end: float) -> int:
         said, now = 0, begin
         while now < end:
-            said += len(of(f.tick(now), Say))
+            said += len(of(f.tick(now), SendToLeader))
             f.received({"type": "beat"}, now)
             now = round(now + 0.1, 3)
         return said
@@ -146,8 +146,8 @@ def test_reports_name_the_round_that_they_are_of():
     """A leader ignores what belongs to another."""
     f = following()
     said = f.report("finished")
-    beat = Say({"type": "beat"})  # how far the workers came, before they have ended
-    assert said == [beat, Say({"type": "finished", "record": 5})]
+    beat = SendToLeader({"type": "beat"})  # how far the workers came, before they have ended
+    assert said == [beat, SendToLeader({"type": "finished", "record": 5})]
     assert agent().report("finished") == [], "without a leader the round is lost anyway"
 
 
@@ -157,7 +157,7 @@ def test_a_round_answers_the_last_request_only():
     ask = asked(f.join())
     assert f.received({"type": "round", "ask": ask - 1, "record": 6}, 1.0) == []
     placed = {"type": "round", "ask": ask, "record": 7}
-    assert f.received(placed, 1.1) == [Tell(placed)]
+    assert f.received(placed, 1.1) == [Deliver(placed)]
     assert f.received({**placed, "record": 8}, 1.2) == [], "it has a place"
 
 
@@ -165,7 +165,7 @@ def test_a_stop_is_heard_once_it_has_a_place():
     """Whoever waits for a round has no workers to stop."""
     f = following()
     stop = {"type": "stop", "reason": "node3 joins"}
-    assert f.received(stop, 1.0) == [Tell(stop)]
+    assert f.received(stop, 1.0) == [Deliver(stop)]
     f.join()
     assert f.received(stop, 1.1) == []
 
@@ -173,14 +173,14 @@ def test_a_stop_is_heard_once_it_has_a_place():
 @pytest.mark.parametrize("message", [{"type": "hold", "number": 1}, {"type": "waiting"}])
 def test_other_words_of_the_leader_reach_the_agent(message):
     """As they are."""
-    assert following().received(message, 1.0) == [Tell(message)]
+    assert following().received(message, 1.0) == [Deliver(message)]
 
 
 @pytest.mark.parametrize("type_", ["end", "give back"])
 def test_the_leaders_last_word_ends_it(type_):
     """Nothing is looked for after that, whatever happens to the connection."""
     f = following()
-    assert f.received({"type": type_}, 1.0) == [Tell({"type": type_})]
+    assert f.received({"type": type_}, 1.0) == [Deliver({"type": type_})]
     assert f.disconnected("its connection closed", 1.1) == []
     assert f.tick(99.0) == [] and f.received({"type": "stop"}, 99.0) == []
 
@@ -188,14 +188,14 @@ def test_the_leaders_last_word_ends_it(type_):
 def test_a_broken_connection_stops_the_workers_and_looks_again():
     """At once."""
     effects = following().disconnected("its connection closed", 1.0)
-    assert [type(e) for e in effects] == [HangUp, Tell, Tell, Look]
+    assert [type(e) for e in effects] == [Disconnect, Deliver, Deliver, ReadLog]
     assert "its connection closed" in told(effects, "stop")[0]["reason"]
 
 
 def test_a_silent_leader_is_lost_after_lost_after_s():
     """A connection to a node that has vanished does not break."""
     f, effects, now = following(), [], 0.0
-    while not of(effects, HangUp):
+    while not of(effects, Disconnect):
         now += 0.25
         effects = f.tick(now)
     assert now == 3.25 and "silent for" in told(effects, "stop")[0]["reason"]
@@ -221,19 +221,21 @@ def test_an_agent_that_slept_forgives_its_leader():
     """It was not the leader that was silent."""
     f = following()
     f.tick(0.5)
-    assert not of(f.tick(60.0), HangUp)
+    assert not of(f.tick(60.0), Disconnect)
     times = [60.0 + 0.25 * n for n in range(1, 20)]
-    assert next(t for t in times if of(f.tick(t), HangUp)) == 62.25
+    assert next(t for t in times if of(f.tick(t), Disconnect)) == 62.25
 
 
 def test_a_leader_that_another_has_replaced_is_left():
     """It is paused or cut off, and does not know."""
     f = following()
     f.tick(0.5)
-    assert of(f.tick(0.8), Look) == [Look()], "it has been silent for longer than a beat and a half"
+    assert of(f.tick(0.8), ReadLog) == [ReadLog()], (
+        "it has been silent for longer than a beat and a half"
+    )
     newer = replace(RECORD, number=6, epoch=3, leader=Endpoint("10.0.0.2", 1, C.task, 0))
     effects = f.looked(6, newer, 1, 1.4)
-    assert of(effects, HangUp) and told(effects, "stop")
+    assert of(effects, Disconnect) and told(effects, "stop")
 
 
 # ---- a node that is to be left ------------------------------------------------------------
@@ -243,8 +245,8 @@ def test_outside_a_round_a_node_under_notice_leaves_at_once():
     """It has nothing to lose, and would only be waited for."""
     f = agent()
     noticed, leaving = f.notice("signal", 5.0, 1.0)
-    assert noticed == Tell({"type": "noticed", "reason": "signal", "left_s": 5.0})
-    assert leaving == Tell({"type": "leaving", "reason": "signal"})
+    assert noticed == Deliver({"type": "noticed", "reason": "signal", "left_s": 5.0})
+    assert leaving == Deliver({"type": "leaving", "reason": "signal"})
     assert f.tick(2.0) == []
 
 
@@ -254,7 +256,7 @@ def test_a_node_that_waits_for_a_place_tells_the_leader_that_it_leaves():
     f.received({"type": "stop", "reason": "node3 joins"}, 1.0)
     f.join()
     effects = f.notice("signal", 5.0, 1.5)
-    assert [e.message["type"] for e in of(effects, Say)] == ["leave"]
+    assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
     assert told(effects, "leaving") == [{"type": "leaving", "reason": "signal"}]
 
 
@@ -262,7 +264,9 @@ def test_in_a_round_it_tells_the_leader_and_goes_on():
     """All ranks are to save before it leaves."""
     f = following()
     effects = f.notice("signal", 5.0, 1.0)
-    assert of(effects, Say) == [Say({"type": "notice", "reason": "signal", "left_s": 5.0})]
+    assert of(effects, SendToLeader) == [
+        SendToLeader({"type": "notice", "reason": "signal", "left_s": 5.0})
+    ]
     assert told(effects, "leaving") == []
 
 
@@ -273,10 +277,10 @@ def test_when_its_round_is_over_it_leaves_instead_of_joining_again(ends):
     f.notice("signal", 5.0, 1.0)
     if ends == "stop":
         effects = f.received({"type": "stop", "reason": "at the checkpoint of step 3"}, 2.0)
-        assert [e.message["type"] for e in of(effects, Say)] == ["leave"]
+        assert [e.message["type"] for e in of(effects, SendToLeader)] == ["leave"]
     else:
         effects = f.disconnected("its connection closed", 2.0)
-    kinds = [e.message["type"] for e in of(effects, Tell)]
+    kinds = [e.message["type"] for e in of(effects, Deliver)]
     assert kinds.index("stop") < kinds.index("leaving")
 
 
@@ -292,7 +296,7 @@ def test_the_nearest_deadline_counts_and_the_first_reason():
     f = following()
     f.notice("time limit", 100.0, 1.0)
     assert f.notice("asked", 200.0, 2.0) == []
-    (say,) = of(f.notice("signal", 5.0, 3.0), Say)
+    (say,) = of(f.notice("signal", 5.0, 3.0), SendToLeader)
     assert say.message == {"type": "notice", "reason": "time limit", "left_s": 5.0}
 
 
@@ -301,9 +305,9 @@ def test_the_leader_may_ask_a_node_to_leave():
     f = following()
     effects = f.received({"type": "notice", "left_s": 600.0}, 1.0)
     assert told(effects, "noticed") == [{"type": "noticed", "reason": "asked", "left_s": 600.0}]
-    confirmed = Say({"type": "noticed"})
-    told_leader = Say({"type": "notice", "reason": "asked", "left_s": 600.0})
-    assert of(effects, Say) == [confirmed, told_leader]
+    confirmed = SendToLeader({"type": "noticed"})
+    told_leader = SendToLeader({"type": "notice", "reason": "asked", "left_s": 600.0})
+    assert of(effects, SendToLeader) == [confirmed, told_leader]
     assert f.received({"type": "notice", "left_s": 600.0}, 2.0) == [confirmed]
 
 
@@ -312,7 +316,9 @@ def test_its_time_being_over_it_leaves_whatever_its_round_does():
     f = following()
     f.notice("signal", 5.0, 1.0)
     effects = f.leave_now()
-    assert told(effects, "leaving") and [e.message["type"] for e in of(effects, Say)] == ["leave"]
+    assert told(effects, "leaving") and [e.message["type"] for e in of(effects, SendToLeader)] == [
+        "leave"
+    ]
     assert f.leave_now() == [] and f.notice("signal", 1.0, 6.0) == []
 
 
@@ -320,6 +326,6 @@ def test_proposals_reach_the_workers_of_a_round_only():
     """What comes after the stop is meant for pages that are gone."""
     f = following()
     propose = {"type": "propose", "number": 1, "step": 5}
-    assert f.received(propose, 1.0) == [Tell(propose)]
+    assert f.received(propose, 1.0) == [Deliver(propose)]
     f.received({"type": "stop", "reason": "a worker failed"}, 1.1)
     assert f.received(propose, 1.2) == []

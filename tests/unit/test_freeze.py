@@ -17,31 +17,36 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf, base
 
-from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.submit.compose import SharingLoader, SweepComposer
-from hpc_elastic.submit.entry import entry_of, search_path
-from hpc_elastic.submit.freeze import (
-    SharedSections,
-    freeze_job,
-    require_writable,
-    write_hydra_files,
-)
-from hpc_elastic.submit.frozen import freeze, remembered_grammar, to_yaml
-from hpc_elastic.submit.grace import Grace
-from hpc_elastic.submit.plan import PlannedRun, make_plan
-from hpc_elastic.submit.prepare import (
+from hpc_elastic.launcher.hydra_compose import SharingLoader, SweepComposer
+from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.prepare import (
+    Grace,
     Prepared,
+    chosen_environment,
+    entry_of,
+    git_state,
     make_run_id,
     next_array,
     overlapping,
+    parse_git_status,
     prepare,
     remove_rendered,
+    search_path,
     several_at_once,
     with_free_numbers,
 )
-from hpc_elastic.submit.provenance import chosen_environment, git_state, parse_git_status
+from hpc_elastic.launcher.sweep import (
+    SharedSections,
+    freeze,
+    freeze_job,
+    remembered_grammar,
+    require_writable,
+    to_yaml,
+    write_hydra_files,
+)
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 
 ENTRY = Entry("function", "main", script="/code/train.py")
 
@@ -248,7 +253,7 @@ def test_hydra_can_compose_after_the_sweep(sweep):
 def test_entry_of_a_module_function():
     """A function of a module is found by its dotted name."""
     entry = entry_of(parse_git_status, "function", [1, "a"])
-    assert (entry.module, entry.script) == ("hpc_elastic.submit.provenance", None)
+    assert (entry.module, entry.script) == ("hpc_elastic.launcher.prepare", None)
     assert (entry.qualname, entry.args) == ("parse_git_status", [1, "a"])
 
 
@@ -258,7 +263,7 @@ def test_entry_of_a_main_function(tmp_path, as_module):
     (tmp_path / "package").mkdir()
     script = tmp_path / "package" / "train.py"
     script.write_text(
-        "from hpc_elastic.submit.entry import entry_of\ndef main(): pass\n"
+        "from hpc_elastic.launcher.prepare import entry_of\ndef main(): pass\n"
         "import json, dataclasses\nif __name__ == '__main__':\n"
         "    print(json.dumps(dataclasses.asdict(entry_of(main, 'hydra'))))\n"
     )
@@ -287,7 +292,7 @@ def test_a_script_that_would_submit_itself_again_is_refused(tmp_path, last, refu
     """A worker imports it. The message names the line, and what to write."""
     script = tmp_path / "train.py"
     script.write_text(
-        "from hpc_elastic.submit.entry import entry_of\n"
+        "from hpc_elastic.launcher.prepare import entry_of\n"
         f"def main():\n    print(entry_of(main, 'hydra'))\n{last}\n"
     )
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -530,7 +535,7 @@ def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monke
             together.wait(60)  # or it raises: the others do not come
 
     for slow_s in (-1.0, 60.0):
-        monkeypatch.setattr("hpc_elastic.submit.prepare._SLOW_S", slow_s)
+        monkeypatch.setattr("hpc_elastic.launcher.prepare._SLOW_S", slow_s)
         writers.clear()
         several_at_once(write, range(4))
         assert len(set(writers)) == (4 if slow_s < 0 else 1)

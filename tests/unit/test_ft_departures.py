@@ -3,13 +3,20 @@
 import pytest
 from ft_asks import Groups, broken, last, of, placements
 
-from hpc_elastic.ft.protocol import EPOCH_SHIFT, Confirm, Farewell, Notice, Propose, SaveFirst
+from hpc_elastic.ft.messages import (
+    EPOCH_SHIFT,
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
+    LeaveNotice,
+    ProposeSwitch,
+)
 
 
 def notice(groups, *names, left_s=60.0):
     """Put these under notice."""
     for name in names:
-        told = groups.say(name, Notice(left_s))
+        told = groups.say(name, LeaveNotice(left_s))
     return told
 
 
@@ -21,10 +28,10 @@ def test_who_is_under_notice_leaves_at_a_switch():
     call, confirms = groups.agree("a", "b", "c")
     assert [c.leaves for c in confirms.values()] == [False, True, False]
     groups.ask("b", quorum_id=first, call=call)
-    assert last(groups.heard["b"], Confirm) == groups.heard["b"][-1], "it is told to wait"
+    assert last(groups.heard["b"], ConfirmSwitch) == groups.heard["b"][-1], "it is told to wait"
     groups.ask("a", quorum_id=first, call=call)
     told = groups.ask("c", quorum_id=first, call=call)
-    assert told["b"] == [Farewell()]
+    assert told["b"] == [LeaveGranted()]
     assert list(placements(told)) == ["a", "c"]
     assert broken(groups.leave("b")) == {}
 
@@ -38,7 +45,7 @@ def test_the_last_members_are_told_that_the_state_leaves_with_them():
     assert {(c.leaves, c.last) for c in confirms.values()} == {(True, True)}
     groups.ask("a", quorum_id=first, call=call)
     told = groups.ask("b", quorum_id=first, call=call)
-    assert told == {"a": [Farewell()], "b": [Farewell()]}
+    assert told == {"a": [LeaveGranted()], "b": [LeaveGranted()]}
 
 
 def test_a_single_member_leaves_by_itself():
@@ -47,7 +54,7 @@ def test_a_single_member_leaves_by_itself():
     first = groups.form("a")
     notice(groups, "a")
     call, _ = groups.agree("a")
-    assert groups.ask("a", quorum_id=first, call=call) == {"a": [Farewell()]}
+    assert groups.ask("a", quorum_id=first, call=call) == {"a": [LeaveGranted()]}
 
 
 @pytest.mark.parametrize(("left_s", "leaves"), [(60.0, False), (1.0, True)])
@@ -61,10 +68,10 @@ def test_a_newcomer_is_let_in_first_if_nobody_else_would_have_the_state(left_s, 
     call, confirms = groups.agree("a")
     assert confirms["a"].leaves == leaves
     told = groups.ask("a", quorum_id=first, call=call, step=4, is_saved=leaves)
-    assert (told["a"] == [Farewell()]) == leaves
+    assert (told["a"] == [LeaveGranted()]) == leaves
     if not leaves:
         assert list(placements(told)) == ["a", "b"]
-        assert of(groups.wait(0.1)["b"], Propose).call == 0
+        assert of(groups.wait(0.1)["b"], ProposeSwitch).call == 0
 
 
 def test_a_notice_after_the_confirmation_waits_for_the_next_switch():
@@ -89,10 +96,10 @@ def test_who_is_left_alone_with_the_state_and_too_few_for_a_quorum_saves_it_firs
     assert not any(c.last for c in confirms.values())
     notice(groups, "b")
     groups.ask("a", quorum_id=first, call=call, step=4)
-    assert groups.ask("b", quorum_id=first, call=call, step=4) == {"a": [Farewell()]}
-    assert groups.wait(0.1) == {"b": [SaveFirst()]}
+    assert groups.ask("b", quorum_id=first, call=call, step=4) == {"a": [LeaveGranted()]}
+    assert groups.wait(0.1) == {"b": [CheckpointBeforeLeave()]}
     assert groups.ask("b", quorum_id=first, call=call + 1, step=4, is_saved=True) == {
-        "b": [Farewell()]
+        "b": [LeaveGranted()]
     }
 
 
@@ -103,7 +110,10 @@ def test_one_of_those_that_have_the_newest_state_saves_it():
     notice(groups, "a", "b")
     groups.leave("c")
     groups.ask("a", quorum_id=first, step=4)
-    assert groups.ask("b", quorum_id=first, step=4) == {"a": [SaveFirst()], "b": [Farewell()]}
+    assert groups.ask("b", quorum_id=first, step=4) == {
+        "a": [CheckpointBeforeLeave()],
+        "b": [LeaveGranted()],
+    }
 
 
 def test_who_saved_is_let_in_if_somebody_has_come_meanwhile():
@@ -112,7 +122,7 @@ def test_who_saved_is_let_in_if_somebody_has_come_meanwhile():
     first = groups.form("a", "b")
     groups.leave("b")
     groups.ask("a", quorum_id=first, step=4)
-    assert notice(groups, "a") == {"a": [SaveFirst()]}
+    assert notice(groups, "a") == {"a": [CheckpointBeforeLeave()]}
     groups.arrive("c")
     groups.ask("c")
     told = placements(groups.ask("a", quorum_id=first, step=4, is_saved=True))
@@ -126,7 +136,7 @@ def test_who_saves_is_waited_for():
     first = groups.form("a", "b")
     notice(groups, "a")
     groups.leave("b")
-    assert groups.ask("a", quorum_id=first, step=4) == {"a": [SaveFirst()]}
+    assert groups.ask("a", quorum_id=first, step=4) == {"a": [CheckpointBeforeLeave()]}
     groups.arrive("c")
     assert placements(groups.ask("c")) == {}
     told = placements(groups.ask("a", quorum_id=first, step=4, is_saved=True))
@@ -140,8 +150,8 @@ def test_a_group_under_notice_in_no_quorum_is_let_go_when_it_asks():
     groups.form("a")
     groups.arrive("b")
     notice(groups, "b")
-    assert groups.ask("b") == {"b": [Farewell()]}
-    assert groups.ask("b") == {"b": [Farewell()]}, "again, if the answer was lost"
+    assert groups.ask("b") == {"b": [LeaveGranted()]}
+    assert groups.ask("b") == {"b": [LeaveGranted()]}, "again, if the answer was lost"
 
 
 def test_a_newcomer_that_gets_notice_while_it_waits_is_let_go():
@@ -151,7 +161,7 @@ def test_a_newcomer_that_gets_notice_while_it_waits_is_let_go():
     groups.arrive("b")
     groups.ask("b")
     told = notice(groups, "b")
-    assert told == {"b": [Farewell()], "a": [Propose(first, 0, 0)]}
+    assert told == {"b": [LeaveGranted()], "a": [ProposeSwitch(first, 0, 0)]}
 
 
 def test_members_under_notice_leave_a_broken_quorum_when_all_have_asked():
@@ -162,7 +172,7 @@ def test_members_under_notice_leave_a_broken_quorum_when_all_have_asked():
     groups.leave("c")
     assert groups.ask("b", quorum_id=first, step=3, lineage="x") == {}
     told = groups.ask("a", quorum_id=first, step=3, lineage="x")
-    assert told["b"] == [Farewell()]
+    assert told["b"] == [LeaveGranted()]
     assert list(placements(told)) == ["a"]
 
 
@@ -186,7 +196,7 @@ def test_if_all_that_live_are_under_notice_the_newest_of_them_are_the_last():
     groups.leave("c")
     groups.ask("a", quorum_id=first, step=3, lineage="x")
     told = groups.ask("b", quorum_id=first, step=4, lineage="y")
-    assert told == {"a": [Farewell()], "b": [SaveFirst()]}
+    assert told == {"a": [LeaveGranted()], "b": [CheckpointBeforeLeave()]}
 
 
 def test_who_has_no_time_left_is_not_kept_waiting():
@@ -196,8 +206,8 @@ def test_who_has_no_time_left_is_not_kept_waiting():
     notice(groups, "b", left_s=8.0)
     groups.leave("c")
     groups.ask("b", quorum_id=first, step=4)
-    assert groups.wait(2.0).get("b", [])[-1:] != [Farewell()]
-    assert groups.wait(2.0)["b"] == [Farewell()]
+    assert groups.wait(2.0).get("b", [])[-1:] != [LeaveGranted()]
+    assert groups.wait(2.0)["b"] == [LeaveGranted()]
 
 
 def test_who_has_no_time_left_saves_what_a_member_that_has_not_come_may_have_too():
@@ -206,7 +216,7 @@ def test_who_has_no_time_left_saves_what_a_member_that_has_not_come_may_have_too
     groups.come_back(7, "b", size=2, broken=True)
     notice(groups, "b", left_s=3.0)
     groups.ask("b", quorum_id=7, call=4, step=4)
-    assert last(groups.heard["b"], (SaveFirst, Farewell)) == SaveFirst()
+    assert last(groups.heard["b"], (CheckpointBeforeLeave, LeaveGranted)) == CheckpointBeforeLeave()
 
 
 def test_who_came_to_the_switch_of_the_keeper_before_saves_all_the_same():
@@ -216,5 +226,5 @@ def test_who_came_to_the_switch_of_the_keeper_before_saves_all_the_same():
     groups.come_back(old, "a")
     notice(groups, "a")
     groups.ask("a", quorum_id=old, call=4, step=5)
-    assert groups.wait(0.05) == {"a": [SaveFirst()]}
-    assert groups.ask("a", quorum_id=old, call=0, step=6, is_saved=True) == {"a": [Farewell()]}
+    assert groups.wait(0.05) == {"a": [CheckpointBeforeLeave()]}
+    assert groups.ask("a", quorum_id=old, call=0, step=6, is_saved=True) == {"a": [LeaveGranted()]}

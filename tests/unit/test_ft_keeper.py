@@ -4,16 +4,16 @@ from dataclasses import replace
 
 from ft_asks import Groups, ask, broken, of, placements, quorum_of
 
-from hpc_elastic.ft.keeper import Keeper, Send
-from hpc_elastic.ft.protocol import (
-    At,
-    Broken,
-    Bye,
-    Confirm,
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
+from hpc_elastic.ft.messages import (
+    ConfirmSwitch,
     Hello,
-    Lost,
-    Placements,
-    Propose,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumResults,
+    Shutdown,
+    SwitchVote,
+    WorkersLost,
 )
 
 # ---- a quorum breaks --------------------------------------------------------------------------
@@ -38,14 +38,14 @@ def test_a_stopped_member_breaks_the_quorum_and_is_told_so():
     """When it goes on it finds out before it waits for the others."""
     groups = Groups()
     groups.form("a", "b")
-    assert broken(groups.say("b", Lost("stopped"))) == {"a": "b: stopped", "b": "b: stopped"}
+    assert broken(groups.say("b", WorkersLost("stopped"))) == {"a": "b: stopped", "b": "b: stopped"}
 
 
 def test_what_one_member_reports_is_told_the_others():
     """They would wait for it in their collectives."""
     groups = Groups()
     first = groups.form("a", "b", "c")
-    told = groups.say("a", Broken(first, "reset by peer"))
+    told = groups.say("a", QuorumAborted(first, "reset by peer"))
     assert broken(told) == {"b": "a: reset by peer", "c": "a: reset by peer"}
 
 
@@ -53,9 +53,9 @@ def test_a_report_about_an_older_quorum_is_ignored():
     """It crossed the news of the new one."""
     groups = Groups()
     first = groups.form("a", "b")
-    groups.say("a", Broken(first, "x"))
+    groups.say("a", QuorumAborted(first, "x"))
     groups.ask("a", "b", quorum_id=first)
-    assert groups.say("b", Broken(first, "x")) == {}
+    assert groups.say("b", QuorumAborted(first, "x")) == {}
 
 
 def test_a_newcomer_that_goes_away_breaks_nothing():
@@ -81,7 +81,7 @@ def test_an_ask_that_is_repeated_is_answered_again():
     told = groups.ask("a", number=7)
     assert quorum_of(told) == first
     assert list(told) == ["a"]
-    assert of(told["a"], Placements).number == 7
+    assert of(told["a"], QuorumResults).number == 7
 
 
 def test_a_later_ask_is_not_taken_for_one_that_is_repeated():
@@ -110,14 +110,14 @@ def test_a_newcomer_costs_no_step():
     first = groups.form("a", "b")
     groups.arrive("c")
     told = groups.ask("c")
-    assert [of(told[n], Propose) for n in "ab"] == [Propose(first, 1, 0)] * 2
+    assert [of(told[n], ProposeSwitch) for n in "ab"] == [ProposeSwitch(first, 1, 0)] * 2
     call, confirms = groups.agree("a", "b")
-    assert confirms == {n: Confirm(first, 2) for n in "ab"}
+    assert confirms == {n: ConfirmSwitch(first, 2) for n in "ab"}
     groups.ask("a", quorum_id=first, call=call, step=5, lineage="x")
     told = placements(groups.ask("b", quorum_id=first, call=call, step=5, lineage="x"))
     assert list(told) == ["a", "b", "c"]
     assert told["c"].heals
-    assert groups.heard["a"] == [m for m in groups.heard["a"] if not isinstance(m, Broken)]
+    assert groups.heard["a"] == [m for m in groups.heard["a"] if not isinstance(m, QuorumAborted)]
 
 
 def test_a_newcomer_waits_as_long_as_a_call_takes():
@@ -140,7 +140,7 @@ def test_a_proposal_is_taken_back_when_the_newcomer_is_gone():
     groups.arrive("c")
     groups.ask("c")
     told = groups.leave("c")
-    assert [of(told[n], Propose) for n in "ab"] == [Propose(first, 0, 0)] * 2
+    assert [of(told[n], ProposeSwitch) for n in "ab"] == [ProposeSwitch(first, 0, 0)] * 2
 
 
 def test_a_proposal_is_taken_back_when_a_member_does_not_answer():
@@ -151,9 +151,9 @@ def test_a_proposal_is_taken_back_when_a_member_does_not_answer():
     groups.ask("c")
     groups.answer(1, "a")
     told = groups.wait(5.1)
-    assert of(told["a"], Propose) == Propose(first, 0, 0)
+    assert of(told["a"], ProposeSwitch) == ProposeSwitch(first, 0, 0)
     assert broken(told) == {}
-    assert of(groups.wait(0.6)["b"], Propose).call == 0
+    assert of(groups.wait(0.6)["b"], ProposeSwitch).call == 0
 
 
 def test_an_ask_outside_of_the_switch_breaks_the_quorum():
@@ -183,25 +183,25 @@ def test_a_member_that_is_done_is_left_out_of_the_switch():
     groups.arrive("c")
     groups.ask("c")
     groups.answer(3, "a")
-    assert of(groups.say("b", Bye())["a"], Propose).call == 4
+    assert of(groups.say("b", Shutdown())["a"], ProposeSwitch).call == 4
 
 
 def test_the_others_are_told_a_while_after_a_member_was_done():
     """Its node may have vanished before its connections were closed; the last bytes are there."""
     groups = Groups()
     groups.form("a", "b", "c")
-    groups.say("b", Bye())
+    groups.say("b", Shutdown())
     assert groups.wait(1.9) == {}
     assert broken(groups.wait(0.2)) == {"a": "b is done", "c": "b is done"}
 
 
 def test_sends_are_plain_values():
     """So that a driver can compare, queue and print them."""
-    keeper = Keeper(0)
+    keeper = LighthouseState(0)
     keeper.arrived("a", 0.0)
     keeper.said("a", ask(), 0.0)
     (send,) = keeper.tick(1.0)
-    assert isinstance(send.message, Placements)
+    assert isinstance(send.message, QuorumResults)
     assert send == replace(send)
-    assert send == Send("a", send.message)
-    assert keeper.said("a", At(99, 1, True, 0, 0.0), 1.0) == []
+    assert send == ReplicaMessage("a", send.message)
+    assert keeper.said("a", SwitchVote(99, 1, True, 0, 0.0), 1.0) == []

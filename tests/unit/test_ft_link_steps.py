@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.ft.group import Ballot, combined_ask, combined_at, missing
-from hpc_elastic.ft.protocol import NO_QUORUM, Ask, At, Broken, Confirm, Propose, Verdict, Vote
-from hpc_elastic.ft.steps import Steps
+from hpc_elastic.ft.manager_client import QuorumSteps
+from hpc_elastic.ft.manager_server import CommitVotes, combined_ask, combined_at, missing
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    CommitDecision,
+    CommitVote,
+    ConfirmSwitch,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumRequest,
+    SwitchVote,
+)
 
 Q = 7
 
 
-def in_quorum(*, alone: bool = True, begun: int = 0) -> Steps:
-    steps = Steps(alone=alone)
+def in_quorum(*, alone: bool = True, begun: int = 0) -> QuorumSteps:
+    steps = QuorumSteps(alone=alone)
     steps.begin(0.0)
     steps.enter(Q)
     for call in range(begun):
@@ -20,15 +29,15 @@ def in_quorum(*, alone: bool = True, begun: int = 0) -> Steps:
     return steps
 
 
-def ask(**other: object) -> Ask:
+def ask(**other: object) -> QuorumRequest:
     given = {"call": 3, "step": 5, "lineage": "a", "quorum_id": Q, "commit_failures": 0}
     rest = {"min_replicas": 1, "shrink_only": False, "store": "h:1", "metadata": ("m",)}
-    return Ask(**{**given, **rest, **other})  # type: ignore[arg-type]
+    return QuorumRequest(**{**given, **rest, **other})  # type: ignore[arg-type]
 
 
 def test_first_call_asks():
     """The first step is call 0, and needs a quorum."""
-    steps = Steps(alone=True)
+    steps = QuorumSteps(alone=True)
     steps.begin(0.0)
     assert (steps.call, steps.must_ask, steps.quorum_id) == (0, True, NO_QUORUM)
 
@@ -42,20 +51,20 @@ def test_calls_are_counted_from_the_asking_one():
 def test_proposal_ahead_is_agreed_to():
     """A proposed call that has not begun is waited at, until it is confirmed; there all ask."""
     steps = in_quorum(begun=2)
-    assert steps.proposed(Propose(Q, 1, 4), 2.0) == At(Q, 1, True, 2, 1.0)
+    assert steps.proposed(ProposeSwitch(Q, 1, 4), 2.0) == SwitchVote(Q, 1, True, 2, 1.0)
     steps.begin(3.0)
     assert not steps.undecided
     steps.begin(4.0)
     assert steps.undecided and not steps.must_ask
-    steps.confirm(Confirm(Q, 1))
+    steps.confirm(ConfirmSwitch(Q, 1))
     assert steps.must_ask and not steps.undecided
 
 
 def test_confirmed_before_it_is_reached():
     """A confirmed call asks when it comes, and not before."""
     steps = in_quorum(begun=1)
-    steps.proposed(Propose(Q, 1, 3), 1.0)
-    steps.confirm(Confirm(Q, 1))
+    steps.proposed(ProposeSwitch(Q, 1, 3), 1.0)
+    steps.confirm(ConfirmSwitch(Q, 1))
     steps.begin(2.0)
     assert not steps.must_ask
     steps.begin(3.0)
@@ -65,8 +74,8 @@ def test_confirmed_before_it_is_reached():
 def test_proposal_behind_is_refused():
     """A call that has begun can not be agreed to, and an older agreement is void with it."""
     steps = in_quorum(begun=2)
-    steps.proposed(Propose(Q, 1, 3), 2.0)
-    answer = steps.proposed(Propose(Q, 2, 2), 2.0)
+    steps.proposed(ProposeSwitch(Q, 1, 3), 2.0)
+    answer = steps.proposed(ProposeSwitch(Q, 2, 2), 2.0)
     assert answer is not None and not answer.ok and answer.call == 2
     steps.begin(3.0)
     assert not steps.undecided
@@ -75,8 +84,8 @@ def test_proposal_behind_is_refused():
 def test_question_how_far_changes_nothing():
     """Call 0 of a proposal only asks; what was agreed to stands."""
     steps = in_quorum(begun=2)
-    steps.proposed(Propose(Q, 1, 3), 2.0)
-    answer = steps.proposed(Propose(Q, 2, 0), 2.0)
+    steps.proposed(ProposeSwitch(Q, 1, 3), 2.0)
+    answer = steps.proposed(ProposeSwitch(Q, 2, 0), 2.0)
     assert answer is not None and answer.call == 2
     steps.begin(3.0)
     assert steps.undecided
@@ -85,14 +94,14 @@ def test_question_how_far_changes_nothing():
 def test_taken_back():
     """Number 0 lets those go on that wait; what is confirmed stands."""
     steps = in_quorum()
-    steps.proposed(Propose(Q, 1, 1), 0.0)
+    steps.proposed(ProposeSwitch(Q, 1, 1), 0.0)
     steps.begin(1.0)
     assert steps.undecided
-    assert steps.proposed(Propose(Q, 0, 0), 1.0) is None
+    assert steps.proposed(ProposeSwitch(Q, 0, 0), 1.0) is None
     assert not steps.undecided and not steps.must_ask
-    steps.proposed(Propose(Q, 2, 3), 1.0)
-    steps.confirm(Confirm(Q, 2))
-    steps.proposed(Propose(Q, 0, 0), 1.0)
+    steps.proposed(ProposeSwitch(Q, 2, 3), 1.0)
+    steps.confirm(ConfirmSwitch(Q, 2))
+    steps.proposed(ProposeSwitch(Q, 0, 0), 1.0)
     steps.begin(2.0)
     steps.begin(3.0)
     assert steps.must_ask
@@ -101,48 +110,48 @@ def test_taken_back():
 def test_who_waits_has_not_passed():
     """As long as a worker waits at a call, a new keeper may propose the same call again."""
     steps = in_quorum()
-    steps.proposed(Propose(Q, 1, 1), 0.0)
+    steps.proposed(ProposeSwitch(Q, 1, 1), 0.0)
     steps.begin(1.0)
-    answer = steps.proposed(Propose(Q, 9, 1), 1.0)
+    answer = steps.proposed(ProposeSwitch(Q, 9, 1), 1.0)
     assert answer is not None and answer.ok
-    steps.confirm(Confirm(Q, 9, leaves=True))
+    steps.confirm(ConfirmSwitch(Q, 9, leaves=True))
     assert steps.must_ask and steps.confirmed is not None and steps.confirmed.leaves
 
 
 def test_new_keeper_confirms_what_was_confirmed():
     """A worker that was told already agrees to the same call under another number."""
     steps = in_quorum()
-    steps.proposed(Propose(Q, 1, 2), 0.0)
-    steps.confirm(Confirm(Q, 1))
-    answer = steps.proposed(Propose(Q, 9, 2), 0.0)
+    steps.proposed(ProposeSwitch(Q, 1, 2), 0.0)
+    steps.confirm(ConfirmSwitch(Q, 1))
+    answer = steps.proposed(ProposeSwitch(Q, 9, 2), 0.0)
     assert answer is not None and answer.ok
-    steps.confirm(Confirm(Q, 9, leaves=True))
-    assert steps.confirmed == Confirm(Q, 9, leaves=True)
+    steps.confirm(ConfirmSwitch(Q, 9, leaves=True))
+    assert steps.confirmed == ConfirmSwitch(Q, 9, leaves=True)
 
 
 def test_settled_steps_are_not_agreed_to():
     """After a worker has decided about its next step, no change can be put there."""
     steps = in_quorum(begun=1)
     steps.settle(2)
-    answer = steps.proposed(Propose(Q, 1, 2), 1.0)
+    answer = steps.proposed(ProposeSwitch(Q, 1, 2), 1.0)
     assert answer is not None and not answer.ok and answer.call == 2
 
 
 def test_next_step_is_the_switch():
     """A worker can tell before it begins the step at which the members change."""
     steps = in_quorum(begun=1)
-    steps.proposed(Propose(Q, 1, 2), 1.0)
+    steps.proposed(ProposeSwitch(Q, 1, 2), 1.0)
     assert steps.undecided_next and not steps.switches_next
-    steps.confirm(Confirm(Q, 1, leaves=True, last=True))
+    steps.confirm(ConfirmSwitch(Q, 1, leaves=True, last=True))
     assert steps.switches_next and not steps.undecided_next
 
 
 def test_other_quorums_do_not_matter():
     """Proposals, confirmations and breaks of another quorum are ignored."""
     steps = in_quorum()
-    assert steps.proposed(Propose(Q - 1, 1, 5), 0.0) is None
-    assert not steps.told_broken(Broken(Q - 1, "old"))
-    steps.confirm(Confirm(Q - 1, 1))
+    assert steps.proposed(ProposeSwitch(Q - 1, 1, 5), 0.0) is None
+    assert not steps.told_broken(QuorumAborted(Q - 1, "old"))
+    steps.confirm(ConfirmSwitch(Q - 1, 1))
     assert not steps.found_broken(Q - 1, "old")
     steps.begin(1.0)
     assert not steps.must_ask and steps.broken is None
@@ -151,8 +160,8 @@ def test_other_quorums_do_not_matter():
 def test_broken_once():
     """A break is news once, and a worker that is alone in its group asks at its next step."""
     steps = in_quorum()
-    assert steps.told_broken(Broken(Q, "b died"))
-    assert not steps.told_broken(Broken(Q, "again"))
+    assert steps.told_broken(QuorumAborted(Q, "b died"))
+    assert not steps.told_broken(QuorumAborted(Q, "again"))
     assert not steps.found_broken(Q, "again")
     assert steps.broken == "b died" and steps.must_ask
 
@@ -160,11 +169,11 @@ def test_broken_once():
 def test_group_asks_after_the_same_verdict():
     """With several workers, a break counts for all from the verdict that they got after it."""
     steps = in_quorum(alone=False)
-    steps.counted(Verdict(Q, 0, True))
-    steps.told_broken(Broken(Q, "b died"))
+    steps.counted(CommitDecision(Q, 0, True))
+    steps.told_broken(QuorumAborted(Q, "b died"))
     steps.begin(1.0)
     assert not steps.must_ask
-    steps.counted(Verdict(Q, 1, False))
+    steps.counted(CommitDecision(Q, 1, False))
     assert steps.must_ask
 
 
@@ -172,10 +181,10 @@ def test_own_finding_does_not_part_a_group():
     """What one worker of several has found counts when the server has told all of them."""
     steps = in_quorum(alone=False)
     steps.found_broken(Q, "mine")
-    steps.counted(Verdict(Q, 0, True))
+    steps.counted(CommitDecision(Q, 0, True))
     assert not steps.must_ask
-    steps.told_broken(Broken(Q, "mine"))
-    steps.counted(Verdict(Q, 1, False))
+    steps.told_broken(QuorumAborted(Q, "mine"))
+    steps.counted(CommitDecision(Q, 1, False))
     assert steps.must_ask
 
 
@@ -202,25 +211,25 @@ def test_torn_group_heals():
 
 def test_combined_answer():
     """A group agrees if all its workers do, and is as far as the furthest."""
-    ats = {0: At(Q, 1, True, 3, 2.0), 1: At(Q, 1, False, 4, 1.0)}
-    assert combined_at(ats) == At(Q, 1, False, 4, 2.0)
+    ats = {0: SwitchVote(Q, 1, True, 3, 2.0), 1: SwitchVote(Q, 1, False, 4, 1.0)}
+    assert combined_at(ats) == SwitchVote(Q, 1, False, 4, 2.0)
 
 
 def test_verdict():
     """One no decides; a yes takes all, alive; each step gets one verdict."""
-    ballot = Ballot()
+    ballot = CommitVotes()
     assert ballot.decide(2, complete=True) is None
-    ballot.cast(0, Vote(Q, 1, True))
+    ballot.cast(0, CommitVote(Q, 1, True))
     assert ballot.decide(2, complete=True) is None
-    ballot.cast(1, Vote(Q, 1, True))
-    assert ballot.decide(2, complete=True) == Verdict(Q, 1, True)
-    ballot.cast(1, Vote(Q, 2, False))
-    assert ballot.decide(2, complete=True) == Verdict(Q, 2, False)
-    ballot.cast(0, Vote(Q, 2, True))
-    ballot.cast(0, Vote(Q, 1, True))
+    ballot.cast(1, CommitVote(Q, 1, True))
+    assert ballot.decide(2, complete=True) == CommitDecision(Q, 1, True)
+    ballot.cast(1, CommitVote(Q, 2, False))
+    assert ballot.decide(2, complete=True) == CommitDecision(Q, 2, False)
+    ballot.cast(0, CommitVote(Q, 2, True))
+    ballot.cast(0, CommitVote(Q, 1, True))
     assert ballot.decide(2, complete=True) is None
-    ballot.cast(0, Vote(Q + 1, 0, True))
-    assert ballot.decide(2, complete=False) == Verdict(Q + 1, 0, False)
+    ballot.cast(0, CommitVote(Q + 1, 0, True))
+    assert ballot.decide(2, complete=False) == CommitDecision(Q + 1, 0, False)
 
 
 def test_missing_ranks_are_named():
@@ -231,8 +240,8 @@ def test_missing_ranks_are_named():
 def test_the_last_moment_to_save_is_the_end_of_the_step_before_the_group_goes():
     """And the question after that says that it was one."""
     steps = in_quorum()
-    steps.proposed(Propose(Q, 1, 2), 0.0)
-    steps.confirm(Confirm(Q, 1, leaves=True, last=True))
+    steps.proposed(ProposeSwitch(Q, 1, 2), 0.0)
+    steps.confirm(ConfirmSwitch(Q, 1, leaves=True, last=True))
     assert not steps.is_last
     steps.begin(1.0)
     assert (steps.is_last, steps.is_saved) == (True, False)
@@ -240,11 +249,11 @@ def test_the_last_moment_to_save_is_the_end_of_the_step_before_the_group_goes():
     assert steps.must_ask and steps.is_saved
 
 
-@pytest.mark.parametrize("confirm", [Confirm(Q, 1), Confirm(Q, 1, leaves=True)])
+@pytest.mark.parametrize("confirm", [ConfirmSwitch(Q, 1), ConfirmSwitch(Q, 1, leaves=True)])
 def test_where_others_keep_the_state_no_moment_is_the_last(confirm):
     """Not for who stays, and not for who leaves."""
     steps = in_quorum()
-    steps.proposed(Propose(Q, 1, 1), 0.0)
+    steps.proposed(ProposeSwitch(Q, 1, 1), 0.0)
     steps.confirm(confirm)
     assert not steps.is_last
     steps.begin(1.0)

@@ -8,11 +8,10 @@ from ft_fakes import heals, make, place, state_of
 from torch.distributed import HashStore, ReduceOp
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import lineage
+from hpc_elastic.ft import quorum
 from hpc_elastic.ft.early import wants_attendant
-from hpc_elastic.ft.manager import Manager, WorldSizeMode
-from hpc_elastic.ft.saving import Agreement
-from hpc_elastic.ft.server import Wanted, find_server, group_of
+from hpc_elastic.ft.manager import Manager, SaveAgreement, WorldSizeMode
+from hpc_elastic.ft.manager_client import ServerSettings, find_server, group_of
 
 
 def one_step(manager, value=1.0):
@@ -104,7 +103,7 @@ def test_who_heals_adds_zero_and_applies_the_state_before_the_verdict(monkeypatc
     assert played.manager.should_commit()
     assert played.w.item() == 3.0
     assert played.manager.state_dict() == {"step": 8, "batches_committed": 15}
-    assert played.manager._progress.lineage == lineage.after_step("L", 1, 1)
+    assert played.manager._progress.lineage == quorum.after_step("L", 1, 1)
 
 
 def test_who_has_healed_contributes_from_the_next_step_on(monkeypatch):
@@ -191,7 +190,7 @@ def test_histories_are_told_apart_by_what_was_promised(monkeypatch):
     assert same[0] == same[1]
     loaded = make(monkeypatch).manager
     loaded.load_state_dict({"step": 3, "batches_committed": 6})
-    assert loaded._progress.lineage == lineage.known(3, 6)
+    assert loaded._progress.lineage == quorum.known(3, 6)
 
 
 def test_a_group_commits_what_all_its_ranks_can(monkeypatch):
@@ -228,7 +227,7 @@ def test_one_group_saves_and_when_all_leave_at_once(monkeypatch):
 def test_ranks_of_one_group_save_by_one_clock():
     """The first rank's, one step later; the others' clocks do not count."""
     store = HashStore()
-    first, second = Agreement(store, is_first=True), Agreement(store, is_first=False)
+    first, second = SaveAgreement(store, is_first=True), SaveAgreement(store, is_first=False)
     answers = [
         (first.at_step(due=a), second.at_step(due=b))
         for a, b in [(False, True), (True, False), (True, True), (False, False)]
@@ -279,7 +278,7 @@ def test_without_a_run_and_a_lighthouse_both_remedies_are_named(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     group = group_of(0, 1, "h", 1)
     with pytest.raises(ConfigError, match=r"ft=true.*TORCHFT_LIGHTHOUSE"):
-        find_server(group, Wanted(None, None, 1.0))
+        find_server(group, ServerSettings(None, None, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from test_ft_manager import one_step
 from torch.futures import Future
 
 from hpc_elastic.ft.manager import LeftQuorumError
-from hpc_elastic.ft.membership import DamagedStateError
-from hpc_elastic.ft.protocol import Farewell, SaveFirst
+from hpc_elastic.ft.messages import CheckpointBeforeLeave, LeaveGranted
+from hpc_elastic.ft.quorum_client import DamagedStateError
 
 
 def test_an_error_costs_the_step_and_is_told_at_once(monkeypatch):
@@ -240,7 +240,7 @@ def test_no_quorum_in_time_raises_who_was_waited_for(monkeypatch):
 def test_who_has_left_is_told_so(monkeypatch):
     """Outside a run, where nobody stops the script."""
     monkeypatch.delenv("HPC_ELASTIC_FT_SOCKET", raising=False)
-    played = make(monkeypatch, place(), Farewell())
+    played = make(monkeypatch, place(), LeaveGranted())
     one_step(played.manager)
     played.link.broken = "switch"
     played.manager.start_quorum()
@@ -250,7 +250,9 @@ def test_who_has_left_is_told_so(monkeypatch):
 
 def test_who_is_to_save_first_does_so_at_the_end_of_a_step_that_fails(monkeypatch):
     """Whatever its rank was; then it asks again, and says so."""
-    played = make(monkeypatch, place(rank=1, size=2), SaveFirst(), place(2, size=1, step=1))
+    played = make(
+        monkeypatch, place(rank=1, size=2), CheckpointBeforeLeave(), place(2, size=1, step=1)
+    )
     assert one_step(played.manager)[1]
     assert not played.manager._saving.decide(1, False, False)
     played.link.breaks()

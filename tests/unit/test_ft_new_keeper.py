@@ -2,8 +2,14 @@
 
 from ft_asks import Groups, broken, of, placements
 
-from hpc_elastic.ft.keeper import Keeper
-from hpc_elastic.ft.protocol import EPOCH_SHIFT, NO_QUORUM, Confirm, Here, Propose
+from hpc_elastic.ft.lighthouse_state import LighthouseState
+from hpc_elastic.ft.messages import (
+    EPOCH_SHIFT,
+    NO_QUORUM,
+    ConfirmSwitch,
+    ProposeSwitch,
+    ReplicaStatus,
+)
 
 OLD = (3 << EPOCH_SHIFT) + 1
 """A quorum of a keeper before."""
@@ -14,10 +20,10 @@ def test_members_of_an_older_keepers_quorum_go_on():
     groups = Groups(epoch=4)
     assert groups.come_back(OLD, "a", "b") == {}
     number = (4 << EPOCH_SHIFT) + 1
-    assert groups.wait(0.05) == {n: [Propose(OLD, number, 0)] for n in "ab"}
+    assert groups.wait(0.05) == {n: [ProposeSwitch(OLD, number, 0)] for n in "ab"}
     assert groups.answer(5, "a") == {}
     assert {n: told[-1] for n, told in groups.answer(5, "b").items()} == {
-        n: Propose(OLD, 0, 0) for n in "ab"
+        n: ProposeSwitch(OLD, 0, 0) for n in "ab"
     }
     assert groups.wait(3600.0) == {}
 
@@ -30,7 +36,7 @@ def test_nobody_is_let_go_on_while_one_may_have_a_confirmation():
     groups.answer(5, "a", "b")
     assert groups.wait(1.0) == {}
     told = groups.ask("c", quorum_id=OLD, call=6)
-    assert [of(told[n], Propose).call for n in "ab"] == [6, 6]
+    assert [of(told[n], ProposeSwitch).call for n in "ab"] == [6, 6]
 
 
 def test_who_does_not_answer_a_new_keeper_holds_nobody_up_for_long():
@@ -39,7 +45,7 @@ def test_who_does_not_answer_a_new_keeper_holds_nobody_up_for_long():
     groups.come_back(OLD, "a", "b")
     groups.wait(0.05)
     groups.answer(5, "a")
-    assert groups.wait(5.1) == {n: [Propose(OLD, 0, 0)] for n in "ab"}
+    assert groups.wait(5.1) == {n: [ProposeSwitch(OLD, 0, 0)] for n in "ab"}
 
 
 def test_nothing_is_taken_back_before_all_are_there():
@@ -56,8 +62,8 @@ def test_a_half_confirmed_switch_is_carried_out():
     assert groups.ask("a", quorum_id=OLD, call=7, step=7) == {}
     told = groups.wait(0.05)
     number = (4 << EPOCH_SHIFT) + 1
-    assert told == {"b": [Propose(OLD, number, 7)]}
-    assert groups.answer(6, "b") == {"b": [Confirm(OLD, number)]}
+    assert told == {"b": [ProposeSwitch(OLD, number, 7)]}
+    assert groups.answer(6, "b") == {"b": [ConfirmSwitch(OLD, number)]}
     told = groups.ask("b", quorum_id=OLD, call=7, step=7)
     assert list(placements(told)) == ["a", "b"]
 
@@ -112,7 +118,7 @@ def test_a_member_that_left_together_with_the_keeper_is_not_waited_for_for_long(
 
 def test_a_leader_that_is_dead_is_not_waited_for():
     """All others are there but for as many as are known to be dead."""
-    keeper = Keeper(4, lost_members=["c"])
+    keeper = LighthouseState(4, lost_members=["c"])
     groups = Groups(keeper=keeper)
     groups.come_back(OLD, "a", "b", size=3)
     assert "c" in broken(groups.wait(0.4))["a"]
@@ -122,7 +128,7 @@ def test_a_leader_that_is_dead_is_not_waited_for():
 
 def test_a_dead_leader_that_had_left_before_costs_nothing():
     """All members of the quorum are there."""
-    groups = Groups(keeper=Keeper(4, lost_members=["c"]))
+    groups = Groups(keeper=LighthouseState(4, lost_members=["c"]))
     groups.come_back(OLD, "a", "b", size=2)
     assert broken(groups.wait(10.0)) == {}
 
@@ -141,7 +147,7 @@ def test_a_quorum_that_was_broken_stays_so():
     groups = Groups(epoch=4)
     groups.come_back(OLD, "a", size=2)
     groups.arrive("b")
-    told = groups.say("b", Here(OLD, 1, 2, 3, broken=True))
+    told = groups.say("b", ReplicaStatus(OLD, 1, 2, 3, broken=True))
     assert list(broken(told)) == ["a"]
 
 
@@ -152,7 +158,7 @@ def test_who_comes_from_an_older_quorum_is_told_that_it_is_over():
     told = groups.come_back(OLD + 1, "b", "c")
     assert list(broken(told)) == ["a"]
     groups.arrive("d")
-    assert list(broken(groups.say("d", Here(OLD, 1, 2, 3, broken=False)))) == ["d"]
+    assert list(broken(groups.say("d", ReplicaStatus(OLD, 1, 2, 3, broken=False)))) == ["d"]
 
 
 def test_a_newcomer_waits_until_all_members_are_back():
@@ -160,12 +166,12 @@ def test_a_newcomer_waits_until_all_members_are_back():
     groups = Groups(epoch=4)
     groups.come_back(OLD, "a", size=2)
     groups.arrive("n")
-    assert groups.say("n", Here(NO_QUORUM, 0, 0, 0, broken=False)) == {}
+    assert groups.say("n", ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False)) == {}
     assert groups.ask("n") == {}
     groups.arrive("b")
-    groups.say("b", Here(OLD, 1, 2, 3, broken=False))
+    groups.say("b", ReplicaStatus(OLD, 1, 2, 3, broken=False))
     told = groups.wait(0.05)
-    assert {p.call for n in "ab" for p in told[n] if isinstance(p, Propose)} == {0}
+    assert {p.call for n in "ab" for p in told[n] if isinstance(p, ProposeSwitch)} == {0}
 
 
 def test_a_member_that_reconnects_to_the_same_keeper_stays_one():
@@ -176,8 +182,8 @@ def test_a_member_that_reconnects_to_the_same_keeper_stays_one():
     groups.ask("c")
     groups.agree("a", "b")
     groups.arrive("a")
-    told = groups.say("a", Here(first, 0, 2, 3, broken=False))
-    assert told == {"a": [Confirm(first, 2)]}
+    told = groups.say("a", ReplicaStatus(first, 0, 2, 3, broken=False))
+    assert told == {"a": [ConfirmSwitch(first, 2)]}
 
 
 def test_what_is_proposed_is_taken_back_when_a_member_reconnects():
@@ -188,5 +194,5 @@ def test_what_is_proposed_is_taken_back_when_a_member_reconnects():
     groups.ask("c")
     groups.answer(3, "a", "b")
     groups.arrive("a")
-    told = groups.say("a", Here(first, 0, 2, 3, broken=False))
-    assert [m for n in "ab" for m in told[n]] == [Propose(first, 0, 0)] * 2
+    told = groups.say("a", ReplicaStatus(first, 0, 2, 3, broken=False))
+    assert [m for n in "ab" for m in told[n]] == [ProposeSwitch(first, 0, 0)] * 2

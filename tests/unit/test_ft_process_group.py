@@ -9,9 +9,8 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft import meeting, sockets
-from hpc_elastic.ft.attempt import Attempt
-from hpc_elastic.ft.named_work import named
+from hpc_elastic.ft import gloo, reconfigurable
+from hpc_elastic.ft.nccl import WorkWatch
 from hpc_elastic.ft.process_group import (
     AbortedError,
     CollectiveTimeoutError,
@@ -22,8 +21,9 @@ from hpc_elastic.ft.process_group import (
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
+    named,
 )
-from hpc_elastic.ft.watch import Watch
+from hpc_elastic.ft.reconfigurable import CancellableTask
 
 
 class Broken(ProcessGroupDummy):
@@ -126,13 +126,13 @@ def test_a_group_of_one():
 def test_malformed_store(address):
     """A store address of another form is refused with the form that is expected."""
     with pytest.raises(ConfigError, match="host:port/prefix"):
-        meeting.parse(address)
+        reconfigurable.parse(address)
 
 
 def test_store_address_of_ipv6():
     """An IPv6 address may stand in brackets, and a prefix may have slashes."""
-    assert meeting.parse("[::1]:29500/a/b") == ("::1", 29500, "a/b")
-    assert meeting.parse("10.0.0.1:1") == ("10.0.0.1", 1, "")
+    assert reconfigurable.parse("[::1]:29500/a/b") == ("::1", 29500, "a/b")
+    assert reconfigurable.parse("10.0.0.1:1") == ("10.0.0.1", 1, "")
 
 
 def test_timeouts_are_translated():
@@ -152,7 +152,7 @@ def test_attempt_given_up_discards_what_comes_later():
     import threading
 
     go_on, discarded = threading.Event(), threading.Event()
-    attempt = Attempt[str](
+    attempt = CancellableTask[str](
         lambda a: "built" if go_on.wait(10) else "",
         discard=lambda built: discarded.set(),
         timeout_s=30,
@@ -171,7 +171,7 @@ def test_watch_tells_the_first_late_operation():
     import threading
 
     told, late = threading.Event(), []
-    watch = Watch(lambda why: (late.append(why), told.set()))
+    watch = WorkWatch(lambda why: (late.append(why), told.set()))
     watch.add(SimpleNamespace(is_completed=lambda: True), "broadcast", 0.01)
     watch.add(SimpleNamespace(is_completed=lambda: False), "allreduce", 0.01)
     assert told.wait(10) and late == ["allreduce timed out after 0.01 s"]
@@ -180,10 +180,10 @@ def test_watch_tells_the_first_late_operation():
 
 def test_addresses_as_gloo_writes_them():
     """The start of a sockaddr is family, port and address, as the kernel lays it out."""
-    assert sockets.raw_address(socket.AF_INET, ("127.0.0.1", 258))[2:] == b"\1\2\x7f\0\0\1"
-    raw = sockets.raw_address(socket.AF_INET6, ("::1", 258, 0, 0))
+    assert gloo.raw_address(socket.AF_INET, ("127.0.0.1", 258))[2:] == b"\1\2\x7f\0\0\1"
+    raw = gloo.raw_address(socket.AF_INET6, ("::1", 258, 0, 0))
     assert raw[2:4] == b"\1\2" and raw.endswith(b"\1") and len(raw) == 24
-    assert sockets.raw_address(socket.AF_UNIX, ("/x",)) == b""
+    assert gloo.raw_address(socket.AF_UNIX, ("/x",)) == b""
 
 
 def test_private_parts_of_torch():
@@ -245,4 +245,4 @@ def _own_listeners():
 
     for connection in psutil.Process().net_connections("tcp4"):
         if connection.status == psutil.CONN_LISTEN:
-            yield sockets.raw_address(socket.AF_INET, tuple(connection.laddr))
+            yield gloo.raw_address(socket.AF_INET, tuple(connection.laddr))

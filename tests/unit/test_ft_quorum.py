@@ -5,7 +5,14 @@ import sys
 import pytest
 from ft_asks import Groups, ask, broken, placements, quorum_of
 
-from hpc_elastic.ft.protocol import EPOCH_SHIFT, Broken, Bye, Lost, Waiting, Withdraw
+from hpc_elastic.ft.messages import (
+    EPOCH_SHIFT,
+    CancelRequest,
+    QuorumAborted,
+    QuorumWaiting,
+    Shutdown,
+    WorkersLost,
+)
 
 
 def members(told):
@@ -60,7 +67,7 @@ def test_who_asks_is_told_whom_it_waits_for():
     groups = Groups("a", "b")
     groups.ask("a")
     (waiting,) = groups.wait(0.3)["a"]
-    assert waiting == Waiting("groups that have not asked: b")
+    assert waiting == QuorumWaiting("groups that have not asked: b")
     assert groups.wait(0.5) == {}
 
 
@@ -81,7 +88,7 @@ def test_ids_rise_and_begin_with_the_epoch():
     """They are never used twice, whoever keeps the quorum."""
     groups = Groups(epoch=7)
     first = groups.form("a")
-    groups.say("a", Broken(first, "x"))
+    groups.say("a", QuorumAborted(first, "x"))
     second = quorum_of(groups.ask("a", quorum_id=first))
     assert (first >> EPOCH_SHIFT, second - first) == (7, 1)
 
@@ -156,9 +163,9 @@ def test_a_stopped_member_is_not_waited_for_until_it_asks_anew():
     """It comes back as a newcomer."""
     groups = Groups()
     first = groups.form("a", "b")
-    groups.say("a", Lost("stopped"))
+    groups.say("a", WorkersLost("stopped"))
     assert members(groups.ask("b", quorum_id=first, commit_failures=1)) == ["b"]
-    groups.say("b", Broken(first + 1, "x"))
+    groups.say("b", QuorumAborted(first + 1, "x"))
     groups.ask("a", quorum_id=first)
     assert members(groups.ask("b", quorum_id=first + 1)) == ["b", "a"]
 
@@ -167,7 +174,7 @@ def test_what_a_stopped_group_asked_for_is_forgotten():
     """It would be placed in a quorum that it does not enter."""
     groups = Groups("a", "b", "c")
     groups.ask("a", "b")
-    groups.say("b", Lost("stopped"))
+    groups.say("b", WorkersLost("stopped"))
     assert members(groups.ask("c")) == ["a", "c"]
 
 
@@ -175,7 +182,7 @@ def test_a_group_that_withdraws_is_not_placed():
     """Its start_quorum has timed out."""
     groups = Groups("a", "b")
     groups.ask("a")
-    groups.say("a", Withdraw())
+    groups.say("a", CancelRequest())
     assert members(groups.ask("b")) == []
     assert members(groups.ask("a")) == ["a", "b"]
 
@@ -184,7 +191,7 @@ def test_a_member_that_is_done_is_not_waited_for():
     """And nobody is told: others may still be receiving its last bytes."""
     groups = Groups()
     groups.form("a", "b")
-    assert groups.say("b", Bye()) == {}
+    assert groups.say("b", Shutdown()) == {}
     assert groups.leave("b") == {}
     assert members(groups.ask("a", commit_failures=1)) == ["a"]
 
@@ -193,8 +200,8 @@ def test_after_all_have_gone_the_next_quorum_begins_anew():
     """With the join time-out, as there is nobody to be waited for."""
     groups = Groups(join_timeout_s=0.1)
     groups.form("a", "b")
-    groups.say("a", Bye())
-    groups.say("b", Bye())
+    groups.say("a", Shutdown())
+    groups.say("b", Shutdown())
     for name in "cde":
         groups.arrive(name)
     assert members(groups.ask("c", "d")) == []
@@ -249,7 +256,7 @@ def test_a_round_of_many_members_looks_at_each_a_few_times_only():
     groups = Groups()
     names = [f"r{i:03}" for i in range(256)]
     first = groups.form(*names)
-    groups.say(names[0], Broken(first, "x"))
+    groups.say(names[0], QuorumAborted(first, "x"))
     looks = _count_looks(groups, names, first)
     assert looks < 40 * len(names)
 

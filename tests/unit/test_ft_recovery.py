@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from ft_asks import ask
 
-from hpc_elastic.ft.protocol import Source
-from hpc_elastic.ft.recovery import MAX_SOURCES, find_cohort, place
+from hpc_elastic.ft.messages import HealSource
+from hpc_elastic.ft.quorum import MAX_SOURCES, find_cohort, place
 
 
 def placed(states, workers=1):
@@ -80,7 +80,11 @@ def test_sources_are_spread_over_the_cohort():
     places = placed([(3, "y")] * 3 + [(0, "n")] * 2, workers=2)
     firsts = [[p.sources[0].replica_rank for p in rank if p.heals] for rank in places]
     assert firsts == [[0, 1], [1, 2]]
-    assert places[1][4].sources == (Source(2, "m2.1"), Source(0, "m0.1"), Source(1, "m1.1"))
+    assert places[1][4].sources == (
+        HealSource(2, "m2.1"),
+        HealSource(0, "m0.1"),
+        HealSource(1, "m1.1"),
+    )
 
 
 def test_each_is_told_whom_it_serves():

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic import reports
-from hpc_elastic.ft.saving import Saving
-from hpc_elastic.ft.server import Group
+from hpc_elastic.ft.manager import Saving
+from hpc_elastic.ft.manager_client import GroupPlace
+from hpc_elastic.worker import reporting
 
 
 class _Link:
@@ -24,10 +24,10 @@ class _Link:
 def calm() -> Iterator[None]:
     """Nothing is urgent afterwards."""
     yield
-    reports.save_is_last(False)
+    reporting.save_is_last(False)
 
 
-ALONE = Group(0, 1, "127.0.0.1", 1)
+ALONE = GroupPlace(0, 1, "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ ALONE = Group(0, 1, "127.0.0.1", 1)
 )
 def test_one_replica_saves(is_last, is_saver, due, saves, urgent):
     """When it is due, and urgently in the last step before everybody leaves."""
-    reports.save_is_last(True)  # said before, and void
+    reporting.save_is_last(True)  # said before, and void
     saving = Saving(_Link(is_last), ALONE, 1.0, lambda: is_saver)
     assert saving.decide(5, due, False) is saves
-    assert reports.save_is_urgent() is urgent
+    assert reporting.save_is_urgent() is urgent

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing import layout as layouts
-from hpc_elastic.ft.checkpointing.layout import Layout, State, Target, digest
+from hpc_elastic.ft.checkpointing import _layout as layouts
+from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target, digest
 from hpc_elastic.ft.checkpointing.transport import HealError
 
 
 def through(state, like=None, *, in_place=False):
     """Take a state apart, copy its bytes by the stream's places, and put it together."""
-    sent = State(state, step=3)
-    layout = Layout.from_json(sent.layout.to_json())
+    sent = PackedState(state, step=3)
+    layout = StateLayout.from_json(sent.layout.to_json())
     assert layout == sent.layout
     stream = bytearray(layout.num_bytes)
     for spec, raw in zip(layout.specs, sent.raw, strict=True):
@@ -74,7 +74,7 @@ def test_equal_sets_are_the_same_text():
         a.add(word)
     for word in reversed("abcdefghijkl"):
         b.add(word)
-    assert State(a, 1).layout.to_json() == State(b, 1).layout.to_json()
+    assert PackedState(a, 1).layout.to_json() == PackedState(b, 1).layout.to_json()
     assert through(a) == a
 
 
@@ -147,7 +147,7 @@ def test_views_come_back(make):
     assert back.equal(sent)
     assert type(back) is torch.Tensor
     assert not back.requires_grad
-    if layouts.memory.is_dense(sent.shape, sent.stride()):
+    if layouts.is_dense(sent.shape, sent.stride()):
         assert back.stride() == sent.stride()
 
 
@@ -155,7 +155,7 @@ def test_tied_tensors_stay_tied_and_are_sent_once():
     """The same memory in two places is the same tensor in both again."""
     w = torch.ones(3, 3)
     state = {"a": w, "b": w, "c": w.t(), "d": [w.clone()]}
-    assert len(State(state, 1).raw) == 3
+    assert len(PackedState(state, 1).raw) == 3
     back = through(state)
     assert back["a"] is back["b"]
     assert back["a"] is not back["d"][0]
@@ -229,19 +229,19 @@ def test_keys_with_one_path_are_not_taken_for_each_other():
 def test_what_can_not_be_sent_is_named(value, word):
     """The error names the path of the object, and what it is."""
     with pytest.raises(ConfigError, match=r"state: /user/0/x.*" + word):
-        State({"user": [{"x": value}]}, 1)
+        PackedState({"user": [{"x": value}]}, 1)
 
 
 def test_an_object_as_a_key_is_named():
     """Keys are values of Python's own types."""
     with pytest.raises(ConfigError, match="key <object"):
-        State({"user": {object(): 1}}, 1)
+        PackedState({"user": {object(): 1}}, 1)
 
 
 def test_small_tensors_stand_first():
     """They are at the beginning of the stream, whatever is between them."""
     big, small = torch.zeros(layouts.SMALL_BYTES + 1, dtype=torch.uint8), torch.zeros(7)
-    found = State([big, small, big.clone(), small.clone()], 1).layout
+    found = PackedState([big, small, big.clone(), small.clone()], 1).layout
     assert found.small_bytes == 2 * small.nbytes
     assert [s.begin < found.small_bytes for s in found.specs] == [False, True, False, True]
 
@@ -250,7 +250,7 @@ def test_the_digest_tells_states_of_other_forms_steps_and_values_apart():
     """What is no tensor is a part of it, and so is the step; the tensors' contents are not."""
 
     def of(state, step=1):
-        return digest(State(state, step).layout.to_json())
+        return digest(PackedState(state, step).layout.to_json())
 
     assert of({"a": torch.ones(2), "v": 1}) == of({"a": torch.zeros(2), "v": 1})
     others = [of({"a": torch.ones(2), "v": 2}), of({"a": torch.ones(3), "v": 1})]
@@ -264,7 +264,7 @@ def test_the_digest_tells_states_of_other_forms_steps_and_values_apart():
 def test_what_is_no_layout_is_refused(raw):
     """A damaged layout is an error of its own."""
     with pytest.raises(HealError):
-        Layout.from_json(raw)
+        StateLayout.from_json(raw)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_what_is_no_layout_is_refused(raw):
 )
 def test_what_no_encoder_wrote_is_refused(value):
     """A damaged tree is an error of its own."""
-    layout = Layout(1, json.loads(json.dumps({"a": value})), (), 0, 0)
+    layout = StateLayout(1, json.loads(json.dumps({"a": value})), (), 0, 0)
     with pytest.raises(HealError):
         Target(layout, in_place=False).state()
 
@@ -288,4 +288,4 @@ def test_long_numbers_come_back_and_what_would_not_is_refused():
         (np.ma.masked_array([1.0], [True]), "takes tensors"),
     ]:
         with pytest.raises(ConfigError, match=rf"^state: /here.*{what}"):
-            State({"here": bad}, step=3)
+            PackedState({"here": bad}, step=3)

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.gang import (
+from hpc_elastic.errors import SlurmCommandError, SlurmEnvironmentError
+from hpc_elastic.run.directory import ArrayFiles
+from hpc_elastic.slurm.environment import SlurmEnvironment
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import (
     DEPUTIES,
     GangNodes,
     end_if_orphaned,
@@ -14,10 +18,6 @@ from hpc_elastic.agent.gang import (
     recorded,
     states_of,
 )
-from hpc_elastic.errors import SlurmCommandError, SlurmEnvironmentError
-from hpc_elastic.rundir import ArrayFiles
-from hpc_elastic.slurm.environment import SlurmEnvironment
-from hpc_elastic.slurm.states import TaskState
 
 NAMES = ("8.0", "8.1", "8.2", "9_0")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from groups import A, B, decisions, machine, resumed, running, training
 
-from hpc_elastic.rendezvous.actions import GiveBack
-from hpc_elastic.rendezvous.machine import Machine, Phase
-from hpc_elastic.rendezvous.patience import Patience
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.effects import GiveBack
+from hpc_elastic.rendezvous.log_entry import RoundRules
+from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 
 
 def test_too_few_for_too_long_gives_every_node_back():
@@ -20,7 +20,7 @@ def test_too_few_for_too_long_gives_every_node_back():
     assert decisions(m.tick(9.9)) == []
     (given,) = decisions(m.tick(20.0))
     assert isinstance(given, GiveBack) and given.agents == (A, B) and given.all
-    assert m.phase is Phase.DISBANDED and m.tick(99.0) == []
+    assert m.phase is RoundPhase.DISBANDED and m.tick(99.0) == []
 
 
 def test_nodes_are_kept_where_there_is_no_queue():
@@ -58,8 +58,8 @@ def test_the_wait_is_random_from_one_run_to_the_next():
     """Two runs that hold half of the nodes each do not give them back at the same time."""
 
     def waited(seed: int) -> float:
-        rules = Rules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0)
-        m = Machine(rules, Patience(rules, random.Random(seed)))
+        rules = RoundRules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0)
+        m = RoundState(rules, RequeueBackoff(rules, random.Random(seed)))
         m.join(A, 0.0)
         return next(t / 10 for t in range(1000) if decisions(m.tick(t / 10)))
 
@@ -81,7 +81,7 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
     m = resumed(given_back=3)
     m.join(A, 100.0)
     m.slurm_says(running(A), 100.1, 100.1)
-    assert m.phase is Phase.RUNNING and m.patience.given_back == 0
+    assert m.phase is RoundPhase.RUNNING and m.patience.given_back == 0
 
 
 def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
@@ -93,7 +93,7 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     (given,) = m.sweep_says("others hold it", 10.5)
     assert isinstance(given, GiveBack) and given.agents == (A,) and given.all
     assert given.why == "others hold it" and 30.0 <= given.delay_s <= 90.0
-    assert m.phase is Phase.DISBANDED
+    assert m.phase is RoundPhase.DISBANDED
 
 
 @pytest.mark.parametrize(("attempt", "kept"), [(0, False), (1, True)])

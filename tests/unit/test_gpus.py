@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.submit import gpus
-from hpc_elastic.submit.plan import PlannedRun
+from hpc_elastic.launcher import local
+from hpc_elastic.launcher.plan import PlannedRun
 
 
 @pytest.fixture
@@ -17,24 +17,24 @@ def nvidia_smi(tmp_path, monkeypatch):
         command.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
         command.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        gpus._count.cache_clear()
+        local._count.cache_clear()
 
     yield install
-    gpus._count.cache_clear()
+    local._count.cache_clear()
 
 
 def test_what_is_visible_is_all_there_is(nvidia_smi):
     """The variable decides where it is set, empty too; else the driver is asked."""
     nvidia_smi("GPU 0: H200 (UUID: GPU-1)\n  MIG 1g (UUID: MIG-1)\nGPU 1: H200 (UUID: GPU-2)")
-    assert gpus.machine_gpus({"CUDA_VISIBLE_DEVICES": "3"}) == ["3"]
-    assert gpus.machine_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    assert gpus.machine_gpus({}) == ["0", "1"]
+    assert local.machine_gpus({"CUDA_VISIBLE_DEVICES": "3"}) == ["3"]
+    assert local.machine_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert local.machine_gpus({}) == ["0", "1"]
 
 
 def test_a_driver_without_devices_is_no_gpu(nvidia_smi):
     """nvidia-smi is installed on login nodes, too."""
     nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
-    assert gpus.machine_gpus({}) == []
+    assert local.machine_gpus({}) == []
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,20 @@ def test_every_node_gets_gpus_of_its_own(num_gpus, num_nodes, shares):
     """Equal shares in order, whichever nodes run at the time."""
     devices = [str(n) for n in range(num_gpus)]
     made = [
-        gpus.variables(devices, "auto", slot=slot, num_nodes=num_nodes) for slot in range(num_nodes)
+        local.variables(devices, "auto", slot=slot, num_nodes=num_nodes)
+        for slot in range(num_nodes)
     ]
     assert made == [{"CUDA_VISIBLE_DEVICES": share} for share in shares]
 
 
 def test_without_gpus_nothing_is_set():
     """A laptop's environment stays as it is."""
-    assert gpus.variables([], "auto", slot=0, num_nodes=2) == {}
+    assert local.variables([], "auto", slot=0, num_nodes=2) == {}
 
 
 def test_workers_for_cpus_get_no_gpu():
     """Scripts that use CUDA where it is available would meet on GPU 0."""
-    made = gpus.variables(["0"], "cpu", slot=1, num_nodes=2)
+    made = local.variables(["0"], "cpu", slot=1, num_nodes=2)
     assert made == {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -78,7 +79,7 @@ def test_more_nodes_than_gpus_are_refused(tmp_path, nproc):
     with pytest.raises(
         ConfigError, match=r"^nodes='1:3'.* 3 nodes .* has 2 GPUs.*nproc_per_node=cpu"
     ):
-        gpus.require_enough(runs, ["0", "1"])
-    gpus.require_enough(runs, ["0", "1", "2"])
-    gpus.require_enough(runs, [])
-    gpus.require_enough(planned(tmp_path, NodeRange(1, 3), "cpu"), ["0"])
+        local.require_enough(runs, ["0", "1"])
+    local.require_enough(runs, ["0", "1", "2"])
+    local.require_enough(runs, [])
+    local.require_enough(planned(tmp_path, NodeRange(1, 3), "cpu"), ["0"])

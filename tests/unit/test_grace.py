@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.slurm.outputs import Partition, Preemption
-from hpc_elastic.submit.grace import graces
-from hpc_elastic.submit.plan import PlannedRun
-from hpc_elastic.submit.session import lay_out
+from hpc_elastic.launcher.plan import PlannedRun
+from hpc_elastic.launcher.prepare import graces
+from hpc_elastic.launcher.session import lay_out
+from hpc_elastic.slurm.parsing import Partition, Preemption
 
 
 class Slurm:

@@ -3,56 +3,56 @@
 import pytest
 from groups import A, B, C, decisions, notes, running, training
 
-from hpc_elastic.rendezvous.actions import GiveBack, Hold, StopRound
-from hpc_elastic.rendezvous.growth import Estimate, Outlook, weigh
-from hpc_elastic.rendezvous.machine import Machine
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.effects import GiveBack, Hold, StopRound
+from hpc_elastic.rendezvous.group_change import Forecast, ProgressEstimator, weigh
+from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.slurm.job_state import TaskState
 
 # ---- weigh --------------------------------------------------------------------------------
 
 
 def test_admits_all_before_a_restart_was_measured():
     """There is nothing to weigh with."""
-    assert weigh(2, [None, 5.0], Outlook(remaining_s=1.0)).admit == 2
+    assert weigh(2, [None, 5.0], Forecast(remaining_s=1.0)).admit == 2
 
 
 def test_admits_where_no_end_is_in_sight():
     """Whatever a restart costs, it is repaid some day."""
-    assert weigh(2, [None], Outlook(restart_cost_s=500.0)).admit == 1
+    assert weigh(2, [None], Forecast(restart_cost_s=500.0)).admit == 1
 
 
 @pytest.mark.parametrize(("remaining_s", "admit"), [(21.0, 1), (19.0, 0), (0.0, 0)])
 def test_compares_what_is_saved_with_what_a_restart_costs(remaining_s, admit):
     """One more node beside one halves what remains."""
-    outlook = Outlook(remaining_s=remaining_s, restart_cost_s=10.0)
+    outlook = Forecast(remaining_s=remaining_s, restart_cost_s=10.0)
     assert weigh(1, [None], outlook).admit == admit
 
 
 @pytest.mark.parametrize(("nodes", "admit"), [(1, 0), (3, 3)])
 def test_several_newcomers_share_one_restart(nodes, admit):
     """What one alone does not repay, three do."""
-    outlook = Outlook(remaining_s=30.0, restart_cost_s=10.0)
+    outlook = Forecast(remaining_s=30.0, restart_cost_s=10.0)
     assert weigh(3, [None] * nodes, outlook).admit == admit
 
 
 @pytest.mark.parametrize(("left_s", "admit"), [(21.0, 1), (20.0, 0), (0.0, 0)])
 def test_a_node_whose_wall_time_ends_soon_is_not_worth_it(left_s, admit):
     """It must stay for twice a restart: its coming costs one, and its going another."""
-    decision = weigh(1, [left_s], Outlook(restart_cost_s=10.0))
+    decision = weigh(1, [left_s], Forecast(restart_cost_s=10.0))
     assert decision.admit == admit
     assert ("wall time ends" in decision.why) == (not admit)
 
 
 def test_a_node_that_leaves_soon_saves_only_until_then():
     """Not all that remains of the run."""
-    outlook = Outlook(remaining_s=1000.0, restart_cost_s=10.0)
+    outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
     assert weigh(9, [90.0], outlook).admit == 0
     assert weigh(9, [900.0], outlook).admit == 1
 
 
 def test_those_that_leave_soon_do_not_count_for_the_others():
     """How many are admitted, and what they save, goes by those that stay."""
-    outlook = Outlook(remaining_s=1000.0, restart_cost_s=10.0)
+    outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
     decision = weigh(1, [None, 5.0], outlook)
     assert decision.admit == 1
     assert "1 more nodes save about 500 s of 1000 s, a restart costs 10.0 s" in decision.why
@@ -63,16 +63,16 @@ def test_those_that_leave_soon_do_not_count_for_the_others():
 
 def test_nothing_is_known_before_the_first_steps():
     """Neither what remains nor what a restart costs."""
-    estimate = Estimate()
-    assert estimate.outlook == Outlook()
+    estimate = ProgressEstimator()
+    assert estimate.outlook == Forecast()
     estimate.stepped(5, 100, 1.0)
     estimate.closed(2.0)
-    assert estimate.outlook == Outlook()
+    assert estimate.outlook == Forecast()
 
 
 def test_a_restart_costs_from_the_stop_to_the_first_step():
     """Ending the workers, forming the group, and starting anew."""
-    estimate = Estimate()
+    estimate = ProgressEstimator()
     estimate.broke(10.0)
     estimate.closed(12.0)
     estimate.stepped(None, None, 13.0)
@@ -83,7 +83,7 @@ def test_a_restart_costs_from_the_stop_to_the_first_step():
 
 def test_what_remains_goes_by_the_rounds_own_pace():
     """The steps of this group, not those of a smaller one before."""
-    estimate = Estimate()
+    estimate = ProgressEstimator()
     estimate.closed(0.0)
     estimate.stepped(0, 100, 1.0)
     estimate.stepped(10, 100, 11.0)
@@ -98,7 +98,7 @@ def test_what_remains_goes_by_the_rounds_own_pace():
 
 def test_without_a_total_no_end_is_known():
     """A script need not say where it will stop."""
-    estimate = Estimate()
+    estimate = ProgressEstimator()
     estimate.closed(0.0)
     estimate.stepped(1, None, 1.0)
     estimate.stepped(2, None, 2.0)
@@ -107,7 +107,7 @@ def test_without_a_total_no_end_is_known():
 
 def test_a_run_beyond_its_total_has_nothing_left():
     """Less than nothing can not remain."""
-    estimate = Estimate()
+    estimate = ProgressEstimator()
     estimate.closed(0.0)
     estimate.stepped(1, 5, 1.0)
     estimate.stepped(9, 5, 2.0)
@@ -117,10 +117,10 @@ def test_a_run_beyond_its_total_has_nothing_left():
 # ---- the machine --------------------------------------------------------------------------
 
 
-def growing(**changes) -> Machine:
+def growing(**changes) -> RoundState:
     """Two nodes that train, with 100 s to go, and a restart of 10 s."""
     m = training(A, B, **changes)
-    m.outlook = Outlook(remaining_s=100.0, restart_cost_s=10.0)
+    m.outlook = Forecast(remaining_s=100.0, restart_cost_s=10.0)
     return m
 
 
@@ -144,7 +144,7 @@ def test_a_newcomer_that_repays_the_restart_is_taken_in():
 def test_a_newcomer_that_comes_too_late_is_not_taken_in(grow):
     """What remains is less than a restart saves."""
     m = growing(grow=grow)
-    m.outlook = Outlook(remaining_s=20.0, restart_cost_s=10.0)
+    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
     assert decisions(m.join(C, 1.0)) == []
 
 
@@ -167,9 +167,9 @@ def test_the_decision_is_logged_again_only_when_it_changes():
     """Not with every second that passes."""
     m = growing(grow="boundary")
     m.join(C, 1.0)
-    m.outlook = Outlook(remaining_s=90.0, restart_cost_s=10.0)
+    m.outlook = Forecast(remaining_s=90.0, restart_cost_s=10.0)
     assert notes(m.tick(10.0), "growth") == []
-    m.outlook = Outlook(remaining_s=20.0, restart_cost_s=10.0)
+    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
     (note,) = notes(m.tick(80.0), "growth")
     assert note.fields["admit"] == "not now"
 
@@ -177,7 +177,7 @@ def test_the_decision_is_logged_again_only_when_it_changes():
 # ---- nodes that are not wanted ------------------------------------------------------------
 
 
-def parked(**changes) -> Machine:
+def parked(**changes) -> RoundState:
     """A machine with a node that is not wanted, and ten seconds of patience at least."""
     m = growing(min_wait_s=10.0, **changes)
     assert decisions(m.join(C, 1.0)) == []
@@ -206,7 +206,7 @@ def test_a_node_that_is_not_worth_it_goes_back_too():
     """It was held for nothing, and members that hold are let go."""
     m = growing(grow="boundary", min_wait_s=10.0)
     m.join(C, 1.0)
-    m.outlook = Outlook(remaining_s=20.0, restart_cost_s=10.0)
+    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
     let_go, given = decisions(m.tick(21.0))
     assert let_go == Hold((A, B), 0) and given.agents == (C,)
 

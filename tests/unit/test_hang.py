@@ -4,9 +4,8 @@ import pytest
 from groups import A, B, C
 from leaders import of, rejoin, say, told, training
 
-from hpc_elastic.rendezvous.actions import Note
-from hpc_elastic.rendezvous.hang import ANSWER_S, RankState, failures_of, judge, note_of
-from hpc_elastic.rendezvous.leader_effects import Create
+from hpc_elastic.rendezvous.effects import Create, Note
+from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S, RankState, failures_of, judge, note_of
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
 THERE = {"place": "train.py:50 in step", "waits_in": "barrier"}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import hangs, looks, stacks
-from hpc_elastic.agent.hangs import HangWatch, Watched
-from hpc_elastic.agent.report import Place, WorkerFiles
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous.hang import ANSWER_S
+from hpc_elastic.agent import hang_watch, stacks
+from hpc_elastic.agent.hang_watch import HangWatch, WatchedWorker
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S
+from hpc_elastic.worker.shared_page import WorkerStatus
 
-BLANK = Progress(None, None, None, None, None, None, 0)
+BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 STACK = 'Thread 0x01 (most recent call first):\n  File "/u/t.py", line {} in step\n'
 NUM_WORKERS = 8
 
@@ -56,10 +56,10 @@ class Node:
         self.pages = [Page(busy if rank < num_busy else BLANK) for rank in range(NUM_WORKERS)]
         self.files = [WorkerFiles(folder, 1, rank) for rank in range(NUM_WORKERS)]
         workers = [
-            Watched(rank, page, files, folder / f"worker-{rank}.stack")
+            WatchedWorker(rank, page, files, folder / f"worker-{rank}.stack")
             for rank, (page, files) in enumerate(zip(self.pages, self.files, strict=True))
         ]
-        place = Place("7_0", "n1", folder)
+        place = NodeIdentity("7_0", "n1", folder)
         self._watch = HangWatch(self.leader, workers, after_s=0, place=place)
 
     def ask(self, within_s: float = ANSWER_S) -> list[str]:
@@ -83,7 +83,7 @@ def shown(monkeypatch):
 
         monkeypatch.setattr(stacks, "take", take)
 
-    monkeypatch.setattr(hangs, "_BUSY_SHARE", 1e9)  # all are this process, which computes
+    monkeypatch.setattr(hang_watch, "_BUSY_SHARE", 1e9)  # all are this process, which computes
     return show
 
 
@@ -104,7 +104,7 @@ def test_eight_slow_looks_are_answered_in_time(tmp_path, shown):
 def test_a_look_that_hangs_costs_the_others_nothing(tmp_path, shown, monkeypatch):
     """Its worker is out of reach; what is known of the others is told."""
     over, lines = threading.Event(), itertools.count()
-    monkeypatch.setattr(looks, "WITHIN_S", 3.0)
+    monkeypatch.setattr(hang_watch, "WITHIN_S", 3.0)
 
     def hang(rank):
         if rank == 0:
@@ -140,7 +140,7 @@ def test_a_file_system_that_hangs_keeps_no_answer(tmp_path, shown, monkeypatch):
         return real(self, *args, **options)
 
     shown(lambda rank: STACK.format(4))
-    monkeypatch.setattr(hangs, "_WRITTEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(hang_watch, "_WRITTEN_WITHIN_S", 0.1)
     monkeypatch.setattr(Path, "open", hang)
     node = Node(tmp_path)
     for _ in range(2):

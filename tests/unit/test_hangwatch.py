@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import hangs
-from hpc_elastic.agent.hangs import Seen
-from hpc_elastic.agent.hangwatch import (
+from hpc_elastic.agent import hang_watch
+from hpc_elastic.agent.hang_watch import (
     Frame,
     StepClock,
+    WorkerSample,
     is_at_work,
     main_thread,
     moves,
     place,
     waits_in,
 )
-from hpc_elastic.progress import Progress
+from hpc_elastic.worker.shared_page import WorkerStatus
 
-BLANK = Progress(None, None, None, None, None, None, 0)
+BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 
 
 def stepping(after_s: float | None, step_s: float, num_steps: int = 10) -> StepClock:
@@ -29,7 +29,7 @@ def stepping(after_s: float | None, step_s: float, num_steps: int = 10) -> StepC
     return clock
 
 
-def wait(clock: StepClock, worker: Progress, since: float, for_s: float) -> None:
+def wait(clock: StepClock, worker: WorkerStatus, since: float, for_s: float) -> None:
     """Look twice a second at a worker that publishes nothing new."""
     for i in range(1, int(2 * for_s) + 1):
         clock.look(worker, since + i / 2)
@@ -222,26 +222,26 @@ def test_one_that_reports_without_a_step_is_alive_and_one_that_steps_is_not_wait
 
 USERS = (Frame("/u/t.py", 4, "step"),)
 SAVING = (Frame(f"{SITE}/torch/serialization.py", 1, "_save"), *USERS)
-WAITING = (Frame(str(Path(hangs.__file__).parents[1] / "ft" / "link.py"), 1, "ask"), *USERS)
+WAITING = (Frame(str(Path(hang_watch.__file__).parents[1] / "ft" / "link.py"), 1, "ask"), *USERS)
 
 
 @pytest.mark.parametrize(
     ("seen", "state"),
     [
-        (Seen(None, [], BLANK), "done"),
-        (Seen("Z", [], BLANK), "done"),
-        (Seen("T", [], replace(BLANK, busy=1)), "stopped"),
-        (Seen("S", [USERS], replace(BLANK, busy=1)), "busy"),
-        (Seen("S", [USERS], replace(BLANK, held=3)), "busy"),
-        (Seen("S", [USERS], BLANK, alive=True), "busy"),
-        (Seen("S", [WAITING], BLANK, alone=True), "busy"),
-        (Seen("S", [WAITING], BLANK), "stands"),
-        (Seen("t", [], BLANK), "moves"),
-        (Seen("D", [], BLANK), "silent"),
-        (Seen("R", [USERS, USERS], BLANK, computes=True), "moves"),
-        (Seen("S", [USERS, SAVING], BLANK), "moves"),
-        (Seen("S", [SAVING, SAVING], BLANK), "moves"),
-        (Seen("S", [USERS, USERS], BLANK), "stands"),
+        (WorkerSample(None, [], BLANK), "done"),
+        (WorkerSample("Z", [], BLANK), "done"),
+        (WorkerSample("T", [], replace(BLANK, busy=1)), "stopped"),
+        (WorkerSample("S", [USERS], replace(BLANK, busy=1)), "busy"),
+        (WorkerSample("S", [USERS], replace(BLANK, held=3)), "busy"),
+        (WorkerSample("S", [USERS], BLANK, alive=True), "busy"),
+        (WorkerSample("S", [WAITING], BLANK, alone=True), "busy"),
+        (WorkerSample("S", [WAITING], BLANK), "stands"),
+        (WorkerSample("t", [], BLANK), "moves"),
+        (WorkerSample("D", [], BLANK), "silent"),
+        (WorkerSample("R", [USERS, USERS], BLANK, computes=True), "moves"),
+        (WorkerSample("S", [USERS, SAVING], BLANK), "moves"),
+        (WorkerSample("S", [SAVING, SAVING], BLANK), "moves"),
+        (WorkerSample("S", [USERS, USERS], BLANK), "stands"),
     ],
 )
 def test_what_a_rank_is_at(seen, state):

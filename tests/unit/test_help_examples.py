@@ -11,7 +11,7 @@ from helps import help_of, not_in_help
 from hpc_elastic.cli import list as listing
 from hpc_elastic.cli import options
 from hpc_elastic.cli.main import program
-from hpc_elastic.cli.verify import Finding
+from hpc_elastic.cli.verify import CheckpointFinding
 from hpc_elastic.data.audit import EpochProof, Proof
 
 NAMES = program.list_commands(click.Context(program))
@@ -55,7 +55,7 @@ def test_every_command_that_tells_something_tells_it_to_scripts(name):
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("audit", (Proof, EpochProof)), ("verify", (Finding,)), ("list", (listing.Listed,))],
+    [("audit", (Proof, EpochProof)), ("verify", (CheckpointFinding,)), ("list", (listing.Listed,))],
 )
 def test_the_help_names_the_keys_of_json(name, kinds):
     """All of them."""

@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hpc_elastic.data import ElasticBatch, ElasticSampler
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.commit import by_step, flush
-from hpc_elastic.integrations.loader import ElasticLoader
+from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
 
 LENGTH = 10
 
@@ -116,9 +115,9 @@ def test_flush_goes_through_folders(tmp_path, monkeypatch):
         opened[fd] = Path(path).name
         return fd
 
-    monkeypatch.setattr("hpc_elastic.integrations.commit.os.open", note_open)
+    monkeypatch.setattr("hpc_elastic.integrations.loader.os.open", note_open)
     monkeypatch.setattr(
-        "hpc_elastic.integrations.commit.os.fsync", lambda fd: flushed.append(opened[fd])
+        "hpc_elastic.integrations.loader.os.fsync", lambda fd: flushed.append(opened[fd])
     )
     flush(tmp_path / "a")
     assert sorted(flushed) == ["a", "b", "file"]

@@ -6,23 +6,22 @@ import threading
 
 import pytest
 
-from hpc_elastic import files
-from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rendezvous import journal as module
-from hpc_elastic.rendezvous import run_files
-from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.record import Ending, Endpoint, Record
-from hpc_elastic.rundir import RunDir
+from hpc_elastic import shared_files
+from hpc_elastic.rendezvous import status_writer as module
+from hpc_elastic.rendezvous import term
+from hpc_elastic.rendezvous.log_entry import Endpoint, Failure, LogEntry, RunEnding
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import EventLog, read_events
 
 CAUSE = Failure("7_0", "node1", 0, 0, 1.0, "boom", exit_code=1)
 VICTIM = Failure("7_1", "node2", 1, 0, 2.0, "Connection closed by peer")
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
 
 
-def ended(*ending) -> Record:
+def ended(*ending) -> LogEntry:
     """The record of an end."""
-    return Record(9, 2, LEADER, round=4, restarts=2, started=1000.0, ending=Ending(*ending))
+    return LogEntry(9, 2, LEADER, round=4, restarts=2, started=1000.0, ending=RunEnding(*ending))
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def write(run: RunDir, *steps, epoch: int = 1) -> None:
     """Let the leader of an epoch write, and end."""
 
     async def lead() -> None:
-        journal = Journal(run, "run-1", EventLog(run.events("7_0"), "7_0"), epoch)
+        journal = StatusWriter(run, "run-1", EventLog(run.events("7_0"), "7_0"), epoch)
         for step in steps:
             await step(journal)
         await journal.close()
@@ -46,7 +45,7 @@ def write(run: RunDir, *steps, epoch: int = 1) -> None:
     asyncio.run(lead())
 
 
-def publish(record: Record):
+def publish(record: LogEntry):
     """A step that publishes a record's end."""
     return lambda journal: journal.publish(record)
 
@@ -54,7 +53,7 @@ def publish(record: Record):
 def note(kind: str, **fields):
     """A step that notes an event."""
 
-    async def step(journal: Journal) -> None:
+    async def step(journal: StatusWriter) -> None:
         journal.note(kind, **fields)
 
     return step
@@ -63,7 +62,7 @@ def note(kind: str, **fields):
 def status(**fields):
     """A step that writes the status."""
 
-    async def step(journal: Journal) -> None:
+    async def step(journal: StatusWriter) -> None:
         journal.show(fields, ())
 
     return step
@@ -129,7 +128,7 @@ def test_an_event_that_can_not_be_written_costs_itself_only(run, caplog):
 def progress(*lines):
     """A step that hands over lines of the progress."""
 
-    async def step(journal: Journal) -> None:
+    async def step(journal: StatusWriter) -> None:
         journal.show({}, lines)
 
     return step
@@ -191,14 +190,14 @@ def test_a_file_system_that_hung_gets_the_newest_status_alone(run, monkeypatch):
         assert answers.wait(30)
         real(path, text, **how)
 
-    async def hand_over(journal: Journal) -> None:
+    async def hand_over(journal: StatusWriter) -> None:
         for step in range(1000):
             journal.show({"step": step}, [{"time": float(step)}])
         asyncio.get_running_loop().call_soon(answers.set)
         await journal.publish(ended("succeeded"))
 
     monkeypatch.setattr(module, "write_atomic", hang)
-    monkeypatch.setattr(run_files, "write_atomic", hang)
+    monkeypatch.setattr(term, "write_atomic", hang)
     write(run, hand_over)
     assert written in ([run.status, run.status, run.result], [run.status, run.result])
     assert json.loads(run.status.read_text())["step"] == 999
@@ -220,7 +219,7 @@ def test_a_status_of_a_term_that_is_over_is_not_written(run):
 def test_a_journal_knows_that_its_term_is_over(run):
     """It is how a leader learns it that looks at no record."""
 
-    async def see(journal: Journal) -> None:
+    async def see(journal: StatusWriter) -> None:
         await journal.close()
         assert journal.is_over
 
@@ -230,15 +229,15 @@ def test_a_journal_knows_that_its_term_is_over(run):
 
 def test_a_status_that_was_staged_before_another_led_is_not_put_in_place(run, monkeypatch):
     """Its process was stopped between two system calls, and goes on after the next leader wrote."""
-    real = files._stage
+    real = shared_files._stage
 
     def stopped_meanwhile(path, content, mode, folder):
         staged = real(path, content, mode, folder)
-        monkeypatch.setattr(files, "_stage", real)
+        monkeypatch.setattr(shared_files, "_stage", real)
         write(run, status(nodes=3), epoch=2)
         return staged
 
-    monkeypatch.setattr(files, "_stage", stopped_meanwhile)
+    monkeypatch.setattr(shared_files, "_stage", stopped_meanwhile)
     write(run, status(nodes=0), epoch=1)
     assert json.loads(run.status.read_text())["nodes"] == 3
     assert not list(run.rdzv.glob("term.*/.*")), "what was staged is gone"

@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 from arrays import run_of
 
-from hpc_elastic import known_runs
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.options import find_run
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
-from hpc_elastic.rendezvous.record import reopen
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import Entry, RunDir
-from hpc_elastic.submit import resume
-from hpc_elastic.submit.plan import PlannedRun, make_plan
-from hpc_elastic.submit.prepare import prepare
+from hpc_elastic.launcher import control
+from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.prepare import prepare
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.log_entry import reopen
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import Entry, RunDir
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def runs(tmp_path, monkeypatch):
     """Four known runs, the newest last; one was deleted, and one can not be looked at."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made = {name: run_of(tmp_path, "7", [(0, 0), (0, 1)], name) for name in ("old", "new", "bad")}
-    known_runs.add({name: tmp_path / name for name in ("old", "deleted", "new", "bad")})
+    registry.add({name: tmp_path / name for name in ("old", "deleted", "new", "bad")})
     stat = Path.stat
 
     def stale(self, **options):
@@ -51,7 +51,7 @@ def test_a_sweep_stands_for_its_only_run(tmp_path):
 
 def test_a_run_that_can_not_be_looked_at_hides_no_other(runs, monkeypatch):
     """It is listed with the reason, and stays the last one: `cancel last` ends no other run."""
-    assert [run.run_id for run in known_runs.newest_first()] == ["bad", "new", "old"]
+    assert [run.run_id for run in registry.newest_first()] == ["bad", "new", "old"]
     assert find_run("last") == runs["bad"].path
     load = RunDir.load
     monkeypatch.setattr(
@@ -60,7 +60,7 @@ def test_a_run_that_can_not_be_looked_at_hides_no_other(runs, monkeypatch):
         lambda self: self.spec.stat() and load(self),  # as a read would fail
     )
     queue = SimpleNamespace(of=lambda spec: {})
-    found = {run.run_id: run for run in listed(list(known_runs.newest_first()), lambda _: queue)}
+    found = {run.run_id: run for run in listed(list(registry.newest_first()), lambda _: queue)}
     assert "Stale" in found["bad"].problem and found["new"].problem is None
 
 
@@ -72,8 +72,8 @@ def test_an_account_without_a_home_directory_costs_the_list_only(monkeypatch):
 
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr(Path, "home", fail)
-    known_runs.add({"r": Path("/r")})
-    assert list(known_runs.newest_first()) == []
+    registry.add({"r": Path("/r")})
+    assert list(registry.newest_first()) == []
 
 
 def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monkeypatch):
@@ -87,9 +87,9 @@ def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monk
                      max_array_size=9)  # fmt: skip
     prepared = prepare(plan, Entry("function", "main", module="x"), name="train")
     run = RunDir(tmp_path / "0")
-    resumption = resume.Resumption(run, run.load(), settings, prepared, 1, None)
-    monkeypatch.setattr(known_runs, "newest_first", fail)
-    submitted = resume._note(resumption, SimpleNamespace(job_ids=["7"]))
+    resumption = control.Resumption(run, run.load(), settings, prepared, 1, None)
+    monkeypatch.setattr(registry, "newest_first", fail)
+    submitted = control._note(resumption, SimpleNamespace(job_ids=["7"]))
     assert [tracked.tasks for tracked in submitted.runs] == [("7_0",)]
 
 
@@ -100,13 +100,13 @@ def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monk
     plan = make_plan(planned, tmp_path / ".hpc_elastic", max_array_size=9)
     prepare(plan, Entry("function", "main", module="x"), name="train")
     run = RunDir(tmp_path / "0")
-    read = resume.stored
+    read = control.stored
 
     def another_resumes(files):
-        Register(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
+        DecisionLog(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
         return read(files)
 
-    monkeypatch.setattr(resume, "stored", another_resumes)
-    monkeypatch.setattr(resume, "_hand_over", lambda prepared: pytest.fail("it is submitted"))
+    monkeypatch.setattr(control, "stored", another_resumes)
+    monkeypatch.setattr(control, "_hand_over", lambda prepared: pytest.fail("it is submitted"))
     with pytest.raises(SubmissionError, match="is being resumed by somebody else"):
-        resume.resume(run.path, [])
+        control.resume(run.path, [])

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hpc_elastic.errors import ConfigError, WorkerGroupError
-from hpc_elastic.submit.sweep import compact
+from hpc_elastic.launcher.sweep import compact
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
@@ -20,7 +20,7 @@ import sys
 import hydra
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
-from hpc_elastic.submit import local
+from hpc_elastic.launcher import local
 
 local.task_command = lambda file: [sys.executable, {FAKE_TASK!r}, str(file)]
 
@@ -156,7 +156,8 @@ def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
         "import hydra.plugins.launcher\n"
         "import hydra_plugins.hpc_elastic_launcher.launcher\n"
         "print([m for m in sys.modules if m.split('.')[0] in "
-        "('torch', 'submitit', 'rich', 'jinja2', 'psutil') or m.startswith('hpc_elastic.submit')])"
+        "('torch', 'submitit', 'rich', 'jinja2', 'psutil') "
+        "or m.startswith('hpc_elastic.launcher')])"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -6,22 +6,22 @@ import pytest
 from groups import A, B, C, failure, running
 from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, told, training
 
-from hpc_elastic.rendezvous.actions import StartRound
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous.effects import (
     Announce,
     AskSlurm,
     AskSweep,
     Create,
     LetOthersStart,
     Postpone,
-    Publish,
+    PublishResult,
+    Send,
+    StartRound,
     StepDown,
-    Tell,
+    placements,
 )
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.placements import placements
-from hpc_elastic.rendezvous.record import Agent, Ending, Record
+from hpc_elastic.rendezvous.leader_state import LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding
+from hpc_elastic.rendezvous.round_state import RoundPhase
 
 # ---- decisions ----------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def test_a_decision_that_follows_a_decision_needs_its_own_record():
     say(leader, A, "close", 1.5)
     announce, create = leader.created(2.0)
     assert isinstance(announce, Announce)
-    assert create == Create(replace(record, number=3, ending=Ending("closed")))
+    assert create == Create(replace(record, number=3, ending=RunEnding("closed")))
     assert told(leader.created(3.0), "end") == [A, B]
 
 
@@ -135,7 +135,7 @@ def test_sending_one_node_back_needs_no_record():
 # ---- the end ------------------------------------------------------------------------------
 
 
-def ending(*agents: Agent) -> tuple[Leadership, Record]:
+def ending(*agents: Agent) -> tuple[LeaderState, LogEntry]:
     """A leader whose run has succeeded, which waits for its record."""
     leader = training(*agents)
     for agent in agents:
@@ -147,9 +147,9 @@ def ending(*agents: Agent) -> tuple[Leadership, Record]:
 def test_the_end_is_published_once_it_is_recorded():
     """Then everybody who listens is told."""
     leader, record = ending(A, B)
-    assert record.ending == Ending("succeeded")
+    assert record.ending == RunEnding("succeeded")
     publish, *tells = leader.created(5.5)
-    assert publish == Publish(record) and told(tells, "end") == [A, B]
+    assert publish == PublishResult(record) and told(tells, "end") == [A, B]
     assert tells[0].message == {"type": "end", "status": "succeeded", "failure": None}
 
 
@@ -161,8 +161,8 @@ def test_the_end_carries_the_failure():
     rejoin(leader, A, 2.1)
     say(leader, B, "failed", 2.2, record=2, failures=[vars(victim)])
     (create,) = of(rejoin(leader, B, 2.3), Create)
-    assert create.record.ending == Ending("failed", cause, (victim,))
-    tells = of(leader.created(2.5), Tell)
+    assert create.record.ending == RunEnding("failed", cause, (victim,))
+    tells = of(leader.created(2.5), Send)
     assert {t.message["failure"] for t in tells} == {cause.summary()}
 
 
@@ -170,7 +170,7 @@ def test_who_comes_after_the_end_is_told_alone():
     """Once; nothing is published again."""
     leader, _ = ending(A)
     leader.created(5.5)
-    assert [type(e) for e in join(leader, B, 6.0)] == [Tell]
+    assert [type(e) for e in join(leader, B, 6.0)] == [Send]
 
 
 def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
@@ -178,7 +178,7 @@ def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
     leader, _ = ending(A)
     assert join(leader, B, 5.2) == []
     effects = leader.created(5.5)
-    assert told(effects, "end") == [A, B] and len(of(effects, Publish)) == 1
+    assert told(effects, "end") == [A, B] and len(of(effects, PublishResult)) == 1
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_what_is_said_of_another_round_is_ignored(type_, fields):
     """A message may be older than the round that its sender is in now."""
     leader = training(A)
     assert say(leader, A, type_, 2.0, record=1, **fields) == []
-    assert leader.machine.phase is Phase.RUNNING and not leader.machine.regroup.boundaries.seen
+    assert leader.machine.phase is RoundPhase.RUNNING and not leader.machine.regroup.boundaries.seen
 
 
 # ---- places -------------------------------------------------------------------------------

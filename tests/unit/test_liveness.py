@@ -20,19 +20,18 @@ from leaders import (
     training,
 )
 
-from hpc_elastic.rendezvous.actions import Note
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous.effects import (
     AskSlurm,
     Create,
     Drop,
-    Effect,
+    LeaderEffect,
+    Note,
     RenewLease,
     StepDown,
 )
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.rendezvous.round_state import RoundPhase
 
 # ---- who lives ----------------------------------------------------------------------------
 
@@ -137,12 +136,12 @@ def test_a_new_leader_does_not_wait_for_an_attempt_whose_next_one_has_come():
     join(leader, again, 0.2)
     (create,) = of(leader.slurm_says(running(A, again), 0.3), Create)
     assert create.record.members == (A, again)
-    assert leader.machine.phase is Phase.RUNNING
+    assert leader.machine.phase is RoundPhase.RUNNING
 
 
 def test_a_new_leader_does_not_wait_for_the_leader_before():
     """Its claim has noted that it is lost."""
-    before = Record(4, 2, Endpoint("10.0.0.7", 1, A.task, 0), round=3, members=(A, B))
+    before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, A.task, 0), round=3, members=(A, B))
     leader = leading(claim(5, before, HERE, 1000.0))
     join(leader, B, 0.1)
     assert of(leader.slurm_says(running(A, B), 0.2), Create)
@@ -160,7 +159,7 @@ def test_a_member_that_finds_the_new_leader_is_not_lost():
 # ---- the lease, and which side may go on --------------------------------------------------
 
 
-def renews(leader: Leadership, now: float, *alive: Agent) -> bool:
+def renews(leader: LeaderState, now: float, *alive: Agent) -> bool:
     """Whether the lease is renewed in the next second."""
     return RenewLease() in meanwhile(leader, now + 1.0, *alive, since=now)
 
@@ -181,7 +180,7 @@ def test_a_leader_that_hears_less_than_half_renews_no_lease(heard, renewed):
     assert renews(leader, 5.5, *heard) is renewed
 
 
-def unrenewed(leader: Leadership, until: float, *alive: Agent) -> list[Effect]:
+def unrenewed(leader: LeaderState, until: float, *alive: Agent) -> list[LeaderEffect]:
     """Let time pass in which no renewal of the lease is done; return all effects."""
     effects, now = [], 1.0
     while now < until:
@@ -227,7 +226,7 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     """Twice lost_after_s; if nobody did, the others are dead, and it goes on."""
     leader = training(A, B, C)
     passed(leader, 4.5, A)
-    assert leader.machine.phase is Phase.FORMING
+    assert leader.machine.phase is RoundPhase.FORMING
     rejoin(leader, A, 4.6)
     leader.slurm_says(running(A), 4.7)
     assert leader.machine.not_before == 4.5 + 6.0
@@ -273,12 +272,12 @@ def test_a_leader_below_min_nodes_renews_no_lease():
 @pytest.mark.parametrize(("size", "every_s"), [(1, 0.5), (2500, 0.5), (4000, 0.8), (9000, 1.0)])
 def test_many_agents_beat_more_seldom(size, every_s):
     """So many a second that one leader can take them; a third of lost_after_s at most."""
-    assert Liveness.of(0.5, 3.0, size) == Liveness(every_s, 3.0)
+    assert HeartbeatConfig.of(0.5, 3.0, size) == HeartbeatConfig(every_s, 3.0)
 
 
 def test_a_slow_heartbeat_is_left_as_it_was_set():
     """Whatever a third of lost_after_s is."""
-    assert Liveness.of(2.0, 3.0, 9000) == Liveness(2.0, 3.0)
+    assert HeartbeatConfig.of(2.0, 3.0, 9000) == HeartbeatConfig(2.0, 3.0)
 
 
 def test_all_agents_hear_a_beat_with_every_tick():
@@ -305,7 +304,7 @@ def test_the_last_report_of_each_members_workers_is_kept():
 # ---- Slurm --------------------------------------------------------------------------------
 
 
-def asks(effects: list[Effect]) -> bool:
+def asks(effects: list[LeaderEffect]) -> bool:
     """Whether Slurm is asked."""
     return AskSlurm() in effects
 
@@ -334,7 +333,7 @@ def test_slurm_gets_ten_times_its_answering_time_to_rest():
     assert asks(leader.tick(23.1))
 
 
-def questions(leader: Leadership, until: float, *alive: Agent) -> list[float]:
+def questions(leader: LeaderState, until: float, *alive: Agent) -> list[float]:
     """When Slurm is asked, if it answers at once and nothing ever changes."""
     asked, now = [], 1.0
     while now < until:

@@ -15,12 +15,12 @@ import pytest
 from ended import is_gone
 
 import hpc_elastic
-from hpc_elastic.config import AgentSettings, LocalSettings, NodeRange, RunSettings
+from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.rundir import Entry, RunDir, Submission
-from hpc_elastic.submit import local, resume, session
-from hpc_elastic.submit.plan import PlannedRun, make_plan
-from hpc_elastic.submit.prepare import Prepared, prepare
+from hpc_elastic.launcher import control, local, session
+from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.prepare import Prepared, prepare
+from hpc_elastic.run.directory import Entry, RunDir, Submission
 
 FAKE_TASK = Path(__file__).parent / "fake_task.py"
 DEADLINE_S = 60.0
@@ -82,7 +82,7 @@ def test_tasks_of_a_run_that_has_ended_are_not_started(tmp_path):
 
 def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
     """No result and no task left: the states and the log are in the error."""
-    monkeypatch.setattr("hpc_elastic.submit.wait.GRACE_S", 0.0)
+    monkeypatch.setattr("hpc_elastic.launcher.wait.GRACE_S", 0.0)
     (outcome,) = session.wait(session.submit(prepared(tmp_path, settings(1, env={"PLOT": "die"}))))
     assert outcome.status == "lost"
     assert "FAILED (exit code 1)" in str(outcome.error)
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpc_elastic.submit.wait.Waiter.look", interrupt)
+    monkeypatch.setattr("hpc_elastic.launcher.wait.Waiter.look", interrupt)
     with pytest.raises(SystemExit) as ended:
         session.wait(submitted)
     assert ended.value.code == 130
@@ -175,7 +175,7 @@ def test_sigterm_before_the_wait_leaves_no_process(tmp_path, monkeypatch, capsys
 
     before = signal.signal(signal.SIGTERM, nobodys)
     monkeypatch.setattr(
-        "hpc_elastic.known_runs.add", lambda runs: os.kill(os.getpid(), signal.SIGTERM)
+        "hpc_elastic.run.registry.add", lambda runs: os.kill(os.getpid(), signal.SIGTERM)
     )
     try:
         with pytest.raises(SystemExit, match="130"):
@@ -216,13 +216,13 @@ def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, cap
     def fail(*args):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("hpc_elastic.known_runs.add", fail)
+    monkeypatch.setattr("hpc_elastic.run.registry.add", fail)
     plan = prepared(tmp_path, settings(1, env={"PLOT": "hang"}))
     with pytest.raises(RuntimeError, match="planted"):
         session.submit(plan)
-    monkeypatch.setattr(resume, "_note", fail)
+    monkeypatch.setattr(control, "_note", fail)
     with pytest.raises(RuntimeError, match="planted"):
-        resume.resume(tmp_path / "0", [])
+        control.resume(tmp_path / "0", [])
     assert capsys.readouterr().err.count("the runs were ended") == 2
     assert [task["state"] for task in listed(tmp_path).values()] == ["ENDED"] * 2
     assert all(is_gone(task["pid"]) for task in listed(tmp_path).values())

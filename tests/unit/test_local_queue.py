@@ -12,15 +12,14 @@ import pytest
 from arrays import GONE, write_table
 from ended import is_gone
 
-from hpc_elastic.agent.tasks import LocalTasks
 from hpc_elastic.errors import LocalQueueError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import local_tasks
-from hpc_elastic.slurm.decision import Departure, Reason
-from hpc_elastic.slurm.local_tasks import LocalQueue
+from hpc_elastic.launcher import local
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm import scheduler
+from hpc_elastic.slurm.exit_action import ExitAction, Reason
+from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import depart, give_back
-from hpc_elastic.slurm.states import Phase
-from hpc_elastic.submit import local
+from hpc_elastic.slurm.scheduler import LocalQueue, LocalTasks
 
 DEADLINE_S = 60.0
 TASK = """
@@ -116,11 +115,11 @@ def test_a_task_that_goes_back_to_the_queue_starts_again(queue):
     q = queue()
     pid, child, node = q.attempt(0)
     assert node == "local-0" and q.state().node == node
-    assert depart("7_0", q.asks, attempt=0, reason=Reason.ASKED, run=q.run) is Departure.REQUEUE
+    assert depart("7_0", q.asks, attempt=0, reason=Reason.ASKED, run=q.run) is ExitAction.REQUEUE
     state = q.state()
     assert (state.phase, state.restarts) == (Phase.LEAVING, 1)
     again = depart("7_0", q.asks, attempt=0, reason=Reason.ASKED, run=q.run)
-    assert again is Departure.REQUEUED and q.state().restarts == 1
+    assert again is ExitAction.REQUEUED and q.state().restarts == 1
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().phase is Phase.PENDING)
     assert q.state().is_held and 3 < q.state().starts_in_s < 10
@@ -134,7 +133,7 @@ def test_a_task_that_does_not_end_is_killed(queue):
     """It was to go back to the queue."""
     q = queue()
     pid, _, _ = q.attempt(0)
-    assert give_back("7_0", q.asks, 0.0, attempt=0, run=q.run) is Departure.REQUEUE
+    assert give_back("7_0", q.asks, 0.0, attempt=0, run=q.run) is ExitAction.REQUEUE
     q.asks.postpone(["7_0"], 0.0)
     q.attempt(1)
     assert is_gone(pid)
@@ -176,7 +175,7 @@ def test_a_task_comes_back_as_often_as_it_may(queue):
     q = queue(max_requeues=1)
     os.kill(q.attempt(0)[0], signal.SIGKILL)
     pid, _, _ = q.attempt(1)
-    assert depart("7_0", q.asks, attempt=1, run=q.run) is Departure.EXIT
+    assert depart("7_0", q.asks, attempt=1, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "FAILED")
     q.tasks.bring_back(q.run, ["7_0"])
@@ -216,7 +215,7 @@ def test_no_task_of_a_cancelled_run_comes_back(queue):
     q = queue()
     pid, _, _ = q.attempt(0)
     q.run.cancelled.touch()
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is Departure.EXIT
+    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "CANCELLED")
 
@@ -231,7 +230,7 @@ def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):
     (task,) = q.handle._tasks
     task.is_leaving = True
     q.handle._write()
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is Departure.EXIT
+    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
     del q.handle._settle
     ends.start()
     ends.join()
@@ -243,14 +242,14 @@ def test_without_its_launcher_a_task_does_not_come_back(tmp_path, queue, monkeyp
     q = queue()
     pid, _, _ = q.attempt(0)
     q.handle._stop_queue()
-    made = local_tasks.started(pid)
+    made = scheduler.started(pid)
     dead = {"launcher": GONE, "launcher_started": 1}
     write_table(
         Submission(tmp_path / ".hpc_elastic"),
         **{"7_0": {"state": "RUNNING", "pid": pid, "started": made, **dead}},
     )
     assert q.state().reason == "its launcher has ended"
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is Departure.EXIT
+    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
     with pytest.raises(LocalQueueError, match="its launcher has ended"):
         q.asks.requeue("7_0")
     assert not list((tmp_path / ".hpc_elastic" / "local-requests").iterdir())

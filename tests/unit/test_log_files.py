@@ -6,11 +6,18 @@ import tracemalloc
 import pytest
 from output_files import EPOCH, Output, make_run
 
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.story import log_files, log_follow
-from hpc_elastic.story.log_files import Discovery, begin_of, lines, start_of, tail
-from hpc_elastic.story.log_follow import Follower
-from hpc_elastic.story.logs import Selection, Source
+from hpc_elastic.report import log_files, log_follow
+from hpc_elastic.report.log_files import (
+    Discovery,
+    LogSource,
+    Selection,
+    begin_of,
+    lines,
+    start_of,
+    tail,
+)
+from hpc_elastic.report.log_follow import Follower
+from hpc_elastic.run.directory import RunDir
 
 
 def told(found) -> list[tuple[float, str]]:
@@ -46,7 +53,7 @@ def test_without_an_index_lines_have_the_time_of_their_file(tmp_path):
     path = tmp_path / "out"
     path.write_text("a\nb\n")
     os.utime(path, (EPOCH, EPOCH + 3))
-    source = Source(path, "out", "7_0")
+    source = LogSource(path, "out", "7_0")
     assert told(lines(source)) == [(3, "a"), (3, "b")]
     assert begin_of(source, None) == EPOCH + 3
 

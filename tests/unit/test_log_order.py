@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.story.logs import (
-    Line,
+from hpc_elastic.report.log_files import (
+    LogLine,
+    LogSource,
     NothingSelectedError,
     Selection,
     Settling,
-    Source,
     is_over,
     merge,
     newest_of_tasks,
@@ -22,14 +22,14 @@ from hpc_elastic.story.logs import (
 )
 
 
-def worker(rank, host="n1", stream="out", attempt=0, round_=1, task="7_0") -> Source:
+def worker(rank, host="n1", stream="out", attempt=0, round_=1, task="7_0") -> LogSource:
     """A worker's file."""
     path = Path(f"{task}/{attempt}/{round_}.{rank}.{stream}")
-    return Source(path, stream, task, attempt, round_, rank, host)
+    return LogSource(path, stream, task, attempt, round_, rank, host)
 
 
-AGENT = Source(Path("7_0/0/agent.log"), "agent", "7_0", 0, host="n1")
-SLURM = Source(Path("7_0.log"), "slurm", "7_0", host="n1")
+AGENT = LogSource(Path("7_0/0/agent.log"), "agent", "7_0", 0, host="n1")
+SLURM = LogSource(Path("7_0.log"), "slurm", "7_0", host="n1")
 RUN = [worker(0), worker(1), worker(2, "n2", task="7_1"), worker(2, "n2", "err", task="7_1")]
 
 
@@ -42,7 +42,7 @@ def stream(source, *times):
     """A file whose lines say when they were written."""
     return (
         times[0] if times else 0.0,
-        iter([Line(t, source, f"{source.rank}:{t}") for t in times]),
+        iter([LogLine(t, source, f"{source.rank}:{t}") for t in times]),
     )
 
 
@@ -68,7 +68,7 @@ def test_a_file_is_begun_only_when_its_time_has_come():
 
     def file(rank, *times):
         begun.append(rank)
-        yield from (Line(t, worker(rank), f"{rank}:{t}") for t in times)
+        yield from (LogLine(t, worker(rank), f"{rank}:{t}") for t in times)
 
     merged = merge([(1.0, file(0, 1, 2)), (5.0, file(1, 5))])
     next(merged), next(merged)
@@ -80,9 +80,9 @@ def test_followed_lines_wait_for_earlier_ones_of_other_files():
     """And go when they have waited, whatever the clock of their node says."""
     settling = Settling(0.5)
     ahead = 1000.0
-    settling.add([Line(ahead + 2, RUN[0], "b")], now=10.0)
+    settling.add([LogLine(ahead + 2, RUN[0], "b")], now=10.0)
     assert settling.take(10.4) == []
-    settling.add([Line(ahead + 1, RUN[1], "a"), Line(ahead + 9, RUN[1], "c")], now=10.4)
+    settling.add([LogLine(ahead + 1, RUN[1], "a"), LogLine(ahead + 9, RUN[1], "c")], now=10.4)
     assert texts(settling.take(10.5)) == "a b"
     assert settling.take(10.8) == []
     assert texts(settling.take(10.9)) == "c"
@@ -91,9 +91,11 @@ def test_followed_lines_wait_for_earlier_ones_of_other_files():
 def test_lines_of_one_file_stay_in_order_while_they_settle():
     """Also those of the same time."""
     settling = Settling(0.5)
-    settling.add([Line(1.0, RUN[0], "1"), Line(1.0, RUN[0], "2"), Line(1.0, RUN[0], "3")], 0.0)
+    settling.add(
+        [LogLine(1.0, RUN[0], "1"), LogLine(1.0, RUN[0], "2"), LogLine(1.0, RUN[0], "3")], 0.0
+    )
     assert texts(settling.take(1.0)) == "1 2 3"
-    settling.add([Line(2.0, RUN[0], "4")], 5.0)
+    settling.add([LogLine(2.0, RUN[0], "4")], 5.0)
     assert texts(settling.take_all()) == "4"
     assert settling.take_all() == []
 

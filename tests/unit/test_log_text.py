@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hpc_elastic.story.log_text import MAX_LINE, Splitter, cleaned
+from hpc_elastic.report.log_files import MAX_LINE, Splitter, cleaned
 
 
 @pytest.mark.parametrize(

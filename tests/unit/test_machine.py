@@ -5,9 +5,9 @@ Growth, Slurm's word and the nodes that are too few have tests of their own.
 
 from groups import A, B, C, D, decisions, failure, machine, notes, resumed, running, training
 
-from hpc_elastic.rendezvous.actions import EndRun, StartRound, StopRound
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.record import Agent, Ending
+from hpc_elastic.rendezvous.effects import EndRun, StartRound, StopRound
+from hpc_elastic.rendezvous.log_entry import Agent, RunEnding
+from hpc_elastic.rendezvous.round_state import RoundPhase
 
 # ---- when a round closes ------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ def test_a_failure_of_somebody_who_is_no_member_changes_nothing():
     m = training(A)
     assert m.worker_failed([failure(B)], B, 1.0) == []
     assert m.finished(B, 1.0) == [] and m.boundary(B, 5, 1, 1.0) == []
-    assert m.phase is Phase.RUNNING
+    assert m.phase is RoundPhase.RUNNING
 
 
 def test_succeeds_when_every_member_is_done():
@@ -325,7 +325,7 @@ def test_a_new_leader_does_not_wait_for_tasks_that_were_lost():
 
 def test_a_new_leader_of_a_run_that_has_ended_tells_the_end():
     """And decides nothing."""
-    ended = Ending("failed", failure(A), (failure(B),))
+    ended = RunEnding("failed", failure(A), (failure(B),))
     m = resumed(round=2, members=(A,), ending=ended)
-    assert m.phase is Phase.ENDED
+    assert m.phase is RoundPhase.ENDED
     assert m.join(A, 100.0) == [EndRun("failed", failure(A), (failure(B),))]

@@ -9,12 +9,18 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.agent import metrics
-from hpc_elastic.agent.metrics import Exporter, Sample, Tally
-from hpc_elastic.agent.observer import Crew, Loads, Observer, load_of
-from hpc_elastic.control import ControlPage
-from hpc_elastic.progress import Progress
+from hpc_elastic.agent.metrics import (
+    Exporter,
+    Loads,
+    Observer,
+    RoundWorkers,
+    Sample,
+    TaskCounters,
+    load_of,
+)
+from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
-BLANK = Progress(None, None, None, None, None, None, 0)
+BLANK = WorkerStatus(None, None, None, None, None, None, 0)
 LABELS = ("r1", "7_1", "n3")
 
 
@@ -30,7 +36,7 @@ def read(text: str) -> dict[str, float]:
 
 def test_steps_that_are_made_again_are_no_goodput():
     """Ten seconds of ten steps; a restart that repeats five of them; then five new ones."""
-    tally = Tally(0.0)
+    tally = TaskCounters(0.0)
     for step in range(11):
         tally.look(replace(BLANK, step=step), float(step))
     tally.new_round()
@@ -42,7 +48,7 @@ def test_steps_that_are_made_again_are_no_goodput():
 
 def test_checkpoints_are_timed():
     """Their age since the last that was announced; what they held up, over all rounds."""
-    tally = Tally(0.0)
+    tally = TaskCounters(0.0)
     assert tally.look(BLANK, 1.0).checkpoint_age_seconds is None
     tally.look(replace(BLANK, boundary=4, busy_s=1.5), 2.0)
     tally.new_round()
@@ -114,8 +120,8 @@ def test_an_observer_tells_of_the_first_worker_and_of_the_node(tmp_path):
     """Before there are workers, of the node alone."""
     observer = Observer(lambda: Sample(group_nodes=2, requeues=1))
     assert observer.progress() == {} and observer.look().group_nodes == 2
-    pages = {4: ControlPage.create(tmp_path, 0), 5: ControlPage.create(tmp_path, 1)}
-    observer.watch(Crew(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
+    pages = {4: SharedPage.create(tmp_path, 0), 5: SharedPage.create(tmp_path, 1)}
+    observer.watch(RoundWorkers(pages, lambda: {0: os.getpid(), 1: os.getpid()}))
     pages[4].report(7, 0.25, 128, 20)
     told = {"step": 7, "total": 20, "loss": 0.25, "samples": 128, "blocked_s": 0.0}
     assert observer.progress() == told

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpc_elastic.mount import Mount, find
+from hpc_elastic.shared_files import Mount, find
 
 TABLE = r"""
 25 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,errors=remount-ro

@@ -6,16 +6,15 @@ from dataclasses import replace
 from groups import A, B, C
 from leaders import LIVENESS
 
-from hpc_elastic.agent.stopping import event_fields
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous import notes
-from hpc_elastic.rendezvous.actions import Depart, GiveBack, Note, StartRound, StopRound
-from hpc_elastic.rendezvous.record import Endpoint, Record, claim
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.story.kinds import problems
+from hpc_elastic.agent.elastic_agent import last_step_fields
+from hpc_elastic.rendezvous import leader_state
+from hpc_elastic.rendezvous.effects import Depart, GiveBack, Note, StartRound, StopRound
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.run.event_schema import problems
+from hpc_elastic.worker.shared_page import WorkerStatus
 
-NOTHING = Progress(None, None, None, None, None, None, 0)
+NOTHING = WorkerStatus(None, None, None, None, None, None, 0)
 
 
 def is_as_described(note: Note) -> bool:
@@ -26,12 +25,12 @@ def is_as_described(note: Note) -> bool:
 
 def test_a_stop_says_of_what_and_whether_all_have_saved():
     """The step only if all ranks have its checkpoint."""
-    saved = notes.stop(StopRound((A, B), "node3 joins", "regroup", 20), 4)
+    saved = leader_state.stop_note(StopRound((A, B), "node3 joins", "regroup", 20), 4)
     assert saved.fields == {
         "reason": "node3 joins", "cause": "regroup", "round": 4, "step": 20, "nodes": 2,
         "hosts": [A.host, B.host],
     }  # fmt: skip
-    lost = notes.stop(StopRound((A,), "node2 is gone: silent", "gone"), 4)
+    lost = leader_state.stop_note(StopRound((A,), "node2 is gone: silent", "gone"), 4)
     assert "step" not in lost.fields
     assert is_as_described(saved) and is_as_described(lost)
 
@@ -39,16 +38,19 @@ def test_a_stop_says_of_what_and_whether_all_have_saved():
 def test_a_line_names_twenty_nodes_at_most():
     """A run may have thousands, and the number is said."""
     many = tuple(replace(A, host=f"n{i}") for i in range(1000))
-    for note in (notes.stop(StopRound(many, ""), 1), notes.given_back(GiveBack(many, 9.96, True))):
+    for note in (
+        leader_state.stop_note(StopRound(many, ""), 1),
+        leader_state.given_back_note(GiveBack(many, 9.96, True)),
+    ):
         assert note.fields["nodes"] == 1000 and len(note.fields["hosts"]) == 20
         assert is_as_described(note)
 
 
 def test_a_round_says_which_replicas_it_places():
     """Nothing of the kind where all start together."""
-    together = notes.round_(StartRound(2, (A, B), 1), record=5, epoch=1)
+    together = leader_state.round_note(StartRound(2, (A, B), 1), record=5, epoch=1)
     assert "placed" not in together.fields and together.fields["world_size"] == A.nproc + B.nproc
-    placed = notes.round_(StartRound(2, (A, B), 1, placed=(B,)), record=5, epoch=1)
+    placed = leader_state.round_note(StartRound(2, (A, B), 1, placed=(B,)), record=5, epoch=1)
     assert placed.fields["placed"] == [B.task]
     assert is_as_described(together) and is_as_described(placed)
 
@@ -56,11 +58,11 @@ def test_a_round_says_which_replicas_it_places():
 def test_the_next_leader_notes_that_the_one_before_is_no_replica_any_more():
     """Nobody else could: it died."""
     leader = Endpoint("10.0.0.1", 4000, A.task, A.attempt)
-    before = Record(3, 1, leader, round=1, members=(A, B, C))
+    before = LogEntry(3, 1, leader, round=1, members=(A, B, C))
     after = claim(4, before, replace(leader, task=B.task, attempt=B.attempt), 0.0)
-    rules = Rules(1, 4, 0, 60.0, 1.0, ft=True)
-    leadership = ReplicaLeadership(after, rules, LIVENESS, 0.0, random.Random(0))
-    assert leadership.inherited == (notes.departed(Depart(A, (B, C))),)
+    rules = RoundRules(1, 4, 0, 60.0, 1.0, ft=True)
+    leadership = ReplicaLeaderState(after, rules, LIVENESS, 0.0, random.Random(0))
+    assert leadership.inherited == (leader_state.departed_note(Depart(A, (B, C))),)
     assert leadership.inherited[0].fields == {"task": A.task, "host": A.host, "nodes": 2}
 
 
@@ -68,6 +70,6 @@ def test_workers_that_are_stopped_say_how_far_they_have_come():
     """What a script says of its steps goes before their count."""
     counted = replace(NOTHING, step=3, step_time=10.00049)
     asks = replace(counted, step=4, step_time=11.0, passed=104)
-    assert event_fields([NOTHING]) == {}
-    assert event_fields([NOTHING, counted]) == {"step": 3, "step_time": 10.0}
-    assert event_fields([counted, asks]) == {"step": 104, "step_time": 11.0}
+    assert last_step_fields([NOTHING]) == {}
+    assert last_step_fields([NOTHING, counted]) == {"step": 3, "step_time": 10.0}
+    assert last_step_fields([counted, asks]) == {"step": 104, "step_time": 11.0}

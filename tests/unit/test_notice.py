@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.preemption import (
-    Notice,
-    Terms,
+    PreemptionConfig,
+    PreemptionNotice,
     TimeLimit,
     first_spread_s,
     merged,
@@ -17,22 +17,22 @@ from hpc_elastic.agent.preemption import (
     why_leave_now,
     within,
 )
-from hpc_elastic.progress import Progress
-from hpc_elastic.slurm.decision import Departure, Reason
+from hpc_elastic.slurm.exit_action import ExitAction, Reason
+from hpc_elastic.worker.shared_page import WorkerStatus
 
-TERMS = Terms(notice_s=120, grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2)
+TERMS = PreemptionConfig(notice_s=120, grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2)
 
 
-def worker(**shows: Any) -> Progress:
+def worker(**shows: Any) -> WorkerStatus:
     """A worker that shows this, and nothing else."""
-    return Progress(**{**dict.fromkeys(Progress.__match_args__), "held": 0, **shows})
+    return WorkerStatus(**{**dict.fromkeys(WorkerStatus.__match_args__), "held": 0, **shows})
 
 
 @pytest.mark.parametrize(
     ("number", "expected"),
     [
-        (signal.SIGTERM, Notice(Reason.SIGNAL, 1055)),
-        (signal.SIGUSR2, Notice(Reason.ASKED, 1115)),
+        (signal.SIGTERM, PreemptionNotice(Reason.SIGNAL, 1055)),
+        (signal.SIGUSR2, PreemptionNotice(Reason.ASKED, 1115)),
         (signal.SIGUSR1, None),
     ],
 )
@@ -44,16 +44,16 @@ def test_what_a_signal_means(number, expected):
 @pytest.mark.parametrize(
     ("how", "by"),
     [
-        (Departure.REQUEUE, 1055),
-        (Departure.REPLACE, 1055),
-        (Departure.REQUEUED, 1025),
-        (Departure.EXIT, 1025),
+        (ExitAction.REQUEUE, 1055),
+        (ExitAction.REPLACE, 1055),
+        (ExitAction.REQUEUED, 1025),
+        (ExitAction.EXIT, 1025),
         (None, 1025),
     ],
 )
 def test_a_task_that_is_being_ended_has_kill_wait_only(how, by):
     """Slurm says which; where it is silent, the worse is taken."""
-    assert of_departure(how, TERMS, 1000) == Notice(Reason.SIGNAL, by)
+    assert of_departure(how, TERMS, 1000) == PreemptionNotice(Reason.SIGNAL, by)
 
 
 def test_the_reserve_is_a_third_of_a_short_time():
@@ -64,12 +64,12 @@ def test_the_reserve_is_a_third_of_a_short_time():
 
 def test_of_two_notices_the_earlier_deadline_and_the_first_reason_stay():
     """But for a signal, which only Slurm can explain."""
-    asked, limit = Notice(Reason.ASKED, 50), Notice(Reason.TIME_LIMIT, 40)
-    taken = Notice(Reason.SIGNAL, 60)
+    asked, limit = PreemptionNotice(Reason.ASKED, 50), PreemptionNotice(Reason.TIME_LIMIT, 40)
+    taken = PreemptionNotice(Reason.SIGNAL, 60)
     assert merged(None, asked) == asked
-    assert merged(asked, limit) == Notice(Reason.ASKED, 40)
-    assert merged(limit, taken) == Notice(Reason.SIGNAL, 40)
-    assert merged(taken, limit) == Notice(Reason.SIGNAL, 40)
+    assert merged(asked, limit) == PreemptionNotice(Reason.ASKED, 40)
+    assert merged(limit, taken) == PreemptionNotice(Reason.SIGNAL, 40)
+    assert merged(taken, limit) == PreemptionNotice(Reason.SIGNAL, 40)
 
 
 @pytest.mark.parametrize(("length_s", "ahead_s"), [(86_400, 120), (1200, 120), (60, 6)])
@@ -102,7 +102,7 @@ def test_ten_thousand_tasks_ask_slurm_over_half_a_minute():
 def test_when_there_is_no_sense_in_waiting_for_a_checkpoint(workers, fields, why):
     """Too late, or nothing to lose, or nobody who could say that it is saved."""
     asked = {"now": 50.0, "since": 45.0, "saves_itself": True, **fields}
-    assert why_leave_now(Notice(Reason.SIGNAL, 100.0), workers, **asked) == why
+    assert why_leave_now(PreemptionNotice(Reason.SIGNAL, 100.0), workers, **asked) == why
 
 
 def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
@@ -113,5 +113,5 @@ def test_a_notice_keeps_what_announced_it_and_how_much_time_that_gave():
     assert (limit.signal, limit.given_s) == (None, 120)
     for notice in (merged(limit, sigterm), merged(sigterm, limit)):
         assert (notice.signal, notice.given_s) == ("SIGTERM", 60)
-    later = merged(sigterm, of_departure(Departure.EXIT, TERMS, 1000))
+    later = merged(sigterm, of_departure(ExitAction.EXIT, TERMS, 1000))
     assert (later.signal, later.by) == ("SIGTERM", 1025)

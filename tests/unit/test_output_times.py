@@ -12,8 +12,8 @@ import pytest
 
 from hpc_elastic.agent import output_times
 from hpc_elastic.agent.output_times import OutputTimes
-from hpc_elastic.mount import Mount
-from hpc_elastic.output_index import Index, IndexWriter, index_of
+from hpc_elastic.run.log_index import Index, IndexWriter, index_of
+from hpc_elastic.shared_files import Mount
 
 
 def eventually(condition) -> None:

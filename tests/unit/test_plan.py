@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.submit.plan import Plan, PlannedRun, make_plan
+from hpc_elastic.launcher.plan import Plan, PlannedRun, make_plan
 
 
 def run(name: str, nodes: int, launcher=None, *, low: int = 1) -> PlannedRun:

@@ -27,7 +27,7 @@ from hpc_elastic.agent.preflight import (
     keep_away,
     parse_gpus,
 )
-from hpc_elastic.rundir import RunDir
+from hpc_elastic.run.directory import RunDir
 
 GOOD = "0, GPU-aa, 81559, 4\n1, GPU-bb, 81559, 4\n"
 

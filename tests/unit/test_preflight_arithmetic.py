@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hpc_elastic import commands
+from hpc_elastic import _util
 from hpc_elastic.agent import gpu_check, preflight
 from hpc_elastic.agent.preflight import (
     Preflight,
@@ -102,7 +102,7 @@ def gpus(monkeypatch):
             monkeypatch.setattr(gpu_check, "_SIZE", 64)
         monkeypatch.setattr(torch.version, "cuda", "12.4")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
-        monkeypatch.setattr(commands, "run", run)
+        monkeypatch.setattr(_util, "run", run)
 
     return pretend
 
@@ -200,7 +200,7 @@ def test_a_gpu_that_does_not_answer_is_a_problem(stand_in, monkeypatch):
 
 def test_without_gpus_no_process_is_started(monkeypatch):
     """There is nothing to check."""
-    monkeypatch.setattr(commands, "run", None)
+    monkeypatch.setattr(_util, "run", None)
     assert check_gpu_arithmetic([]) is None
 
 
@@ -211,6 +211,6 @@ def test_a_process_that_can_not_be_started_says_nothing_of_the_gpus(tmp_path, mo
         raise OSError(errno.EAGAIN, "no more processes")
 
     monkeypatch.setattr(preflight, "check_gpus", lambda *_, **__: None)
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr(_util, "run", run)
     assert Preflight(tmp_path, ["0"], shared=True).problems() == []
     assert "no more processes" in caplog.text

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_elastic.readable import readable
+from hpc_elastic._util import readable
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpc_elastic.checkpoint.manifest import Chunk, Manifest, TensorEntry
-from hpc_elastic.checkpoint.reading import (
+from hpc_elastic.checkpoint.resharding import (
     ManifestReader,
     files_needed,
     like_parameters,

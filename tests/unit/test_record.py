@@ -5,23 +5,30 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.net.wire import sign
-from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.record import Agent, Ending, Endpoint, Record, claim, unseal
+from hpc_elastic.rendezvous.log_entry import (
+    Agent,
+    Endpoint,
+    Failure,
+    LogEntry,
+    RunEnding,
+    claim,
+    unseal,
+)
+from hpc_elastic.transport.auth import sign
 
 SECRET = b"topsecret"
 A, B = Agent("7_0", 0, 0, "node1", 2), Agent("7_1", 3, 1, "nöde2", 2)
 FIRST, SECOND = Endpoint("10.0.0.1", 4000, "7_0", 0), Endpoint("fd00::2", 4001, "7_1", 3)
 CAUSE = Failure("7_0", "node1", 0, 0, 12.5, "boom", exception="ValueError", exit_code=1)
 VICTIM = Failure("7_1", "nöde2", 2, 1, 12.7, "Connection closed by peer", signal="SIGTERM")
-BEFORE = Record(
+BEFORE = LogEntry(
     6, 2, FIRST, round=4, restarts=1, members=(A, B), lost={"7_3": 1},
     given_back=2, started=1000.5, unseen={"7_4": "node9"},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "ending", [None, Ending("succeeded"), Ending("failed", CAUSE, (VICTIM, VICTIM))]
+    "ending", [None, RunEnding("succeeded"), RunEnding("failed", CAUSE, (VICTIM, VICTIM))]
 )
 def test_a_record_survives_its_file(ending):
     """All fields, with their types: what was decided is what is read."""
@@ -66,7 +73,7 @@ def test_the_secret_is_not_in_the_file():
 
 def test_the_first_claim_begins_the_run():
     """Nothing is known but who leads, and since when."""
-    assert claim(1, None, FIRST, 1000.0) == Record(1, 1, FIRST, started=1000.0)
+    assert claim(1, None, FIRST, 1000.0) == LogEntry(1, 1, FIRST, started=1000.0)
 
 
 def test_a_claim_keeps_what_was_decided():

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import SlurmSettings
+from hpc_elastic.config.schema import SlurmSettings
 from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
-from hpc_elastic.slurm import outputs
-from hpc_elastic.slurm.states import Phase
-from hpc_elastic.submit.refusals import explain
+from hpc_elastic.launcher.batch_script import explain
+from hpc_elastic.slurm import parsing
+from hpc_elastic.slurm.job_state import Phase
 
 DATA = Path(__file__).parent / "data" / "slurm"
 RELEASES = sorted(path.name for path in DATA.iterdir())
@@ -56,7 +56,7 @@ def test_three_releases_were_recorded():
 
 def test_every_task_has_its_state(recorded, jobs):
     """Of arrays that wait, of gangs, and of jobs that have ended."""
-    tasks = outputs.parse_squeue(recorded("squeue"), now=0.0)
+    tasks = parsing.parse_squeue(recorded("squeue"), now=0.0)
     array, gang = jobs["array"], jobs["gang"]
     steps = {f"{jobs['steps']}_{i}" for i in (0, 4, 8, 12, 16)}  # and 20, see below
     alone = set(jobs.values()) - {array, jobs["steps"]}
@@ -77,9 +77,9 @@ def test_every_task_has_its_state(recorded, jobs):
 
 def test_a_preemption_is_seen_and_so_is_the_requeue_after_it(recorded, jobs):
     """In the grace the task still runs; then it waits its two minutes."""
-    (during,) = outputs.parse_squeue(recorded("squeue-preempted"), now=0.0).values()
+    (during,) = parsing.parse_squeue(recorded("squeue-preempted"), now=0.0).values()
     assert (during.phase, during.preempted, during.restarts) == (Phase.RUNNING, True, 0)
-    (after,) = outputs.parse_squeue(recorded("squeue-requeued"), now=0.0).values()
+    (after,) = parsing.parse_squeue(recorded("squeue-requeued"), now=0.0).values()
     assert (after.phase, after.preempted, after.restarts) == (Phase.PENDING, False, 1)
     assert after.is_held and after.task == jobs["taken"]
 
@@ -87,24 +87,24 @@ def test_a_preemption_is_seen_and_so_is_the_requeue_after_it(recorded, jobs):
 def test_an_element_that_is_held_after_a_requeue_is_told_from_those_that_wait(recorded, jobs):
     """Without -r it is one line with them, and has neither its own restarts nor its own reason."""
     element = f"{jobs['array']}_0"
-    task = outputs.parse_squeue(recorded("squeue-elements"), now=0.0)[element]
+    task = parsing.parse_squeue(recorded("squeue-elements"), now=0.0)[element]
     assert (task.phase, task.restarts, task.is_held) == (Phase.PENDING, 1, True)
-    task = outputs.parse_squeue(recorded("squeue-sets"), now=0.0)[element]
+    task = parsing.parse_squeue(recorded("squeue-sets"), now=0.0)[element]
     assert task.phase is Phase.PENDING and (task.restarts, task.reason) != (1, "BeginTime")
 
 
 def test_what_may_lack_an_element_is_known(recorded, jobs):
     """Squeue -r loses the last of a set of steps, here 20."""
     last = f"{jobs['steps']}_20"
-    assert last not in outputs.parse_squeue(recorded("squeue"))
-    assert not outputs.lists_all(recorded("squeue"))
-    assert last in outputs.parse_squeue(recorded("squeue-sets"))
-    assert outputs.lists_all(recorded("squeue-requeued"))
+    assert last not in parsing.parse_squeue(recorded("squeue"))
+    assert not parsing.lists_all(recorded("squeue"))
+    assert last in parsing.parse_squeue(recorded("squeue-sets"))
+    assert parsing.lists_all(recorded("squeue-requeued"))
 
 
 def test_records_of_scontrol_name_tasks_and_what_they_avoid(recorded, jobs):
     """The name of a job has a blank and an equals sign in it, and hides nothing."""
-    records = outputs.parse_records(recorded("scontrol-jobs"))
+    records = parsing.parse_records(recorded("scontrol-jobs"))
     found = {name: record for record in records for name in record.tasks}
     waiting = found[f"{jobs['array']}_6"]
     assert set(waiting.tasks) == {f"{jobs['array']}_{i}" for i in (3, 6, 9)}
@@ -116,47 +116,47 @@ def test_records_of_scontrol_name_tasks_and_what_they_avoid(recorded, jobs):
 def test_the_configuration_tells_of_arrays_and_preemption(recorded):
     """As the sandbox was set up."""
     config = recorded("scontrol-config")
-    assert outputs.parse_config(config)["MaxArraySize"] == "1001"
+    assert parsing.parse_config(config)["MaxArraySize"] == "1001"
     partitions = recorded("scontrol-partitions")
     for name, grace_s in {None: 5, "low": 5, "cancel": 5, "low,cancel": 5, "high": 0}.items():
-        told = outputs.parse_preemption(config, partitions, name)
+        told = parsing.parse_preemption(config, partitions, name)
         assert (told.grace_s, told.kill_wait_s) == (grace_s, 5)
         assert [p.name for p in told.partitions] == (name or "low").split(",")
 
 
 def test_partitions_are_as_the_sandbox_has_made_them(recorded):
     """Both commands name all; only scontrol tells more."""
-    low, cancel, short, high = outputs.parse_partitions(recorded("scontrol-partitions"))
-    assert low == outputs.Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
+    low, cancel, short, high = parsing.parse_partitions(recorded("scontrol-partitions"))
+    assert low == parsing.Partition("low", "UP", True, None, 5, "REQUEUE", 4, None)
     assert (cancel.preempt_mode, short.max_time_s, high.preempt_mode) == ("CANCEL", 1800.0, "OFF")
     assert (cancel.is_default, high.grace_s) == (False, 0)
-    names = outputs.parse_partition_names(recorded("sinfo"))
+    names = parsing.parse_partition_names(recorded("sinfo"))
     assert set(names) == {"low", "cancel", "short", "high"} and len(names) == 4
 
 
 def test_nodes_are_counted_by_state_and_controllers_named(recorded):
     """While every node has a job of its own."""
-    assert outputs.parse_node_states(recorded("sinfo-nodes")) == {"allocated": 4}
-    assert outputs.parse_controllers(recorded("ping")) == "Slurmctld(primary) at ctl is UP"
+    assert parsing.parse_node_states(recorded("sinfo-nodes")) == {"allocated": 4}
+    assert parsing.parse_controllers(recorded("ping")) == "Slurmctld(primary) at ctl is UP"
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_commands_tell_their_release(release):
     """Debian's name of the package is before it."""
     _, output, _ = answer(release, "version")
-    assert outputs.parse_version(output).startswith(f"{release}.")
+    assert parsing.parse_version(output).startswith(f"{release}.")
 
 
 def test_a_submission_tells_its_job_and_nothing_else(recorded):
     """There is one cluster."""
-    assert outputs.parse_job_id(recorded("sbatch-parsable")).isdecimal()
+    assert parsing.parse_job_id(recorded("sbatch-parsable")).isdecimal()
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_test_of_a_submission_tells_when_it_would_start(release):
     """On standard error, without the number of a job that there is not; or it names the key."""
     exit_code, output, errors = answer(release, "test-only")
-    words = outputs.parse_start(errors)
+    words = parsing.parse_start(errors)
     assert (exit_code, output) == (0, "")
     assert words.startswith("to start at 2") and words.endswith("on nodes node1 in partition low")
     error = explain(failure(release, "test-only-partition").stderr, SlurmSettings())
@@ -165,14 +165,14 @@ def test_a_test_of_a_submission_tells_when_it_would_start(release):
 
 def test_a_node_has_its_address(recorded):
     """And one that is not there has none."""
-    assert outputs.parse_node_address(recorded("scontrol-node")).endswith(".0.12")
-    assert outputs.parse_node_address(recorded("scontrol-no-node")) is None
+    assert parsing.parse_node_address(recorded("scontrol-node")).endswith(".0.12")
+    assert parsing.parse_node_address(recorded("scontrol-no-node")) is None
 
 
 def test_a_node_is_up_or_not(recorded):
     """One that takes no more jobs is; one that does not answer is not."""
     is_up = {
-        name: outputs.parse_is_up(recorded(f"scontrol-node{name}"))
+        name: parsing.parse_is_up(recorded(f"scontrol-node{name}"))
         for name in ("", "-drained", "-down")
     }
     assert is_up == {"": True, "-drained": True, "-down": False}
@@ -182,12 +182,12 @@ def test_a_node_is_up_or_not(recorded):
 @pytest.mark.parametrize(
     ("judge", "names"),
     [
-        (outputs.is_forgotten, FORGOTTEN),
-        (outputs.is_ended, FORGOTTEN),
-        (outputs.is_unknown_node, {"scontrol-no-node"}),
-        (outputs.is_not_waiting, {*FORGOTTEN, "update-ended", "update-running", "update-elements"}),
-        (outputs.is_requeued, {"requeue-requeued"}),
-        (outputs.is_refused, {"requeue-refused", "update-ended"}),
+        (parsing.is_forgotten, FORGOTTEN),
+        (parsing.is_ended, FORGOTTEN),
+        (parsing.is_unknown_node, {"scontrol-no-node"}),
+        (parsing.is_not_waiting, {*FORGOTTEN, "update-ended", "update-running", "update-elements"}),
+        (parsing.is_requeued, {"requeue-requeued"}),
+        (parsing.is_refused, {"requeue-refused", "update-ended"}),
     ],
 )
 def test_what_is_no_failure_to_us_is_told_from_what_is(release, judge, names):
@@ -235,7 +235,7 @@ def test_more_nodes_or_cpus_than_there_are_wait_for_ever(release):
     """These take such a job, and squeue says why it waits."""
     _, output, _ = answer(release, "sbatch-nodes")
     job = output.split()[-1]
-    queue = outputs.parse_squeue((DATA / release / "squeue-elements.out").read_text())
+    queue = parsing.parse_squeue((DATA / release / "squeue-elements.out").read_text())
     assert (queue[job].phase, queue[job].reason) == (Phase.PENDING, "PartitionConfig")
     assert answer(release, "sbatch-cpus")[0] == 0
 
@@ -253,7 +253,7 @@ def test_more_nodes_or_cpus_than_there_are_are_refused():
 def test_a_node_is_in_service_or_not(recorded):
     """In every release's words: its state, and the reason that somebody gave."""
     told = {
-        name: outputs.parse_out_of_service(recorded(f"scontrol-node{name}"))
+        name: parsing.parse_out_of_service(recorded(f"scontrol-node{name}"))
         for name in ("", "-drained", "-down")
     }
     assert told[""] == ""

@@ -13,26 +13,26 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.rendezvous.record import Endpoint, Record
-from hpc_elastic.rendezvous.register import Register
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry
 
 SECRET = b"s"
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
-FIRST = Record(1, 1, LEADER, started=5.0)
+FIRST = LogEntry(1, 1, LEADER, started=5.0)
 
 
 @pytest.fixture
-def register(tmp_path) -> Register:
+def register(tmp_path) -> DecisionLog:
     """The empty register of a run."""
-    return Register(tmp_path, SECRET)
+    return DecisionLog(tmp_path, SECRET)
 
 
-def record(number: int, port: int = 4000) -> Record:
+def record(number: int, port: int = 4000) -> LogEntry:
     """A record of some leader."""
-    return Record(number, 1, replace(LEADER, port=port), started=5.0)
+    return LogEntry(number, 1, replace(LEADER, port=port), started=5.0)
 
 
-def files(register: Register) -> list[str]:
+def files(register: DecisionLog) -> list[str]:
     """What lies in the register's folder, once what is removed behind is gone."""
     for thread in threading.enumerate():
         if thread.name.startswith("removal of "):
@@ -96,13 +96,13 @@ def test_one_of_many_racing_threads_wins_each_number(register):
 _RACER = """
 import sys
 from pathlib import Path
-from hpc_elastic.rendezvous.record import Endpoint, Record
-from hpc_elastic.rendezvous.register import Register
-register, port = Register(Path(sys.argv[1]), b"s"), int(sys.argv[2])
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+register, port = DecisionLog(Path(sys.argv[1]), b"s"), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 leader = Endpoint("10.0.0.1", port, "7_0", 0)
-print(*(n for n in range(1, 101) if register.create(Record(n, 1, leader))))
+print(*(n for n in range(1, 101) if register.create(LogEntry(n, 1, leader))))
 """
 
 
@@ -203,7 +203,7 @@ def test_a_file_system_that_fails_for_now_may_be_tried_again(register, monkeypat
 
 def test_a_missing_folder_is_an_error_of_the_file_system(tmp_path):
     """To read nothing from it would be to claim the first epoch again."""
-    gone = Register(tmp_path / "gone", SECRET)
+    gone = DecisionLog(tmp_path / "gone", SECRET)
     with pytest.raises(OSError, match="gone"):
         gone.last()
     with pytest.raises(OSError, match="gone"):
@@ -271,7 +271,7 @@ def test_each_epoch_has_a_lease_of_its_own(register):
 def test_a_lease_that_does_not_verify_is_none(register):
     """Of another run, of another epoch, cut short, or garbage."""
     lease = register.path / "lease.2"
-    Register(register.path, b"other").make_lease(2).renew()
+    DecisionLog(register.path, b"other").make_lease(2).renew()
     assert register.lease(2) is None
     register.make_lease(1).renew()
     lease.write_text((register.path / "lease.1").read_text())

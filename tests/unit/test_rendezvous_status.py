@@ -4,21 +4,19 @@ import random
 
 from groups import A, B, failure
 
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.record import Endpoint, Record
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.rendezvous.status import status_of
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules
+from hpc_elastic.rendezvous.run_status import status_of
 
 
-def leading(**rules) -> Leadership:
+def leading(**rules) -> LeaderState:
     """A leader that takes over after two rounds, with one restart spent."""
-    claim = Record(4, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), round=2, restarts=1)
-    settings = Rules(rules.pop("min_nodes", 1), 2, 3, 60.0, 5.0, **rules)
-    return Leadership(claim, settings, Liveness(0.5, 3.0), 0.0, random.Random(1))
+    claim = LogEntry(4, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), round=2, restarts=1)
+    settings = RoundRules(rules.pop("min_nodes", 1), 2, 3, 60.0, 5.0, **rules)
+    return LeaderState(claim, settings, HeartbeatConfig(0.5, 3.0), 0.0, random.Random(1))
 
 
-def training() -> Leadership:
+def training() -> LeaderState:
     """Two nodes that train."""
     leader = leading()
     for agent in (A, B):

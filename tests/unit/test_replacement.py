@@ -9,9 +9,9 @@ import pytest
 from arrays import run_of
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import Submission
-from hpc_elastic.slurm import replacement
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm.job_state import TaskState
 
 
 class Client:
@@ -43,19 +43,19 @@ def test_the_element_is_submitted_again_and_takes_the_slot(tmp_path):
     """The run's tasks have its name from then on, in the order of the slots."""
     run = run_of(tmp_path, "70", [(0, 1), (0, 3), (1, 0)])
     client = Client()
-    assert replacement.current_names(run.load()) == ["70_1", "70_3", "71_0"]
-    assert replacement.replace(run, "70_3", client) == "90_3"
+    assert requeue.current_names(run.load()) == ["70_1", "70_3", "71_0"]
+    assert requeue.resubmit(run, "70_3", client) == "90_3"
     assert client.submitted == [("array-0.sbatch", 3, [])]
     assert client.released == ["90_3"]
-    assert replacement.current_names(run.load()) == ["70_1", "90_3", "71_0"]
-    assert replacement.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_3": "90_3"}
+    assert requeue.current_names(run.load()) == ["70_1", "90_3", "71_0"]
+    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_3": "90_3"}
 
 
 def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
     """Under the name that the task had at first; Slurm is asked once for both jobs."""
     run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
     client = Client()
-    replacement.replace(run, "70_1", client)
+    requeue.resubmit(run, "70_1", client)
     asked = []
 
     def tasks(job_ids, *, once):
@@ -65,7 +65,7 @@ def test_whoever_waits_for_the_run_sees_the_task_in_its_place(tmp_path):
         return {name: TaskState(name, word) for name, word in words.items()}
 
     client.tasks = tasks
-    states = replacement.list_followed(client, Submission(tmp_path / ".hpc_elastic"), ["70"])
+    states = requeue.list_followed(client, Submission(tmp_path / ".hpc_elastic"), ["70"])
     assert asked == [["70", "90"]]
     assert (states["70_0"].state, states["70_1"]) == ("RUNNING", TaskState("70_1", "PENDING"))
 
@@ -74,7 +74,7 @@ def test_a_task_is_replaced_once_whoever_asks_and_how_often(tmp_path):
     """The second is told who stands there; nothing is submitted again."""
     run = run_of(tmp_path, "70", [(0, 0)])
     client = Client()
-    assert [replacement.replace(run, "70_0", client) for _ in range(2)] == ["90_0"] * 2
+    assert [requeue.resubmit(run, "70_0", client) for _ in range(2)] == ["90_0"] * 2
     assert len(client.submitted) == 1
 
 
@@ -83,7 +83,7 @@ def test_peers_that_ask_at_once_make_one(tmp_path):
     run = run_of(tmp_path, "70", [(0, 0)])
     client = Client()
     with ThreadPoolExecutor(8) as pool:
-        names = set(pool.map(lambda _: replacement.replace(run, "70_0", client), range(8)))
+        names = set(pool.map(lambda _: requeue.resubmit(run, "70_0", client), range(8)))
     (name,) = names
     assert client.released == [name]
     assert sorted(f"{job}_0" for job in [*client.cancelled, name[:2]]) == sorted(
@@ -94,24 +94,24 @@ def test_peers_that_ask_at_once_make_one(tmp_path):
 def test_what_could_not_be_written_down_is_taken_back(tmp_path):
     """Nobody would know of the job; whoever tries again makes one."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    records = replacement.folder(Submission(tmp_path / ".hpc_elastic").array(0))
+    records = requeue.folder(Submission(tmp_path / ".hpc_elastic").array(0))
     client = Client(then=records.touch)  # so that no record can be made
     with pytest.raises(OSError, match=records.name):
-        replacement.replace(run, "70_0", client)
+        requeue.resubmit(run, "70_0", client)
     assert (client.cancelled, client.released) == (["90"], [])
     records.unlink()
-    assert replacement.replace(run, "70_0", Client(first=91)) == "91_0"
+    assert requeue.resubmit(run, "70_0", Client(first=91)) == "91_0"
 
 
 def test_a_replacement_can_be_replaced_in_its_turn(tmp_path):
     """Each has a number; the newest is the one that counts."""
     run = run_of(tmp_path, "70", [(0, 0)])
     client = Client()
-    replacement.replace(run, "70_0", client)
-    assert replacement.replace(run, "90_0", client) == "91_0"
-    assert replacement.replace(run, "70_0", client) == "91_0"
-    assert replacement.current_names(run.load()) == ["91_0"]
-    assert replacement.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_0": "91_0"}
+    requeue.resubmit(run, "70_0", client)
+    assert requeue.resubmit(run, "90_0", client) == "91_0"
+    assert requeue.resubmit(run, "70_0", client) == "91_0"
+    assert requeue.current_names(run.load()) == ["91_0"]
+    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70_0": "91_0"}
 
 
 def test_more_than_nine_replacements_are_in_order(tmp_path):
@@ -119,27 +119,27 @@ def test_more_than_nine_replacements_are_in_order(tmp_path):
     run = run_of(tmp_path, "70", [(0, 0)])
     client, name = Client(100), "70_0"
     for _ in range(11):
-        name = replacement.replace(run, name, client)
-    assert replacement.current_names(run.load()) == ["110_0"]
+        name = requeue.resubmit(run, name, client)
+    assert requeue.current_names(run.load()) == ["110_0"]
 
 
 def test_a_gang_is_replaced_as_a_whole(tmp_path):
     """Its nodes keep their ids; the array beside it is left alone."""
     run = run_of(tmp_path, "70", [(0, 0), (0, 1), (1, 0)], gang=True)
     client = Client()
-    assert replacement.replace(run, "70.1", client) == "90"
+    assert requeue.resubmit(run, "70.1", client) == "90"
     assert client.submitted == [("array-0.sbatch", None, [])]
-    assert replacement.current_names(run.load()) == ["90.0", "90.1", "71_0"]
-    assert replacement.followed(Submission(tmp_path / ".hpc_elastic")) == {"70": "90"}
+    assert requeue.current_names(run.load()) == ["90.0", "90.1", "71_0"]
+    assert requeue.followed(Submission(tmp_path / ".hpc_elastic")) == {"70": "90"}
 
 
 def test_a_run_that_has_ended_gets_no_replacement(tmp_path):
     """Nor does a task that is none of it."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    assert replacement.replace(run, "70_5", Client()) is None
+    assert requeue.resubmit(run, "70_5", Client()) is None
     run.result.write_text("{}")
     client = Client()
-    assert replacement.replace(run, "70_0", client) is None
+    assert requeue.resubmit(run, "70_0", client) is None
     assert client.submitted == []
 
 
@@ -147,7 +147,7 @@ def test_a_replacement_that_was_made_while_the_run_ended_is_taken_back(tmp_path)
     """It was submitted before the result was there, and may not stay in the queue."""
     run = run_of(tmp_path, "70", [(0, 0)])
     client = Client(then=lambda: run.result.write_text("{}"))
-    assert replacement.replace(run, "70_0", client) is None
+    assert requeue.resubmit(run, "70_0", client) is None
     assert (client.cancelled, client.released) == (["90"], [])
 
 
@@ -159,18 +159,18 @@ def test_a_submission_that_fails_leaves_no_record(tmp_path):
 
     run = run_of(tmp_path, "70", [(0, 0)])
     with pytest.raises(SlurmCommandError):
-        replacement.replace(run, "70_0", Client(then=fail))
-    assert replacement.current_names(run.load()) == ["70_0"]
-    assert replacement.replace(run, "70_0", Client()) == "90_0"
+        requeue.resubmit(run, "70_0", Client(then=fail))
+    assert requeue.current_names(run.load()) == ["70_0"]
+    assert requeue.resubmit(run, "70_0", Client()) == "90_0"
 
 
 def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
     """What they are blamed for is kept, and the first blame stays."""
     run = run_of(tmp_path, "70", [(0, 0)])
-    replacement.remember_excluded(run, ["n3"], "CUDA error")
-    replacement.remember_excluded(run, ["n3", "n1"], "lost heartbeat")
+    requeue.remember_excluded(run, ["n3"], "CUDA error")
+    requeue.remember_excluded(run, ["n3", "n1"], "lost heartbeat")
     client = Client()
-    replacement.replace(run, "70_0", client)
+    requeue.resubmit(run, "70_0", client)
     assert client.submitted == [("array-0.sbatch", 0, ["n1", "n3"])]
     stored = json.loads((run.path / "excluded.json").read_text())
     assert stored == {"n3": "CUDA error", "n1": "lost heartbeat"}
@@ -178,19 +178,19 @@ def test_a_replacement_avoids_the_nodes_that_the_run_avoids(tmp_path):
 
 def test_nodes_that_two_exclude_at_once_are_both_avoided(tmp_path, monkeypatch):
     """Each reads the list, and writes it: what was lost that way is written again."""
-    run, write = run_of(tmp_path, "70", [(0, 0)]), replacement.write_atomic
+    run, write = run_of(tmp_path, "70", [(0, 0)]), requeue.write_atomic
     others = ['{"n1": "gpu"}']
 
     def overwritten(path, text):
         write(path, others.pop() if others else text)
 
-    monkeypatch.setattr(replacement, "write_atomic", overwritten)
-    replacement.remember_excluded(run, ["n3"], "CUDA error")
-    assert replacement.excluded(run) == {"n1": "gpu", "n3": "CUDA error"}
+    monkeypatch.setattr(requeue, "write_atomic", overwritten)
+    requeue.remember_excluded(run, ["n3"], "CUDA error")
+    assert requeue.excluded(run) == {"n1": "gpu", "n3": "CUDA error"}
 
 
 def test_a_torn_list_of_nodes_is_no_list(tmp_path):
     """Another node is better than none."""
     run = run_of(tmp_path, "70", [(0, 0)])
     (run.path / "excluded.json").write_text("{")
-    assert replacement.excluded(run) == {}
+    assert requeue.excluded(run) == {}

@@ -6,28 +6,32 @@ from dataclasses import replace
 from groups import A, B, C, D
 from leaders import HERE, LIVENESS, join, meanwhile, of, say, told
 
-from hpc_elastic.rendezvous.actions import Note
-from hpc_elastic.rendezvous.leader_effects import Announce, Create, Publish, RenewLease
-from hpc_elastic.rendezvous.placements import placements_alone
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.effects import (
+    Announce,
+    Create,
+    Note,
+    PublishResult,
+    RenewLease,
+    placements_alone,
+)
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
 
-def leading(record: Record | None = None, **changes) -> ReplicaLeadership:
+def leading(record: LogEntry | None = None, **changes) -> ReplicaLeaderState:
     """A leader that has just claimed its epoch, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "start_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
     }  # fmt: skip
     record = record or claim(1, None, HERE, 1000.0)
-    rules = Rules(**{**defaults, **changes})
-    return ReplicaLeadership(record, rules, LIVENESS, 0.0, random.Random(1))
+    rules = RoundRules(**{**defaults, **changes})
+    return ReplicaLeaderState(record, rules, LIVENESS, 0.0, random.Random(1))
 
 
-def training(*agents: Agent, room: int = 0) -> ReplicaLeadership:
+def training(*agents: Agent, room: int = 0) -> ReplicaLeaderState:
     """A leader whose first round was announced at time 1."""
     leader = leading(max_nodes=len(agents))
     for agent in agents:
@@ -37,13 +41,13 @@ def training(*agents: Agent, room: int = 0) -> ReplicaLeadership:
     return leader
 
 
-def after(*members: Agent) -> ReplicaLeadership:
+def after(*members: Agent) -> ReplicaLeaderState:
     """A leader that took over, at time 0, from node 9's."""
-    before = Record(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
+    before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
     return leading(claim(5, before, HERE, 1000.0))
 
 
-def here(leader: ReplicaLeadership, agent: Agent, now: float, record: int = 4) -> list:
+def here(leader: ReplicaLeaderState, agent: Agent, now: float, record: int = 4) -> list:
     """Let an agent connect and say that it is here."""
     connected = leader.connected(agent, now)
     return [*connected, *say(leader, agent, "here", now, record=record, number=3)]
@@ -100,7 +104,7 @@ def test_members_are_here_under_the_next_leader():
     assert of(say(leader, A, "finished", 1.0, record=4), Create) == []
     (create,) = of(say(leader, B, "finished", 1.0, record=4), Create)
     assert create.record.ending is not None
-    assert of(leader.created(1.0), Publish)
+    assert of(leader.created(1.0), PublishResult)
 
 
 def test_who_does_not_find_the_next_leader_is_gone_after_a_while():

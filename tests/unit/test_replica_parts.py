@@ -8,31 +8,31 @@ import pytest
 from followers import LEADER, LIVENESS, RECORD, asked, told
 from groups import A, B, C, failure
 
-from hpc_elastic import fence, preemption, should_checkpoint
+from hpc_elastic import should_checkpoint
+from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import CheckpointFencedError, ConfigError
-from hpc_elastic.rendezvous import quorum_desk
-from hpc_elastic.rendezvous.agent_effects import Connect, Look, Say, Tell
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.quorum_desk import Desk
-from hpc_elastic.rendezvous.quorum_keeper import replica_name
-from hpc_elastic.rendezvous.record import Ending, Record, claim
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.settings import resolve
+from hpc_elastic.rendezvous import leader as leader_module
+from hpc_elastic.rendezvous.effects import Connect, Deliver, ReadLog, SendToLeader
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.leader import QuorumBridge, replica_name
+from hpc_elastic.rendezvous.log_entry import LogEntry, RoundRules, RunEnding, claim
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.run import fencing
+from hpc_elastic.worker import checkpoint_trigger
 
 # ---- an agent without its leader ----------------------------------------------------------
 
 
-def connected(f: Following, record: Record, now: float) -> list:
+def connected(f: FollowerState, record: LogEntry, now: float) -> list:
     """Let an agent find the leader of a record; return what it does then."""
     f.tick(now)
     assert Connect(record) in f.looked(record.number, record, 1, now)
     return f.connected(now)
 
 
-def placed() -> Following:
+def placed() -> FollowerState:
     """A replica's agent with a place in a round."""
-    f = Following(B, LIVENESS, 0.0, stays=True)
+    f = FollowerState(B, LIVENESS, 0.0, stays=True)
     f.join()
     ask = asked(connected(f, RECORD, 0.0))
     f.received({"type": "round", "ask": ask, "record": RECORD.number, "number": 2}, 0.0)
@@ -43,11 +43,11 @@ def test_the_leaders_death_does_not_stop_the_workers():
     """The agent looks for the next leader at once, and tells him by which record it is here."""
     f = placed()
     effects = f.disconnected("reset", 1.0)
-    assert told(effects, "stop") == [] and Look() in effects
+    assert told(effects, "stop") == [] and ReadLog() in effects
     newer = claim(6, RECORD, LEADER, 1000.0)
     f.looked(RECORD.number, RECORD, 1, 1.0)
     f.not_connected("refused", 1.1, refused=True)
-    assert connected(f, newer, 2.0) == [Say({"type": "here", "record": 5, "number": 2})]
+    assert connected(f, newer, 2.0) == [SendToLeader({"type": "here", "record": 5, "number": 2})]
 
 
 def test_what_became_of_the_workers_meanwhile_is_told_again():
@@ -66,7 +66,7 @@ def test_a_leader_that_wants_them_stopped_is_obeyed():
     """Then the agent joins anew."""
     f = placed()
     stop = {"type": "stop", "reason": "formed anew"}
-    assert f.received(stop, 1.0) == [Tell(stop)]
+    assert f.received(stop, 1.0) == [Deliver(stop)]
     assert asked(f.join()) > 0
 
 
@@ -99,15 +99,15 @@ class Keeper:
         return []
 
 
-def desk() -> tuple[Desk, Keeper, ReplicaLeadership, list]:
+def desk() -> tuple[QuorumBridge, Keeper, ReplicaLeaderState, list]:
     """The desk of a leader with A and B, which are in a quorum, and C, which is new."""
     keeper, sent = Keeper(), []
-    before = Record(4, 2, LEADER, round=3, members=(B, C))
-    rules = Rules(1, 4, 2, 60.0, 5.0, ft=True)
-    leader = ReplicaLeadership(
+    before = LogEntry(4, 2, LEADER, round=3, members=(B, C))
+    rules = RoundRules(1, 4, 2, 60.0, 5.0, ft=True)
+    leader = ReplicaLeaderState(
         claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1)
     )
-    made = Desk(keeper, leader, lambda agent, message: sent.append((agent, message)))
+    made = QuorumBridge(keeper, leader, lambda agent, message: sent.append((agent, message)))
     for agent in (B, C):
         leader.connected(agent, 0.0)
         leader.received(agent, {"type": "here", "record": 4, "number": 3}, 0.0)
@@ -118,7 +118,7 @@ def desk() -> tuple[Desk, Keeper, ReplicaLeadership, list]:
     return made, keeper, leader, sent
 
 
-async def _for_a_moment(made: Desk) -> None:
+async def _for_a_moment(made: QuorumBridge) -> None:
     keeping = asyncio.create_task(made.keep())
     for _ in range(3):  # of its looks at least one is between these
         await asyncio.sleep(0.05)
@@ -137,7 +137,7 @@ def test_what_the_keeper_answers_is_sent():
 
 def test_a_newcomer_waits_while_another_ends(monkeypatch):
     """If that one is done, the newcomer would begin alone from the start."""
-    monkeypatch.setattr(quorum_desk, "_SETTLES_WITHIN_S", 3600.0)
+    monkeypatch.setattr(leader_module, "_SETTLES_WITHIN_S", 3600.0)
     made, keeper, leader, sent = desk()
     made.said(B, {"type": "bye"})
     made.said(C, {"type": "ask"})
@@ -176,22 +176,22 @@ def test_a_leader_that_is_cut_off_keeps_no_quorum():
 @pytest.fixture
 def fenced(tmp_path, monkeypatch):
     """Writes the newest record; this worker is A's, placed by record 2."""
-    monkeypatch.setenv(fence.VARIABLE, str(fence.record_path(tmp_path, 2)))
-    monkeypatch.setenv(fence.REPLICA_VARIABLE, fence.replica(A.task, A.attempt, A.slot))
-    fence.record_path(tmp_path, 2).touch()
+    monkeypatch.setenv(fencing.VARIABLE, str(fencing.record_path(tmp_path, 2)))
+    monkeypatch.setenv(fencing.REPLICA_VARIABLE, fencing.replica(A.task, A.attempt, A.slot))
+    fencing.record_path(tmp_path, 2).touch()
 
     def write(**fields) -> None:
-        record = Record(3, 1, LEADER, **fields)
-        fence.record_path(tmp_path, 3).write_text(record.seal(b"secret"))
+        record = LogEntry(3, 1, LEADER, **fields)
+        fencing.record_path(tmp_path, 3).write_text(record.seal(b"secret"))
 
     return write
 
 
 def test_a_replica_may_commit_as_long_as_it_is_a_member(fenced):
     """Whatever else has been decided since it was placed, the next leader included."""
-    fence.check()
+    fencing.check_fence()
     fenced(members=(B, A), lost={B.task: 0})
-    fence.check()
+    fencing.check_fence()
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_replica_may_commit_as_long_as_it_is_a_member(fenced):
     [
         {"members": (B,)},
         {"members": (A, B), "lost": {A.task: 0}},
-        {"members": (A, B), "ending": Ending("succeeded")},
+        {"members": (A, B), "ending": RunEnding("succeeded")},
     ],
     ids=["departed", "lost", "the end"],
 )
@@ -207,14 +207,14 @@ def test_a_replica_that_is_no_member_may_not_commit(fenced, fields):
     """It was paused or cut off, and the others went on without it."""
     fenced(**fields)
     with pytest.raises(CheckpointFencedError, match="record 3"):
-        fence.check()
+        fencing.check_fence()
 
 
 def test_a_replicas_staged_files_say_nothing_about_others(fenced, monkeypatch):
     """A record that is older than another's does not make them leftovers."""
-    assert fence.token() == "f2s0"
-    monkeypatch.delenv(fence.REPLICA_VARIABLE)
-    assert fence.token() == "r2"
+    assert fencing.fencing_token() == "f2s0"
+    monkeypatch.delenv(fencing.REPLICA_VARIABLE)
+    assert fencing.fencing_token() == "r2"
 
 
 # ---- settings, and the script's question --------------------------------------------------
@@ -244,29 +244,31 @@ def test_somebody_else_may_answer_when_to_save(monkeypatch):
         asked.append((step, by_step, by_time))
         return by_step and step > 2
 
-    preemption.answer_by(rule)
+    checkpoint_trigger.answer_by(rule)
     try:
         assert [should_checkpoint(step, every_steps=2) for step in (1, 2, 3, 4)] == [
             False, False, False, True,
         ]  # fmt: skip
     finally:
-        preemption.answer_by(None)
+        checkpoint_trigger.answer_by(None)
     assert asked == [(step, step % 2 == 0, False) for step in (1, 2, 3, 4)]
 
 
 def test_the_clock_is_told_apart_from_the_count_of_steps():
     """The clocks of a replica's ranks differ, so that they have to agree on it."""
     asked: list[tuple[bool, bool]] = []
-    preemption.answer_by(lambda _, by_step, by_time: asked.append((by_step, by_time)) or False)
+    checkpoint_trigger.answer_by(
+        lambda _, by_step, by_time: asked.append((by_step, by_time)) or False
+    )
     try:
         should_checkpoint(1, every_s=1e-9)
     finally:
-        preemption.answer_by(None)
+        checkpoint_trigger.answer_by(None)
     assert asked == [(False, True)]
 
 
 def test_a_record_says_where_the_results_are():
     """Also when the leader dies before it has written the result."""
-    record = Record(3, 1, LEADER, ending=Ending("succeeded", results="round-1.slot-2"))
+    record = LogEntry(3, 1, LEADER, ending=RunEnding("succeeded", results="round-1.slot-2"))
     body = json.loads(json.loads(record.seal(b"secret"))["record"])
     assert body["ending"]["results"] == "round-1.slot-2"

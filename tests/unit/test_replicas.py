@@ -4,7 +4,7 @@ import random
 
 from groups import A, B, C, D, decisions, failure, notes, running
 
-from hpc_elastic.rendezvous.actions import (
+from hpc_elastic.rendezvous.effects import (
     ClearHolds,
     Depart,
     EndRun,
@@ -13,43 +13,42 @@ from hpc_elastic.rendezvous.actions import (
     StartRound,
     StopRound,
 )
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.patience import Patience
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
-from hpc_elastic.rendezvous.replicas import Replicas
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
+from hpc_elastic.rendezvous.replica_state import ReplicaState
+from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
 
-def rules(**changes) -> Rules:
+def rules(**changes) -> RoundRules:
     """One to four nodes, two restarts."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "start_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
     }  # fmt: skip
-    return Rules(**{**defaults, **changes})
+    return RoundRules(**{**defaults, **changes})
 
 
-def training(*agents: Agent, **changes) -> Replicas:
+def training(*agents: Agent, **changes) -> ReplicaState:
     """A machine whose first round has closed with these agents, which are in a quorum."""
     settings = rules(**changes)
-    m = Replicas(settings, Patience(settings, random.Random(1)))
+    m = ReplicaState(settings, RequeueBackoff(settings, random.Random(1)))
     for agent in agents:
         m.join(agent, 0.0)
     m.slurm_says(running(*agents), 0.0, 0.0)
-    assert m.phase is Phase.RUNNING and m.members == agents
+    assert m.phase is RoundPhase.RUNNING and m.members == agents
     for agent in agents:
         m.takes_part(agent)
     return m
 
 
-def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> Replicas:
+def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> ReplicaState:
     """The machine of a leader that takes over a run with these members."""
-    record = Record(
+    record = LogEntry(
         9, 3, Endpoint("10.0.0.1", 4000, A.task, 0), round=4, members=members, lost=lost or {}
     )
-    return Replicas.resume(record, rules(**changes), 0.0, random.Random(1))
+    return ReplicaState.resume(record, rules(**changes), 0.0, random.Random(1))
 
 
 # ---- who comes and goes -------------------------------------------------------------------
@@ -58,7 +57,7 @@ def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> R
 def test_all_of_the_first_round_are_placed():
     """It closes as any other."""
     settings = rules(max_nodes=2)
-    m = Replicas(settings, Patience(settings, random.Random(1)))
+    m = ReplicaState(settings, RequeueBackoff(settings, random.Random(1)))
     m.join(A, 0.0)
     assert decisions(m.join(B, 0.0)) == [StartRound(1, (A, B), 0, (A, B))]
 
@@ -67,7 +66,7 @@ def test_a_newcomer_is_admitted_at_once_and_placed_alone():
     """Nobody is told to stop."""
     m = training(A, B)
     assert decisions(m.join(C, 1.0)) == [StartRound(2, (A, B, C), 0, (C,))]
-    assert m.phase is Phase.RUNNING
+    assert m.phase is RoundPhase.RUNNING
 
 
 def test_without_room_a_newcomer_waits_until_somebody_goes():
@@ -81,7 +80,7 @@ def test_one_that_is_gone_is_no_member_and_the_others_go_on():
     """Its departure is a decision; its task is brought back."""
     m = training(A, B, C)
     assert decisions(m.gone(B, "lost", 1.0)) == [Depart(B, (A, C))]
-    assert m.phase is Phase.RUNNING and m.members == (A, C)
+    assert m.phase is RoundPhase.RUNNING and m.members == (A, C)
     assert m.wants_slurm
     view = {**running(A, C), **running(B, s1="NODE_FAIL")}
     assert decisions(m.slurm_says(view, 2.0, 2.0)) == []
@@ -99,7 +98,7 @@ def test_when_all_are_gone_the_next_round_forms_as_the_first():
     m = training(A, B, min_nodes=2)
     m.gone(A, "lost", 1.0)
     assert decisions(m.gone(B, "lost", 1.0)) == [Depart(B, ())]
-    assert m.phase is Phase.FORMING
+    assert m.phase is RoundPhase.FORMING
     assert decisions(m.join(C, 2.0)) == []
     m.join(D, 2.0)
     assert decisions(m.slurm_says(running(C, D), 3.0, 3.0)) == [StartRound(2, (C, D), 0, (C, D))]
@@ -161,7 +160,7 @@ def test_failures_while_others_make_steps_are_no_crash_loop():
     m = training(A, B, max_restarts=9, max_attempts_without_progress=2)
     for step in (1, 2, 3):
         m.stepped(step)
-        assert m.worker_failed([failure(B)], B, float(step)) and m.phase is Phase.RUNNING
+        assert m.worker_failed([failure(B)], B, float(step)) and m.phase is RoundPhase.RUNNING
         m.join(B, float(step))
     m.worker_failed([failure(B)], B, 5.0)
     m.join(B, 5.0)
@@ -244,7 +243,7 @@ def test_a_failure_that_is_told_again_is_spent_once():
 def test_members_go_on_under_the_next_leader():
     """The leader before is lost; the others only say that they are here."""
     m = resumed(A, B, C, lost={A.task: 0})
-    assert m.phase is Phase.RUNNING and m.members == (B, C)
+    assert m.phase is RoundPhase.RUNNING and m.members == (B, C)
     assert m.muster.unsettled == {B, C}
     assert decisions(m.here(B, 4, 0.5)) == []
     assert decisions(m.here(C, 4, 0.6)) == []

@@ -25,20 +25,18 @@ from story_events import (
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
-from hpc_elastic.reporting import colours, thin, words
-from hpc_elastic.reporting.charts import charts
-from hpc_elastic.reporting.page import MEANINGS
-from hpc_elastic.reporting.picture import spec
-from hpc_elastic.reporting.texts import by_cause
-from hpc_elastic.reporting.vega import packed
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
-from hpc_elastic.story.account import KINDS, account
-from hpc_elastic.story.episodes import episodes
-from hpc_elastic.story.page import attributes
-from hpc_elastic.story.points import Point
-from hpc_elastic.story.redact import redact, redact_argument
-from hpc_elastic.story.report import About, Report, changes, report
-from hpc_elastic.story.report_keys import OBJECTS, keys
+from hpc_elastic.report import charts as charts_module
+from hpc_elastic.report.charts import charts
+from hpc_elastic.report.node_time import KINDS, account
+from hpc_elastic.report.page import MEANINGS, by_cause, packed, spec
+from hpc_elastic.report.progress_log import Point
+from hpc_elastic.report.report import About, Report, changes, redact, redact_argument, report
+from hpc_elastic.report.timeline import episodes
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+
+from generate import OBJECTS, attributes, report_keys
 
 ROOT = Path(__file__).parents[2]
 LOST = [
@@ -190,8 +188,8 @@ def test_keys_are_those_that_are_described():
     for title, made_of in OBJECTS:
         assert is_dataclass(made_of)
         assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)], title
-    assert (ROOT / "docs/report.md").read_text().endswith(keys())
-    assert all(f"`{kind}`" in keys() for kind in KINDS)
+    assert (ROOT / "docs/report.md").read_text().endswith(report_keys())
+    assert all(f"`{kind}`" in report_keys() for kind in KINDS)
     assert set(reported().to_json()) == {f.name for f in fields(Report)}
 
 
@@ -207,30 +205,32 @@ def test_short_stretches_are_drawn_as_what_fills_most_of_them():
         ("useful", 51.2, 90),
     ]
     given = [{"begin": b, "end": e, "kind": kind} for kind, b, e in kinds]
-    drawn = thin.stretches(given, 1.0)
+    drawn = charts_module.thinned_stretches(given, 1.0)
     assert [(s["begin"], s["end"], s["kind"]) for s in drawn] == [
         (0, 50, "useful"), (50, 51.2, "replayed"), (51.2, 90, "useful"),
     ]  # fmt: skip
-    assert thin.stretches(given, 0.1) == given
-    assert thin.stretches(given, 500.0) == [{"begin": 0, "end": 90, "kind": "useful"}]
-    assert thin.stretches([], 1.0) == []
+    assert charts_module.thinned_stretches(given, 0.1) == given
+    assert charts_module.thinned_stretches(given, 500.0) == [
+        {"begin": 0, "end": 90, "kind": "useful"}
+    ]
+    assert charts_module.thinned_stretches([], 1.0) == []
 
 
 def test_a_thinned_line_keeps_its_spikes():
     """Its first and last points, and the highest and lowest of each column."""
     points = [(float(x), 0.0) for x in range(10_000)]
     points[4321], points[8765] = (4321.0, 9.0), (8765.0, -9.0)
-    kept = thin.series(points, 50)
+    kept = charts_module.series(points, 50)
     assert len(kept) <= 200 and {points[0], points[-1], points[4321], points[8765]} <= set(kept)
-    assert kept == sorted(kept) and thin.series(points[:10], 50) == points[:10]
+    assert kept == sorted(kept) and charts_module.series(points[:10], 50) == points[:10]
 
 
 def test_every_kind_has_a_colour_and_a_meaning():
     """In both themes, and no two have the same."""
-    assert set(MEANINGS) == set(colours.SPENT_ON)
-    for theme in colours.PAGE:
-        assert set(colours.KIND[theme]) == set(colours.SPENT_ON)
-        assert len(set(colours.KIND[theme].values())) == len(colours.SPENT_ON)
+    assert set(MEANINGS) == set(charts_module.SPENT_ON)
+    for theme in charts_module.PAGE:
+        assert set(charts_module.KIND[theme]) == set(charts_module.SPENT_ON)
+        assert len(set(charts_module.KIND[theme].values())) == len(charts_module.SPENT_ON)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_every_kind_has_a_colour_and_a_meaning():
 )
 def test_a_share_is_never_rounded_to_all_or_nothing(part, shown):
     """What was lost is to be seen."""
-    assert words.share(part) == shown
+    assert charts_module.share(part) == shown
 
 
 # ---- secrets ------------------------------------------------------------------------------

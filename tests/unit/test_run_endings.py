@@ -8,17 +8,15 @@ import time
 import pytest
 from arrays import GONE, ME, write_table
 
-from hpc_elastic import known_runs
 from hpc_elastic.cli import status
-from hpc_elastic.cli.looking import look
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.queues import Queue, ask, local_tasks
-from hpc_elastic.cli.run_state import Ending, doing, given_up
+from hpc_elastic.cli.run_view import EndDetector, Queue, ask, doing, given_up, local_tasks, look
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.submit import cancel
-from hpc_elastic.submit.outcome import Cancellation
+from hpc_elastic.launcher import wait
+from hpc_elastic.launcher.wait import Cancellation
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.job_state import TaskState
 
 RUNS, ENDS = TaskState("17_0", "RUNNING"), TaskState("17_0", "COMPLETING")
 WAITS = TaskState("17_0", "PENDING", "Resources")
@@ -55,11 +53,11 @@ class Scheduler:
 
 def followed(run: RunDir, slurm: Scheduler, seconds: float):
     """Look for so many seconds, five times in each; return how the run ended, or None."""
-    ending = Ending(run, slurm, slurm.clock)
+    ending = EndDetector(run, slurm, slurm.clock)
     return come(ending, slurm, seconds)
 
 
-def come(ending: Ending, slurm: Scheduler, seconds: float):
+def come(ending: EndDetector, slurm: Scheduler, seconds: float):
     """Look on for so many seconds."""
     until = slurm.now + seconds
     while slurm.now < until:
@@ -78,8 +76,8 @@ def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, 
     """After a while, for its result may be on its way; Slurm is not asked at each look."""
     run, slurm = made(tmp_path), Scheduler(*states)
     if is_cancelled:
-        cancel.mark(run, print)
-    ending = Ending(run, slurm, slurm.clock)
+        wait.mark(run, print)
+    ending = EndDetector(run, slurm, slurm.clock)
     assert come(ending, slurm, 5.0) is None
     end = come(ending, slurm, 60.0)
     assert end is not None and (end.status, end.exit_code) == (status, 1)
@@ -92,14 +90,14 @@ def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, 
 def test_a_run_with_a_task_goes_on_even_if_it_is_cancelled(tmp_path, state):
     """It saves a checkpoint, and says so in its logs."""
     run = made(tmp_path)
-    cancel.mark(run, print)
+    wait.mark(run, print)
     assert followed(run, Scheduler(state), 120.0) is None
 
 
 def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
     """While it is requeued, or replaced, Slurm may list none for a moment."""
     run, slurm = made(tmp_path), Scheduler()
-    ending = Ending(run, slurm, slurm.clock)
+    ending = EndDetector(run, slurm, slurm.clock)
     assert come(ending, slurm, 4.0) is None
     slurm.states = (WAITS,)
     assert come(ending, slurm, 60.0) is None
@@ -125,7 +123,7 @@ def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(
     run, slurm = made(tmp_path), Scheduler(silent="no answer within 30 s")
     assert followed(run, slurm, 600.0) is None
     assert "Slurm does not answer: no answer within 30 s" in doing(run, slurm)
-    cancel.mark(run, print)
+    wait.mark(run, print)
     assert followed(run, slurm, 600.0) is None
     mark = {"user": "ada", "host": "login1", "time": time.time() - 3600}
     run.cancelled.write_text(json.dumps(mark))
@@ -135,7 +133,7 @@ def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(
 def test_that_slurm_is_silent_is_said_once(tmp_path):
     """And that it answers again."""
     run, slurm, said = made(tmp_path), Scheduler(silent="no answer"), []
-    ending = Ending(run, slurm, slurm.clock, said.append)
+    ending = EndDetector(run, slurm, slurm.clock, said.append)
     assert come(ending, slurm, 60.0) is None
     assert len(said) == 1 and "Slurm does not answer: no answer" in said[0]
     slurm.states, slurm.silent = (RUNS,), None
@@ -162,7 +160,7 @@ def test_a_run_that_was_not_submitted_yet_is_waited_for(tmp_path):
 def test_status_tells_a_cancelled_run_from_a_lost_one(tmp_path):
     """And one that is being cancelled from both."""
     run = made(tmp_path)
-    cancel.mark(run, print)
+    wait.mark(run, print)
     facts = look(run.path, Scheduler(HAS_ENDED))
     assert facts.phase == facts.ended.status == "cancelled"
     assert f"on {socket.gethostname()}" in facts.ended.why
@@ -294,7 +292,7 @@ def test_a_misspelt_command_or_option_is_answered_with_the_near_one(argv, words,
 def test_an_unknown_run_is_answered_with_the_near_one(tmp_path, monkeypatch, capsys):
     """And with how to list them."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    known_runs.add({"train-20300131-120000-abcd": made(tmp_path).path})
+    registry.add({"train-20300131-120000-abcd": made(tmp_path).path})
     assert main(["status", "train-20300131-120000-abce"]) == 1
     told = capsys.readouterr().err
     assert "(did you mean 'train-20300131-120000-abcd'?)" in told and "hpc-elastic list" in told

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hpc_elastic.agent.saves import Saves
-from hpc_elastic.control import ControlPage
+from hpc_elastic.agent.elastic_agent import CheckpointFailureLog
+from hpc_elastic.worker.shared_page import SharedPage
 
 Told = list[tuple[str, dict[str, Any]]]
 
@@ -14,11 +14,11 @@ class Agent:
     def __init__(self, folder) -> None:
         self._folder = folder
         self._told: Told = []
-        self._saves = Saves(lambda kind, **fields: self._told.append((kind, fields)))
+        self._saves = CheckpointFailureLog(lambda kind, **fields: self._told.append((kind, fields)))
 
-    def round(self) -> ControlPage:
+    def round(self) -> SharedPage:
         """Begin another round, of which it has the first rank; return the worker's page."""
-        page = ControlPage.create(self._folder, 0)
+        page = SharedPage.create(self._folder, 0)
         self._saves.watch(page)
         return page
 

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import ContainerSettings, SlurmSettings
+from hpc_elastic.config.schema import ContainerSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.submit.prepare import read_template
-from hpc_elastic.submit.sbatch import Script, command, directive, directives, gpus_asked, render
+from hpc_elastic.launcher.batch_script import (
+    Script,
+    command,
+    directive,
+    directives,
+    gpus_asked,
+    render,
+)
+from hpc_elastic.launcher.prepare import read_template
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -102,7 +109,7 @@ def test_bash_runs_exactly_the_command_that_was_meant(tmp_path):
     assert path == "/home/o'neil/my clone:/more:/set up"
     assert args == [
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=6"),
-        *("/venv/bin/python", "-u", "-m", "hpc_elastic.agent.task"),
+        *("/venv/bin/python", "-u", "-m", "hpc_elastic.agent"),
         "/s c/it's/a\"b/%j/.hpc_elastic/array-0.json",
     ]
 

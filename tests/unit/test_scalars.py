@@ -3,9 +3,9 @@
 import pytest
 
 import hpc_elastic
-from hpc_elastic import control, reports
-from hpc_elastic.control import ControlPage
-from hpc_elastic.scalars import run_scalars
+from hpc_elastic.worker import reporting, shared_page
+from hpc_elastic.worker.reporting import run_scalars
+from hpc_elastic.worker.shared_page import SharedPage
 
 
 class TensorBoard:
@@ -31,12 +31,12 @@ class Wandb:
 
 
 @pytest.fixture
-def in_a_run(tmp_path, monkeypatch) -> ControlPage:
+def in_a_run(tmp_path, monkeypatch) -> SharedPage:
     """This process is rank 0 of a run, as its agent sees it."""
-    page = ControlPage.create(tmp_path, 0)
-    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
+    page = SharedPage.create(tmp_path, 0)
+    monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
     for name, value in {
-        control.DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "0", "RANK": "0",
+        shared_page.DIRECTORY_VARIABLE: str(tmp_path), "LOCAL_RANK": "0", "RANK": "0",
         "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2", "HPC_ELASTIC_ROUND": "5",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -66,8 +66,8 @@ def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     hpc_elastic.log_run_scalars(board, 7)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv(control.DIRECTORY_VARIABLE)
-    monkeypatch.setattr(reports, "_reporter", reports._Reporter())
+    monkeypatch.delenv(shared_page.DIRECTORY_VARIABLE)
+    monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
     hpc_elastic.log_run_scalars(board, 7)
     assert board.written == []
 

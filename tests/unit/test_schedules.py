@@ -8,9 +8,9 @@ import random
 
 from groups import failure, machine, running
 
-from hpc_elastic.rendezvous.actions import Action, EndRun, StartRound, StopRound
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.effects import Action, EndRun, StartRound, StopRound
+from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.round_state import RoundPhase
 
 
 class Schedule:
@@ -101,9 +101,9 @@ class Schedule:
                 break
             self.check(self.join(min(self.ready, key=lambda a: a.slot)))
         self.check(self.m.slurm_says(running(*self.alive), self.now, self.now))
-        if self.m.phase is Phase.FORMING:  # a member has not come back
+        if self.m.phase is RoundPhase.FORMING:  # a member has not come back
             self.check(self.m.tick(self.now + 61))
-        assert self.m.phase is not Phase.FORMING, "a round closes in bounded time"
+        assert self.m.phase is not RoundPhase.FORMING, "a round closes in bounded time"
 
 
 def test_invariants_hold_over_random_schedules():

@@ -1,7 +1,7 @@
 """Which looks at the group a leader writes down."""
 
-from hpc_elastic.rendezvous.series import DENSE_S, SHORTEST_S, Series, spacing_s
-from hpc_elastic.story.points import Point
+from hpc_elastic.rendezvous.run_status import DENSE_S, SHORTEST_S, ProgressLog, spacing_s
+from hpc_elastic.report.progress_log import Point
 
 
 def status(step: int | None = None, **more) -> dict:
@@ -12,7 +12,7 @@ def status(step: int | None = None, **more) -> dict:
 
 def test_a_line_every_few_seconds():
     """However often the leader looks."""
-    series = Series()
+    series = ProgressLog()
     lines = [line for t in range(60) for line in series.look(status(t), float(t), 0.0)]
     assert [line["time"] for line in lines] == list(range(0, 60, int(SHORTEST_S)))
     assert "members" not in lines[0]
@@ -20,7 +20,7 @@ def test_a_line_every_few_seconds():
 
 def test_a_change_of_the_group_is_written_at_once_and_how_far_it_was_before():
     """So that no step between two lines is forgotten when a group is broken."""
-    series = Series()
+    series = ProgressLog()
     series.look(status(1), 100.0, 0.0)
     assert series.look(status(3), 101.0, 0.0) == []
     lines = series.look(status(None, phase="waiting", nodes=0), 102.0, 0.0)
@@ -40,7 +40,7 @@ def test_a_run_of_a_year_has_no_endless_file():
 
 def test_the_pace_of_the_last_half_minute():
     """Steps and samples a second; None before there is anything to compare."""
-    series = Series()
+    series = ProgressLog()
     series.look(status(0, samples=0), 0.0, 0.0)
     assert series.rates == {"steps_per_s": None, "samples_per_s": None}
     for t in range(1, 100):
@@ -50,7 +50,7 @@ def test_the_pace_of_the_last_half_minute():
 
 def test_a_new_group_begins_its_own_pace():
     """And so do workers that went back to a checkpoint."""
-    series = Series()
+    series = ProgressLog()
     for t in range(10):
         series.look(status(t), float(t), 0.0)
     series.look(status(4), 10.0, 0.0)
@@ -63,7 +63,7 @@ def test_a_new_group_begins_its_own_pace():
 
 def test_lines_are_points():
     """What is written is what the account reads."""
-    (line,) = Series().look(status(7, loss=0.5, blocked_s=1.0, checkpoint=5), 9.0, 0.0)
+    (line,) = ProgressLog().look(status(7, loss=0.5, blocked_s=1.0, checkpoint=5), 9.0, 0.0)
     assert Point.of(line, line["time"]) == Point(
         9.0, "training", 1, 2, 2, 7, None, None, 0.5, 1.0, 5
     )

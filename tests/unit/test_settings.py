@@ -1,13 +1,14 @@
-"""hpc_elastic.settings: what a user may write, and what the refusals say."""
+"""hpc_elastic.config: what a user may write, and what the refusals say."""
 
 from __future__ import annotations
 
 import pytest
 from omegaconf import OmegaConf
 
-from hpc_elastic.config import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.parse import parse_nodes, parse_nproc, parse_time
+from hpc_elastic.config.resolve import as_config, resolve
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.settings import as_config, parse_nodes, parse_nproc, parse_time, resolve
 
 
 def slurm(nodes=None, **keys):

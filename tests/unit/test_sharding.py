@@ -7,8 +7,8 @@ from math import prod
 import pytest
 import torch
 
+from hpc_elastic.checkpoint.files import ShardFile, rows_of
 from hpc_elastic.checkpoint.sharding import SPREAD_FROM_BYTES, Planner, share_rows
-from hpc_elastic.checkpoint.shards import ShardFile, rows_of
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
 
 BIG = SPREAD_FROM_BYTES // 4

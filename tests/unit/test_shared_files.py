@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import hpc_elastic
-from hpc_elastic import files
-from hpc_elastic.rendezvous.run_files import RunFiles
-from hpc_elastic.rundir import RunDir
+from hpc_elastic import shared_files
+from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.run.directory import RunDir
 
 PACKAGE = Path(hpc_elastic.__file__).parent
 FROM_MEMORY = {"exists", "is_file", "is_dir", "stat", "lstat"}
-"""What a client of NFS answers from memory; see `hpc_elastic.files`."""
+"""What a client of NFS answers from memory; see `hpc_elastic.shared_files`."""
 ONE_MACHINE = {
     "agent/stacks.py": "a file in this node's own memory",
 }
@@ -24,9 +24,9 @@ ONE_MACHINE = {
 def polls(module: Path) -> list[int]:
     """Return the lines on which a module asks again and again for a path.
 
-    What reads a run's story is called again and again, from loops of other modules.
+    What reads the files of a run is called again and again, from loops of other modules.
     """
-    loop = ast.Module if module.parent.name == "story" else ast.While
+    loop = ast.Module if module.parent.name == "report" else ast.While
     loops = [n for n in ast.walk(ast.parse(module.read_text())) if isinstance(n, loop)]
     calls = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.Call)]
     return [
@@ -52,9 +52,9 @@ def test_a_file_that_a_lost_reply_has_made_is_ours(tmp_path, monkeypatch):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
     monkeypatch.setattr(os, "link", lost)
-    assert files.create_atomic(tmp_path / "x", "mine")
+    assert shared_files.create_atomic(tmp_path / "x", "mine")
     monkeypatch.undo()
-    assert not files.create_atomic(tmp_path / "x", "another's")
+    assert not shared_files.create_atomic(tmp_path / "x", "another's")
     assert (tmp_path / "x").read_text() == "mine"
     assert [f.name for f in tmp_path.iterdir()] == ["x"]
 
@@ -70,7 +70,7 @@ def test_a_count_of_links_from_memory_is_not_believed(tmp_path, monkeypatch):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
 
     monkeypatch.setattr(os, "link", lost)
-    assert files.create_atomic(tmp_path / "x", "mine")
+    assert shared_files.create_atomic(tmp_path / "x", "mine")
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
@@ -82,7 +82,7 @@ def test_a_file_that_could_not_be_made_is_an_error(tmp_path, monkeypatch, error)
 
     monkeypatch.setattr(os, "link", fail)
     with pytest.raises(OSError, match=os.strerror(error)):
-        files.create_atomic(tmp_path / "x", "mine")
+        shared_files.create_atomic(tmp_path / "x", "mine")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,8 +104,8 @@ def test_a_name_that_memory_has_as_absent_is_looked_up_in_its_folder(tmp_path, m
 
     monkeypatch.setattr(Path, "open", remembered)
     monkeypatch.setattr(os, "listdir", revalidating)
-    assert files.read_json(path) == {"status": "succeeded"}
-    assert files.read_json(tmp_path / "none.json") is None
+    assert shared_files.read_json(path) == {"status": "succeeded"}
+    assert shared_files.read_json(tmp_path / "none.json") is None
 
 
 def test_the_mode_of_what_others_remove_is_set_again_once_it_is_read(tmp_path, monkeypatch):
@@ -114,16 +114,16 @@ def test_the_mode_of_what_others_remove_is_set_again_once_it_is_read(tmp_path, m
     file.write_text("30")
     file.chmod(0o640)
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: modes.append(mode))
-    assert files.read_undelegated(file) == "30" and modes == [0o640]
+    assert shared_files.read_undelegated(file) == "30" and modes == [0o640]
 
     def refused(fd: int, mode: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "fchmod", refused)
-    assert files.read_undelegated(file) == "30"
+    assert shared_files.read_undelegated(file) == "30"
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        files.read_undelegated(file)
+        shared_files.read_undelegated(file)
 
 
 def test_what_the_next_leader_appends_to_is_left_without_a_delegation(tmp_path, monkeypatch):

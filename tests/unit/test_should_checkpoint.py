@@ -1,20 +1,20 @@
-"""hpc_elastic.preemption: when to save, on all ranks at the same step."""
+"""hpc_elastic.worker.checkpoint_trigger: when to save, on all ranks at the same step."""
 
 import subprocess
 import sys
 
 import pytest
 
-from hpc_elastic.control import ControlPage
-from hpc_elastic.preemption import Clock, Decision, Period
+from hpc_elastic.worker.checkpoint_trigger import Clock, Period, PeriodDecision
+from hpc_elastic.worker.shared_page import SharedPage
 
 ALONE = {"page": None, "rank": 0, "world_size": 1, "now": 0.0}
 
 
 def in_run(tmp_path, rank=0):
     """Return the agent's side of a page, and the decision of the worker that has it."""
-    agent = ControlPage.create(tmp_path, rank)
-    return agent, Decision(ControlPage(tmp_path / f"worker-{rank}"), rank, 4, now=0.0)
+    agent = SharedPage.create(tmp_path, rank)
+    return agent, PeriodDecision(SharedPage(tmp_path / f"worker-{rank}"), rank, 4, now=0.0)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_impossible_periods_are_refused(given, message):
 
 def test_a_period_of_steps_counts_the_steps_of_the_run():
     """So that a restart does not shift it; no agreement is needed for that."""
-    decision = Decision(**ALONE)
+    decision = PeriodDecision(**ALONE)
     period = Period(every_steps=4)
     assert [s for s in range(6, 17) if decision.at(s, period, float(s))] == [8, 12, 16]
 
 
 def test_a_period_of_seconds_begins_with_the_last_checkpoint():
     """Of a process alone."""
-    decision = Decision(**ALONE)
+    decision = PeriodDecision(**ALONE)
     period = Period(every_s=10)
     assert [s for s in range(1, 40) if decision.at(s, period, float(s))] == [10, 20, 30]
 
@@ -109,7 +109,7 @@ def test_in_a_run_every_rank_saves_at_the_agreed_step(tmp_path, rank):
 
 def test_workers_outside_a_run_can_not_go_by_the_clock():
     """Said at the first step, with what to do instead."""
-    decision = Decision(None, 0, 2, now=0.0)
+    decision = PeriodDecision(None, 0, 2, now=0.0)
     with pytest.raises(ValueError, match="give every_steps, or start the script with launcher="):
         decision.at(1, Period(every_s=5.0), 1.0)
     assert decision.at(4, Period(every_steps=2), 2.0)
@@ -128,7 +128,7 @@ leave_node()
 
 def test_a_node_can_not_be_left_in_the_past():
     """The message names the argument."""
-    from hpc_elastic.preemption import leave_node
+    from hpc_elastic.worker.checkpoint_trigger import leave_node
 
     with pytest.raises(ValueError, match="within_s=0: must be above 0"):
         leave_node(within_s=0)

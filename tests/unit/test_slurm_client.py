@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import commands
+from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm import command as slurm_command
+from hpc_elastic.slurm import client as slurm_command
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.outputs import Preemption, is_refused
+from hpc_elastic.slurm.parsing import Preemption, is_refused
 
 REST = "|9:00|N/A|N/A|"
 """The fields of squeue's lines between the node and the reason."""
@@ -62,7 +62,7 @@ def test_a_command_that_fails_keeps_what_it_said(command):
 @pytest.fixture
 def reaped(monkeypatch) -> None:
     """What was killed is reaped, however busy the machine is."""
-    monkeypatch.setattr(commands, "_REAP_S", 60.0)
+    monkeypatch.setattr(_util, "_REAP_S", 60.0)
 
 
 def test_a_command_that_does_not_answer_is_given_up(command, tmp_path, reaped):

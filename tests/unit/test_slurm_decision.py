@@ -2,17 +2,17 @@
 
 import pytest
 
-from hpc_elastic.slurm.decision import (
+from hpc_elastic.slurm.exit_action import (
     TABLE,
-    Departure,
-    Facts,
+    ExitAction,
+    ExitFacts,
     Meaning,
     Reason,
     decide,
     meaning,
     row_of,
 )
-from hpc_elastic.slurm.states import LAUNCHER_ENDED, TaskState
+from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, TaskState
 
 
 def facts(reason, state=None, attempt=0, **more):
@@ -22,7 +22,7 @@ def facts(reason, state=None, attempt=0, **more):
     task = None if word is None else TaskState("7_0", word, **{"restarts": 0, **known})
     of_state = {"run_ended", "requeues_left", "refused"}
     assert set(more) <= of_state
-    return Facts(reason, task, attempt, **more)
+    return ExitFacts(reason, task, attempt, **more)
 
 
 PREEMPTED = {"preempted": True}
@@ -33,37 +33,37 @@ ORPHANED = {"reason": LAUNCHER_ENDED}
 REQUEUED = {**PREEMPTED, **AGAIN}
 
 CASES = [
-    (facts(Reason.SIGNAL, ("RUNNING", PREEMPTED)), "preempted, in its grace", Departure.REQUEUE),
-    (facts(Reason.SIGNAL, ("COMPLETING", REQUEUED)), "requeued already", Departure.REQUEUED),
-    (facts(Reason.SIGNAL, ("COMPLETING", PREEMPTED)), "preempted for good", Departure.REQUEUE),
-    (facts(Reason.SIGNAL, "SUSPENDED"), "suspended", Departure.STAY),
-    (facts(Reason.TIME_LIMIT, "RUNNING"), "time limit ahead", Departure.REQUEUE),
-    (facts(Reason.SIGNAL, ("COMPLETING", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
-    (facts(Reason.SIGNAL, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.ASKED, "RUNNING"), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.SIGNAL, "COMPLETING"), "cancelled or ended", Departure.EXIT),
-    (facts(Reason.SIGNAL, "CANCELLED"), "cancelled or ended", Departure.EXIT),
-    (facts(Reason.SIGNAL, None), "unknown to the scheduler", Departure.EXIT),
-    (facts(Reason.SIGNAL, "RUNNING", run_ended=True), "run finished", Departure.EXIT),
-    (facts(Reason.SIGNAL, "RUNNING", requeues_left=0), "out of budget", Departure.EXIT),
-    (facts(Reason.ASKED, "RUNNING", requeues_left=1), OWN_ACCORD, Departure.REQUEUE),
-    (facts(Reason.ASKED, ("RUNNING", ORPHANED)), LAUNCHER_ENDED, Departure.EXIT),
-    (facts(Reason.LOST, "RUNNING"), "lost, and still called running", Departure.STAY),
-    (facts(Reason.LOST, ("RUNNING", PREEMPTED)), "lost, and still called running", Departure.STAY),
-    (facts(Reason.LOST, ("PENDING", AGAIN)), "requeued already", Departure.REQUEUED),
-    (facts(Reason.LOST, "PENDING", attempt=None), "waits already", Departure.REQUEUED),
-    (facts(Reason.LOST, ("NODE_FAIL", {"reason": "NodeDown"})), "node failure", Departure.REQUEUE),
-    (facts(Reason.LOST, ("PREEMPTED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
-    (facts(Reason.LOST, ("PREEMPTED", {})), "preempted for good", Departure.REQUEUE),
-    (facts(Reason.LOST, ("FAILED", PREEMPTED)), "preempted for good", Departure.REQUEUE),
-    (facts(Reason.LOST, ("TIMEOUT", AT_LIMIT)), "time limit reached", Departure.REQUEUE),
-    (facts(Reason.LOST, "FAILED"), "agent killed, or never started", Departure.REQUEUE),
-    (facts(Reason.LOST, "OUT_OF_MEMORY"), "agent killed, or never started", Departure.REQUEUE),
-    (facts(Reason.LOST, "BOOT_FAIL"), "agent killed, or never started", Departure.REQUEUE),
-    (facts(Reason.LOST, "FAILED", requeues_left=0), "out of budget", Departure.EXIT),
-    (facts(Reason.SIGNAL, "FAILED"), "cancelled or ended", Departure.EXIT),
-    (facts(Reason.LOST, "COMPLETED"), "cancelled or ended", Departure.EXIT),
-    (facts(Reason.LOST, ("CANCELLED", PREEMPTED)), "cancelled or ended", Departure.EXIT),
+    (facts(Reason.SIGNAL, ("RUNNING", PREEMPTED)), "preempted, in its grace", ExitAction.REQUEUE),
+    (facts(Reason.SIGNAL, ("COMPLETING", REQUEUED)), "requeued already", ExitAction.REQUEUED),
+    (facts(Reason.SIGNAL, ("COMPLETING", PREEMPTED)), "preempted for good", ExitAction.REQUEUE),
+    (facts(Reason.SIGNAL, "SUSPENDED"), "suspended", ExitAction.STAY),
+    (facts(Reason.TIME_LIMIT, "RUNNING"), "time limit ahead", ExitAction.REQUEUE),
+    (facts(Reason.SIGNAL, ("COMPLETING", AT_LIMIT)), "time limit reached", ExitAction.REQUEUE),
+    (facts(Reason.SIGNAL, "RUNNING"), OWN_ACCORD, ExitAction.REQUEUE),
+    (facts(Reason.ASKED, "RUNNING"), OWN_ACCORD, ExitAction.REQUEUE),
+    (facts(Reason.SIGNAL, "COMPLETING"), "cancelled or ended", ExitAction.EXIT),
+    (facts(Reason.SIGNAL, "CANCELLED"), "cancelled or ended", ExitAction.EXIT),
+    (facts(Reason.SIGNAL, None), "unknown to the scheduler", ExitAction.EXIT),
+    (facts(Reason.SIGNAL, "RUNNING", run_ended=True), "run finished", ExitAction.EXIT),
+    (facts(Reason.SIGNAL, "RUNNING", requeues_left=0), "out of budget", ExitAction.EXIT),
+    (facts(Reason.ASKED, "RUNNING", requeues_left=1), OWN_ACCORD, ExitAction.REQUEUE),
+    (facts(Reason.ASKED, ("RUNNING", ORPHANED)), LAUNCHER_ENDED, ExitAction.EXIT),
+    (facts(Reason.LOST, "RUNNING"), "lost, and still called running", ExitAction.STAY),
+    (facts(Reason.LOST, ("RUNNING", PREEMPTED)), "lost, and still called running", ExitAction.STAY),
+    (facts(Reason.LOST, ("PENDING", AGAIN)), "requeued already", ExitAction.REQUEUED),
+    (facts(Reason.LOST, "PENDING", attempt=None), "waits already", ExitAction.REQUEUED),
+    (facts(Reason.LOST, ("NODE_FAIL", {"reason": "NodeDown"})), "node failure", ExitAction.REQUEUE),
+    (facts(Reason.LOST, ("PREEMPTED", PREEMPTED)), "preempted for good", ExitAction.REQUEUE),
+    (facts(Reason.LOST, ("PREEMPTED", {})), "preempted for good", ExitAction.REQUEUE),
+    (facts(Reason.LOST, ("FAILED", PREEMPTED)), "preempted for good", ExitAction.REQUEUE),
+    (facts(Reason.LOST, ("TIMEOUT", AT_LIMIT)), "time limit reached", ExitAction.REQUEUE),
+    (facts(Reason.LOST, "FAILED"), "agent killed, or never started", ExitAction.REQUEUE),
+    (facts(Reason.LOST, "OUT_OF_MEMORY"), "agent killed, or never started", ExitAction.REQUEUE),
+    (facts(Reason.LOST, "BOOT_FAIL"), "agent killed, or never started", ExitAction.REQUEUE),
+    (facts(Reason.LOST, "FAILED", requeues_left=0), "out of budget", ExitAction.EXIT),
+    (facts(Reason.SIGNAL, "FAILED"), "cancelled or ended", ExitAction.EXIT),
+    (facts(Reason.LOST, "COMPLETED"), "cancelled or ended", ExitAction.EXIT),
+    (facts(Reason.LOST, ("CANCELLED", PREEMPTED)), "cancelled or ended", ExitAction.EXIT),
 ]  # fmt: skip
 
 
@@ -81,11 +81,11 @@ def test_every_row_is_met():
 @pytest.mark.parametrize(("known", "expected"), [(known, how) for known, _, how in CASES])
 def test_where_slurm_refuses_another_task_takes_the_place(known, expected):
     """Only of one that was to come back by requeue; nothing else changes."""
-    refused = Facts(
+    refused = ExitFacts(
         known.reason, known.state, known.attempt,
         known.run_ended, known.requeues_left, refused=True,
     )  # fmt: skip
-    replaced = Departure.REPLACE if expected is Departure.REQUEUE else expected
+    replaced = ExitAction.REPLACE if expected is ExitAction.REQUEUE else expected
     assert decide(refused) is replaced
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.slurm.outputs import (
+from hpc_elastic.slurm.parsing import (
+    JobRecord,
     Partition,
     Preemption,
-    Record,
     last_busy_at,
     parse_node_states,
     parse_nodes,
@@ -93,7 +93,7 @@ def test_the_node_that_could_not_start_a_task_was_busy_when_that_was_requeued():
     """Slurm names it nowhere; where two could be meant, nobody knows."""
     node = "NodeName=n{} Partitions=low,high LastBusyTime=2026-11-24T04:10:{} State=IDLE"
     nodes = parse_nodes("\n".join([node.format(1, "12"), node.format(2, "01")]))
-    held = Record(("7_1",), "PENDING", partition="low", submitted="2026-11-24T04:10:13")
+    held = JobRecord(("7_1",), "PENDING", partition="low", submitted="2026-11-24T04:10:13")
     assert last_busy_at(nodes, held) == "n1"
     assert last_busy_at(nodes, replace(held, partition="other")) is None
     assert last_busy_at([*nodes, replace(nodes[0], name="n3")], held) is None

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.site import SiteClient, time_limit_s
+from hpc_elastic.slurm.client import SiteClient, time_limit_s
 
 
 @pytest.mark.parametrize(

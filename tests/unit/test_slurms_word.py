@@ -3,9 +3,9 @@
 import pytest
 from groups import A, B, C, decisions, failure, machine, notes, running, training
 
-from hpc_elastic.rendezvous.actions import StartRound
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.effects import StartRound
+from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.slurm.job_state import TaskState
 
 
 @pytest.mark.parametrize("word", ["COMPLETED", "NODE_FAIL", "PENDING"])
@@ -34,7 +34,7 @@ def test_slurms_word_drops_a_member_that_trains():
     m.join(C, 1.0)
     asked = m.slurm_says(running(A, C, s1="COMPLETED"), 1.5, 1.6)
     assert [d.agents for d in decisions(asked)] == [(A,)]
-    assert m.phase is Phase.FORMING
+    assert m.phase is RoundPhase.FORMING
 
 
 def test_an_agent_that_joined_after_slurm_was_asked_is_not_dropped():
@@ -71,7 +71,7 @@ def test_a_member_that_is_being_requeued_takes_its_leave_itself():
     m.join(C, 1.0)
     view = running(A, C) | {B.task: TaskState(B.task, "COMPLETING", restarts=1)}
     assert decisions(m.slurm_says(view, 1.5, 1.6)) == []
-    assert m.phase is Phase.RUNNING and B in m.members
+    assert m.phase is RoundPhase.RUNNING and B in m.members
 
 
 def test_a_task_that_slurm_does_not_know_is_not_dropped():
@@ -97,7 +97,7 @@ def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
     m.join(A, 0.0)
     asked = m.slurm_says(running(A, s1="CANCELLED", s2="COMPLETED"), 0.1, 0.2)
     (end,) = decisions(asked)
-    assert end.status == "failed" and m.phase is Phase.ENDED
+    assert end.status == "failed" and m.phase is RoundPhase.ENDED
     assert "task 7_1" in end.failure.summary() and "min nodes is 3" in end.failure.summary()
 
 

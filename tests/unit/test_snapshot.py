@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import SubmissionError
-from hpc_elastic.rundir import Entry
-from hpc_elastic.submit.snapshot import link_snapshot, own_files, remap, take_snapshot
+from hpc_elastic.launcher.prepare import link_snapshot, own_files, remap, take_snapshot
+from hpc_elastic.run.directory import Entry
 
 
 def git(folder: Path, *args: str) -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hpc_elastic.story.causes import Cause
-from hpc_elastic.story.episode import Cost, Episode
+from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.testing.soak.plan import Fault
 from hpc_elastic.testing.soak.told import Finding, Thrown, tell
 
@@ -14,9 +13,9 @@ def thrown(kind: str, *hosts: str, number: int = 1, **more) -> Thrown:
     return Thrown(fault, hosts, 100.0, 120.0, **{"volley": number, **more})
 
 
-def shrank(what: str, *hosts: str, at: float = 101.0, cost: Cost | None = None) -> Episode:
+def shrank(what: str, *hosts: str, at: float = 101.0, cost: Cost | None = None) -> TimelineEntry:
     """The group shrank because of that."""
-    return Episode("shrank", at, (Cause(what, at, hosts),), 4, 3, cost=cost or Cost())
+    return TimelineEntry("shrank", at, (Cause(what, at, hosts),), 4, 3, cost=cost or Cost())
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,11 @@ def test_a_fault_that_changes_no_group_has_an_episode_of_its_own(kind, aside, ho
     """Of that node, and while it lasts."""
     fault = thrown(kind, *hosts)
     facts = {"host": hosts[0]} if hosts else {}
-    right = Episode(aside, 101.0, facts=facts)
+    right = TimelineEntry(aside, 101.0, facts=facts)
     assert tell(fault, [fault], [right]).episodes == (right,)
-    others = [Episode(aside, 90.0, facts=facts), shrank("lost", "node3")]
+    others = [TimelineEntry(aside, 90.0, facts=facts), shrank("lost", "node3")]
     if hosts:
-        others.append(Episode(aside, 101.0, facts={"host": "node3"}))
+        others.append(TimelineEntry(aside, 101.0, facts={"host": "node3"}))
     told = tell(fault, [fault], others)
     assert told.finding is Finding.MISSING and aside in told.problem
 
@@ -86,7 +85,7 @@ def test_a_worker_that_was_stopped_is_told_as_a_hang():
     """The verdict is part of the story."""
     fault = thrown("freeze-worker", "node2")
     failed = shrank("worker failed", "node2")
-    hang = Episode("hang", 101.0, facts={"ranks": [{"rank": 1, "host": "node2"}]})
+    hang = TimelineEntry("hang", 101.0, facts={"ranks": [{"rank": 1, "host": "node2"}]})
     assert "'hang'" in tell(fault, [fault], [failed]).problem
     assert tell(fault, [fault], [hang, failed]).finding is Finding.TOLD
 

@@ -1,4 +1,4 @@
-"""Spares: a worker made from one is the worker that a new process would have been."""
+"""WarmWorkerPool: a worker made from one is the worker that a new process would have been."""
 
 import json
 import os
@@ -14,12 +14,11 @@ import pytest
 from ended import is_gone
 from torch.distributed.elastic.multiprocessing import start_processes
 
-from hpc_elastic.agent.prewarm import _receive, fits
-from hpc_elastic.agent.processes import RoundLogs, made_from
-from hpc_elastic.agent.report import WorkerFiles
-from hpc_elastic.agent.spares import Spares
-from hpc_elastic.config import AgentSettings
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.agent.elastic_agent import RoundLogs, made_from
+from hpc_elastic.agent.warm_workers import WarmWorkerPool, _receive, fits
+from hpc_elastic.agent.worker_failures import WorkerFiles
+from hpc_elastic.config.schema import AgentSettings
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
 SCRIPT = """
 import os, signal, sys
@@ -87,7 +86,13 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = RunDir(folder / "run")
-        self.command = (sys.executable, "-u", "-m", "hpc_elastic.agent.worker", str(self.run.path))
+        self.command = (
+            sys.executable,
+            "-u",
+            "-m",
+            "hpc_elastic.agent.worker_main",
+            str(self.run.path),
+        )
 
     def entry(self, qualname: str, *args: object, preload: tuple[str, ...] = ("json",)) -> None:
         """Say what the workers call; before the spares are made."""
@@ -99,7 +104,7 @@ class Node:
         agent = AgentSettings(preload=list(preload))
         self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
 
-    def start(self, spares: Spares, number: int = 1):
+    def start(self, spares: WarmWorkerPool, number: int = 1):
         """Start one worker; with a spare where there is one that fits."""
         os.environ["HPC_ELASTIC_ROUND"] = str(number)
         env = {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(number)}
@@ -137,8 +142,8 @@ def make_spares(node):
     """Make the spares of the node; they are gone when the test ends."""
     made = []
 
-    def make(slots: int = 1, *, paced: bool = False, ready: bool = True) -> Spares:
-        made.append(Spares(slots, node.command, num_warming=1))
+    def make(slots: int = 1, *, paced: bool = False, ready: bool = True) -> WarmWorkerPool:
+        made.append(WarmWorkerPool(slots, node.command, num_warming=1))
         made[-1].fill(paced=paced)
         if ready:
             until(lambda: all_ready(made[-1], slots))
@@ -149,13 +154,13 @@ def make_spares(node):
         spares.close()
 
 
-def all_ready(spares: Spares, slots: int) -> bool:
+def all_ready(spares: WarmWorkerPool, slots: int) -> bool:
     """Whether all have imported."""
     spares.tend()
     return len(spares._spares) == slots and all(s.ready for s in spares._spares.values())
 
 
-def pids(spares: Spares) -> list[int]:
+def pids(spares: WarmWorkerPool) -> list[int]:
     """The spares' processes."""
     return [s.process.pid for s in spares._spares.values()]
 
@@ -173,7 +178,7 @@ def test_a_workermade_from_a_spare_is_as_a_new_process(node, make_spares, paced,
     assert processes.pids() == {0: pid}
     assert not node.finish(processes).is_failed(), node.files().err.read_text()
     prewarmed = node.value()
-    processes = node.start(Spares(0, node.command))
+    processes = node.start(WarmWorkerPool(0, node.command))
     assert not node.finish(processes).is_failed()
     assert node.value() == prewarmed
 
@@ -355,8 +360,8 @@ def test_spares_die_with_their_agent(node, module):
     (node.folder / "waits.py").write_text(WAITS)
     node.entry("who", preload=(module,))
     agent = (
-        "import sys, time; from hpc_elastic.agent.spares import Spares\n"
-        "spares = Spares(1, sys.argv[1:]); spares.fill(paced=False)\n"
+        "import sys, time; from hpc_elastic.agent.warm_workers import WarmWorkerPool\n"
+        "spares = WarmWorkerPool(1, sys.argv[1:]); spares.fill(paced=False)\n"
         f"spares.await_imports({300 if module == 'json' else 0})\n"
         "print(spares._spares[0].process.pid, flush=True)\n"
         "if sys.argv[-1].endswith('run'): sys.stdin.read()\n"
@@ -373,7 +378,7 @@ def test_spares_die_with_their_agent(node, module):
 
 def test_a_spare_that_can_not_be_started_is_done_without(node, caplog):
     """The round starts without it."""
-    spares = Spares(1, ["/nonexistent/python"])
+    spares = WarmWorkerPool(1, ["/nonexistent/python"])
     spares.fill(paced=False)
     assert "no spare for slot 0" in caplog.text
     assert spares.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
@@ -387,7 +392,7 @@ def test_a_spare_for_which_no_descriptor_is_left_is_done_without(node, monkeypat
 
     node.entry("who")
     monkeypatch.setattr(socket, "socketpair", fails)
-    spares = Spares(1, node.command)
+    spares = WarmWorkerPool(1, node.command)
     spares.fill(paced=True)
     assert "no spare for slot 0" in caplog.text and not spares.pids
     monkeypatch.undo()
@@ -410,7 +415,7 @@ def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):
     node.finish(node.start(make_spares()))
     told, _ = node.files().err.read_text().splitlines()
     assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.spares=false" in told
-    node.finish(node.start(Spares(0, node.command)))
+    node.finish(node.start(WarmWorkerPool(0, node.command)))
     assert "OMP_PROC_BIND" not in node.files().err.read_text()
 
 

@@ -1,4 +1,4 @@
-"""hpc_elastic.slurm.states: what Slurm's words mean for a run."""
+"""hpc_elastic.slurm.job_state: what Slurm's words mean for a run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hpc_elastic.slurm.outputs import FIELDS, SQUEUE_FORMAT, parse_squeue, parse_time_left
-from hpc_elastic.slurm.states import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
+from hpc_elastic.slurm.parsing import FIELDS, SQUEUE_FORMAT, parse_squeue, parse_time_left
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,17 @@ import pytest
 from helps import not_in_help
 from rich.console import Console
 
-from hpc_elastic import known_runs
+from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
-from hpc_elastic.cli.looking import look, phase_of
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.queues import Queue
+from hpc_elastic.cli.run_view import Queue, look, phase_of
 from hpc_elastic.cli.status import PatientAsks
-from hpc_elastic.cli.status_text import line, page
-from hpc_elastic.cli.words import clock, number, sparkline
+from hpc_elastic.cli.status_text import clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.events import EventLog
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.words import duration
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.slurm.job_state import TaskState
 
 NOW = 1_900_000_000.0
 FAILURE = {
@@ -296,7 +294,7 @@ def test_a_list_asks_once_for_all_that_go_on(tmp_path):
         asked.append(len(specs))
         return Queue({"17_0": RUNS, "17_1": WAITS})
 
-    known = [known_runs.KnownRun(f"r{i}", run.path, time.time()) for i, run in enumerate(runs)]
+    known = [registry.KnownRun(f"r{i}", run.path, time.time()) for i, run in enumerate(runs)]
     found = listed(known, asks)
     assert asked == [2]
     assert [run.state for run in found] == ["training", "succeeded", "unknown", "starting"]
@@ -311,7 +309,7 @@ def test_overrides_are_listed_as_they_were_given(tmp_path, monkeypatch, capsys):
     run = made(tmp_path)
     run.hydra.mkdir()
     (run.hydra / "overrides.yaml").write_text("['layers=[conv,attn]', 'paths=[/a,/b]']")
-    known_runs.add({"r0": run.path})
+    registry.add({"r0": run.path})
     assert main(["list"]) == 0
     assert "layers=[conv,attn] paths=[/a,/b]" in capsys.readouterr().out
 
@@ -321,7 +319,7 @@ def test_a_list_reads_no_more_runs_than_it_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     runs = {f"r{i}": made(tmp_path / str(i)).path for i in range(30)}
     for name, path in runs.items():
-        known_runs.add({name: path})
+        registry.add({name: path})
     read = []
     monkeypatch.setattr(RunDir, "load", lambda self: read.append(self.path) or _fails())
     assert main(["list", "--limit", "3", "--json"]) == 0
@@ -363,7 +361,9 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
     now, asked = [0.0], []
     spec = SimpleNamespace(launcher="slurm")
     monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr("hpc_elastic.cli.queues.ask", lambda specs: asked.append(now[0]) or Queue())
+    monkeypatch.setattr(
+        "hpc_elastic.cli.run_view.ask", lambda specs: asked.append(now[0]) or Queue()
+    )
     asks = PatientAsks()
 
     def asked_in(seconds: int, phase: str, nodes: int, silent_s: float = 1.0) -> int:

@@ -18,27 +18,26 @@ from ended import sleeping
 from followers import LEADER, LIVENESS, RECORD, agent, of, told
 from groups import B
 
-from hpc_elastic.agent.lookup import find_task
-from hpc_elastic.checkpoint import cleaning
+from hpc_elastic.agent.task_context import find_task
+from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.cli import completion
+from hpc_elastic.cli import main as main_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.rendezvous.agent_effects import Claim, Publish
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.journal import Journal
-from hpc_elastic.rendezvous.record import NOBODY, Ending, claim, reopen, unseal
-from hpc_elastic.rendezvous.register import Register
-from hpc_elastic.rundir import Submission
-from hpc_elastic.slurm import replacement, requeue
-from hpc_elastic.slurm.decision import Departure
+from hpc_elastic.launcher import control, detach
+from hpc_elastic.launcher.control import changed
+from hpc_elastic.launcher.wait import cancellation
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.effects import Claim, PublishIfMissing
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, reopen, unseal
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
-from hpc_elastic.slurm.local_tasks import started
-from hpc_elastic.slurm.states import Phase, TaskState
-from hpc_elastic.submit import cancel, detach
-from hpc_elastic.submit.changes import changed
-from hpc_elastic.submit.living import LocalProcesses
-from hpc_elastic.submit.outcome import cancellation
+from hpc_elastic.slurm.exit_action import ExitAction
+from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.scheduler import LocalProcesses, started
 
 BEFORE = {
     "nodes": "2",
@@ -87,7 +86,7 @@ def test_what_would_make_another_run_of_it_is_refused(override, key, remedy):
 
 def test_a_resumed_run_goes_on_to_count_and_forgets_what_it_has_spent():
     """Rounds and epochs never repeat; the next agent leads at once, and nobody counts as lost."""
-    ended = replace(RECORD, restarts=3, lost={"7_3": 0}, ending=Ending("failed"), started=5.0)
+    ended = replace(RECORD, restarts=3, lost={"7_3": 0}, ending=RunEnding("failed"), started=5.0)
     again = reopen(6, ended, 1)
     assert (again.number, again.epoch, again.round, again.generation) == (6, 3, 2, 1)
     assert (again.restarts, again.lost, again.members, again.ending) == (0, {}, (), None)
@@ -99,26 +98,26 @@ def test_a_resumed_run_goes_on_to_count_and_forgets_what_it_has_spent():
 
 def test_the_first_agent_of_a_resumed_run_leads_without_waiting():
     """There is no leader whose death would have to be proved."""
-    f = Following(B, LIVENESS, 0.0, generation=1)
+    f = FollowerState(B, LIVENESS, 0.0, generation=1)
     f.join()
     f.tick(0.0)
     again = reopen(6, RECORD, 1)
     assert of(f.looked(6, again, None, 0.1), Claim) == [Claim(7, again, unseen=True)]
 
 
-@pytest.mark.parametrize("ending", [None, Ending("failed")])
+@pytest.mark.parametrize("ending", [None, RunEnding("failed")])
 def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     """It was paused when its run was resumed: it neither joins, nor leads, nor writes a result."""
     f = agent()
     f.tick(0.0)
     effects = f.looked(9, replace(RECORD, number=9, generation=1, ending=ending), 1, 0.1)
     assert [m["status"] for m in told(effects, "end")] == ["superseded"]
-    assert not of(effects, Claim, Publish)
+    assert not of(effects, Claim, PublishIfMissing)
     assert f.tick(9.0) == []
 
 
 async def _publish(run, record):
-    journal = Journal(run, "r", None, 0)
+    journal = StatusWriter(run, "r", None, 0)
     journal.note = lambda *_, **__: None
     await journal.publish(record)
     await journal.close()
@@ -127,8 +126,8 @@ async def _publish(run, record):
 def test_a_result_from_before_is_not_published_any_more(tmp_path):
     """Its leader was paused between its decision and the file; the run was resumed meanwhile."""
     run = run_of(tmp_path, "7", [(0, 0)])
-    register = Register(run.rdzv, b"k")
-    ended = replace(RECORD, number=1, ending=Ending("failed"))
+    register = DecisionLog(run.rdzv, b"k")
+    ended = replace(RECORD, number=1, ending=RunEnding("failed"))
     assert register.create(ended) and register.create(reopen(2, ended, 1))
     asyncio.run(_publish(run, ended))
     assert not run.result.exists()
@@ -145,7 +144,7 @@ def test_a_task_from_before_has_no_part_in_the_run(tmp_path):
     files.tasks.write_text(json.dumps({"runs": [{"dir": str(run.path), "slot": 0}]}))
     variables = as_array_task(5, 0, node_name="n", cpus=1)
     assert find_task(files.tasks, SlurmEnvironment.from_env(variables)).superseded
-    assert not replacement.is_of(run.load(), "5_0") and replacement.is_of(run.load(), "8_0")
+    assert not requeue.is_of(run.load(), "5_0") and requeue.is_of(run.load(), "8_0")
 
 
 class Client:
@@ -188,7 +187,7 @@ def test_a_task_that_requeues_itself_while_its_run_is_cancelled_stays_away(
     monkeypatch.setattr(requeue, "_deaf_to_sigterm", lambda **_: contextlib.nullcontext())
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     client = Client(run, moment)
-    assert requeue.depart("7_0", client, run=run) is Departure.EXIT
+    assert requeue.depart("7_0", client, run=run) is ExitAction.EXIT
     assert (client.requeued, client.cancelled) == (requeued, cancelled)
 
 
@@ -197,18 +196,18 @@ def test_who_is_cancelled_and_when():
     running, waits, ends = (
         TaskState(f"7_{i}", state) for i, state in enumerate(["RUNNING", "PENDING", "COMPLETING"])
     )
-    assert cancel.to_tell([running, waits, ends], {}, 0.0) == [running, waits]
-    assert cancel.to_tell([running, waits], {"7_0": 0.0, "7_1": 0.0}, 2.0) == [waits]
-    assert cancel.to_tell([running], {"7_0": 0.0}, 6.0) == [running]
+    assert control.to_tell([running, waits, ends], {}, 0.0) == [running, waits]
+    assert control.to_tell([running, waits], {"7_0": 0.0, "7_1": 0.0}, 2.0) == [waits]
+    assert control.to_tell([running], {"7_0": 0.0}, 6.0) == [running]
 
 
 def test_a_mark_stays_the_first_one_s(tmp_path):
     """Who has cancelled the run can be told, also from a mark that was cut off by a full disk."""
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     assert cancellation(run) is None and not run.is_over
-    cancel.mark(run, print)
+    control.mark(run, print)
     first = cancellation(run)
-    cancel.mark(run, print)
+    control.mark(run, print)
     assert cancellation(run) == first and socket.gethostname() in first.by_whom and run.is_over
     run.cancelled.write_text("")
     assert cancellation(run).by_whom == ""
@@ -277,16 +276,16 @@ def test_processes_of_another_machine_are_told_as_such(tmp_path):
 )
 def test_only_what_is_older_than_the_newest_good_ones_goes(kept, keep_last, going):
     """Newer ones stay, damaged or not: somebody may want to know why."""
-    assert cleaning.choose([40, 30, 20, 10], kept, keep_last) == going
+    assert store.choose([40, 30, 20, 10], kept, keep_last) == going
 
 
 def test_what_a_living_group_writes_is_no_leftover():
     """Groups of earlier records are fenced; of others nobody knows while the run goes on."""
     names = ["step-00000010", ".trash-step-1-ab", ".staging-step-20-r3-0", ".staging-step-20-r5-1",
              ".staging-step-20-f3s1-1", ".memory-id"]  # fmt: skip
-    goes_on = cleaning.fenced_by(5, run_goes_on=True)
-    assert cleaning.leftovers(names, goes_on) == [".staging-step-20-r3-0", ".trash-step-1-ab"]
-    assert len(cleaning.leftovers(names, cleaning.fenced_by(5, run_goes_on=False))) == 4
+    goes_on = store.fenced_by(5, run_goes_on=True)
+    assert store.leftovers(names, goes_on) == [".staging-step-20-r3-0", ".trash-step-1-ab"]
+    assert len(store.leftovers(names, store.fenced_by(5, run_goes_on=False))) == 4
 
 
 # ---- what launchers tell, and shells ask ------------------------------------------------
@@ -331,7 +330,7 @@ def test_what_fails_in_the_background_is_told_in_front():
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_each_shell_asks_the_command(shell):
     """It sets the variable by which click answers."""
-    assert "_HPC_ELASTIC_COMPLETE" in completion.source(shell)
+    assert "_HPC_ELASTIC_COMPLETE" in main_module.source(shell)
 
 
 BASH = """

@@ -18,9 +18,9 @@ from story_events import (
     trains,
 )
 
-from hpc_elastic.story.episodes import episodes
-from hpc_elastic.story.kinds import problems
-from hpc_elastic.story.sentences import lines, sentence
+from hpc_elastic.report.sentences import lines, sentence
+from hpc_elastic.report.timeline import episodes
+from hpc_elastic.run.event_schema import problems
 
 RECORDED = Path(__file__).parent / "data" / "story"
 """Events of real runs on Slurm, and what is to be told of them."""

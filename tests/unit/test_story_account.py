@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from hpc_elastic.story.account import KINDS, Account, account
-from hpc_elastic.story.points import Point
+from hpc_elastic.report.node_time import KINDS, Account, account
+from hpc_elastic.report.progress_log import Point
 
 A, B = "7_0", "7_1"
 

@@ -1,6 +1,7 @@
 """The registry of the kinds of events: whether it is right, and its page fresh."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -8,19 +9,21 @@ from pathlib import Path
 import pytest
 from story_events import event, group
 
-from hpc_elastic.story import schema
-from hpc_elastic.story.causes import Cause
-from hpc_elastic.story.episode import Cost, Episode
-from hpc_elastic.story.kinds import KINDS, problems, sound
-from hpc_elastic.story.page import attributes, page
+from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
+from hpc_elastic.run import event_schema
+from hpc_elastic.run.event_schema import KINDS, problems, sound
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+
+from generate import attributes, events_page
 
 ROOT = Path(__file__).parents[2]
 _WRITERS = ("Note", "note", "write", "line")
 
 
 def test_the_page_is_fresh():
-    """`python -m hpc_elastic.story.kinds > docs/events.md` writes it."""
-    assert (ROOT / "docs/events.md").read_text() == page(KINDS.values())
+    """`python docs/generate.py events > docs/events.md` writes it."""
+    assert (ROOT / "docs/events.md").read_text() == events_page()
 
 
 def written(path: Path) -> Iterator[str]:
@@ -52,7 +55,7 @@ def test_a_kind_is_described_in_sentences(name):
     """The page is made of them."""
     kind = KINDS[name]
     assert kind.meaning.endswith(".") and not kind.when.endswith(".")
-    names = [field.name for field in (*schema.COMMON, *kind.fields)]
+    names = [field.name for field in (*event_schema.COMMON, *kind.fields)]
     assert len(names) == len(set(names))
 
 
@@ -84,7 +87,7 @@ def test_optional_fields_may_be_null_or_absent():
     assert problems(end) == [] and problems({**end, "failure": None}) == []
 
 
-@pytest.mark.parametrize("made_of", [Episode, Cost, Cause])
+@pytest.mark.parametrize("made_of", [TimelineEntry, Cost, Cause])
 def test_every_key_of_the_story_is_on_the_page(made_of):
     """It is taken from the docstring, and no field is forgotten there."""
     assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)]

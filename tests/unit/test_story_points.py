@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hpc_elastic.story.points import Point, Rates, rates, read_points
+from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 
 
 def steady(num: int, every_s: float = 5.0, per_s: float = 2.0, **more) -> list[Point]:

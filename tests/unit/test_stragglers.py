@@ -4,9 +4,9 @@ import pytest
 from groups import A, B, C
 from leaders import of, say, training
 
-from hpc_elastic.rendezvous.actions import Note
-from hpc_elastic.rendezvous.status import status_of
-from hpc_elastic.rendezvous.stragglers import IN_A_ROW, Stragglers
+from hpc_elastic.rendezvous.effects import Note
+from hpc_elastic.rendezvous.failure_policy import IN_A_ROW, Stragglers
+from hpc_elastic.rendezvous.run_status import status_of
 
 
 def windows(stragglers: Stragglers, *loads: float, first: int = 1, num: int = 1) -> list[Note]:

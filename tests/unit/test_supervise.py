@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.agent import supervise as module
-from hpc_elastic.agent.supervise import TAKEN, num_workers
+from hpc_elastic.agent import node_agent as module
+from hpc_elastic.agent.node_agent import TAKEN, num_workers
 from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.events import EventLog, read_events
-from hpc_elastic.rendezvous.session import SentBack
-from hpc_elastic.slurm.decision import Departure, Facts, Reason
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.session import Requeued
+from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason
+from hpc_elastic.slurm.job_state import TaskState
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def sent_back(tmp_path, monkeypatch, give_back) -> int:
         _events=EventLog(tmp_path / "7_1.jsonl", "7_1"),
         _spec=spec,
     )
-    return module._Node._go_back(node, SentBack(30.04))
+    return module.NodeAgent._go_back(node, Requeued(30.04))
 
 
 def test_a_node_that_is_sent_back_requeues_itself(tmp_path, monkeypatch):
@@ -71,15 +71,15 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
     """The local launcher is one, and knows when a node is rid of a task."""
     given, left = [], []
 
-    def depart(*args: object, **fields: object) -> Departure:
+    def depart(*args: object, **fields: object) -> ExitAction:
         given.append((args[0], fields))
-        return Departure.REQUEUE
+        return ExitAction.REQUEUE
 
     def leave(*args: object) -> None:
         left.append(args[:3])
 
     monkeypatch.setattr(module, "depart", depart)
-    monkeypatch.setattr(module.last_nodes, "leave", leave)
+    monkeypatch.setattr(module.requeue, "leave", leave)
     spec = SimpleNamespace(launcher=launcher, submission=str(tmp_path), max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
@@ -118,13 +118,13 @@ def test_what_sigterm_meant_is_written_down(tmp_path, monkeypatch, reason, state
                 raise SlurmCommandError(["scontrol"], 1, "Unable to contact slurm controller")
             return str(node)
 
-    def depart(*_: object, note: Callable[[Facts], None], **__: object) -> Departure:
-        note(Facts(reason, TaskState("7_1", **{"state": "RUNNING", "restarts": 2, **state}), 2))
-        return Departure.REQUEUED
+    def depart(*_: object, note: Callable[[ExitFacts], None], **__: object) -> ExitAction:
+        note(ExitFacts(reason, TaskState("7_1", **{"state": "RUNNING", "restarts": 2, **state}), 2))
+        return ExitAction.REQUEUED
 
     monkeypatch.setattr(module, "SlurmClient", Client)
     monkeypatch.setattr(module, "depart", depart)
-    monkeypatch.setattr(module.last_nodes, "leave", lambda *_: None)
+    monkeypatch.setattr(module.requeue, "leave", lambda *_: None)
     spec = SimpleNamespace(launcher="slurm", max_nodes=2)
     slurm = SimpleNamespace(node_name="n3")
     task = SimpleNamespace(name="7_1", attempt=2, run=None, spec=spec, slurm=slurm)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.agent import surroundings
-from hpc_elastic.agent.surroundings import is_training, likely_workers, prepare_environment
+from hpc_elastic.agent import warm_workers
+from hpc_elastic.agent.warm_workers import is_training, likely_workers, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_workers_of_a_node_are_counted_without_torch(wanted, env, num_device
 def test_threads_are_what_is_said_nearest_to_the_run(monkeypatch, setting, given, in_run, expected):
     """launcher.env, then the task's own environment, then launcher.agent, then a fair share."""
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(surroundings, "_GIVEN_THREADS", given)
+    monkeypatch.setattr(warm_workers, "_GIVEN_THREADS", given)
     spec = SimpleNamespace(env=in_run, agent=SimpleNamespace(omp_num_threads=setting))
     task = SimpleNamespace(spec=spec, slurm=SimpleNamespace(cpus_on_node=1))
     prepare_environment(task, 4)

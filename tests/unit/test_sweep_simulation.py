@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.config import NodeRange, RunSettings, SlurmSettings
-from hpc_elastic.submit.plan import PlannedRun, make_plan
+from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.launcher.plan import PlannedRun, make_plan
 from hpc_elastic.testing.simulation.sweep import Figures, SweepSimulation
 
 AIM_S = 20.0

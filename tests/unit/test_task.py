@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hpc_elastic.agent import start as start_module
-from hpc_elastic.agent.lookup import find_task
+from hpc_elastic.agent import task_main as start_module
+from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmEnvironmentError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.slurm.environment import SlurmEnvironment
 
 ARRAY_TASK = {
@@ -146,7 +146,8 @@ def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
     """The first node tells that it has ended; the next ones wait for that, and no others do."""
     asked = []
     monkeypatch.setattr(start_module.signal, "signal", lambda *args: None)
-    monkeypatch.setattr(start_module.gang, "end_if_orphaned", lambda *args: asked.append(args[:2]))
+    end = lambda *args: asked.append(args[:2])  # noqa: E731
+    monkeypatch.setattr(start_module.scheduler, "end_if_orphaned", end)
     tasks = [
         find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))
         for n in range(2)

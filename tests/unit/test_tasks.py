@@ -3,13 +3,13 @@
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
-from hpc_elastic.agent.tasks import LocalTasks, SlurmTasks, tasks_of
-from hpc_elastic.cli.queues import Queue
+from hpc_elastic.cli.run_view import Queue
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import Entry, RunSpec, Submission
-from hpc_elastic.slurm import replacement
-from hpc_elastic.slurm.replacement import current_names
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.run.directory import Entry, RunSpec, Submission
+from hpc_elastic.slurm import requeue as requeue_module
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.scheduler import LocalTasks, SlurmTasks, tasks_of
 
 
 def spec(submission, tasks, **fields) -> RunSpec:
@@ -91,9 +91,9 @@ def test_a_gang_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path)
     submitted(tmp_path, a0="70")
     run = spec(tmp_path, [(0, 0), (0, 1)], gang=True)
     files = Submission(tmp_path).array(0)
-    replacement.folder(files).mkdir()
-    (place,) = set(replacement.places(run))
-    (replacement.folder(files) / f"{place.label}.1").write_text("90\n")
+    requeue_module.folder(files).mkdir()
+    (place,) = set(requeue_module.places(run))
+    (requeue_module.folder(files) / f"{place.label}.1").write_text("90\n")
     files.nodes.write_text('{"attempt": 0, "hosts": ["n3", "n4"]}')
     now = TaskState("90", "RUNNING", node="n4")
     expected = {"90.0": ("NODE_FAIL", "n3"), "90.1": ("RUNNING", "n4")}

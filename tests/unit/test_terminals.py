@@ -14,9 +14,9 @@ from helps import not_in_help
 from output_files import make_run
 from terminals import CTRL_C, PATIENCE_S, Terminal
 
-from hpc_elastic import known_runs
-from hpc_elastic.rundir import RunDir, Submission
-from hpc_elastic.slurm.local_tasks import started
+from hpc_elastic.run import registry
+from hpc_elastic.run.directory import RunDir, Submission
+from hpc_elastic.slurm.scheduler import started
 
 COLOUR = re.compile(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;\d+)*m")
 ASKED = "[y/N]"
@@ -172,7 +172,7 @@ def test_colours_are_for_terminals_that_want_them(terminal, tmp_path, monkeypatc
     run = make_run(tmp_path)
     run.result.write_text(json.dumps({"status": "succeeded"}))
     (run.attempt("7_0", 0) / "round-1.rank-0.out").write_text("\x1b[32mthe script's own\x1b[0m\n")
-    known_runs.add({"id": run.path})
+    registry.add({"id": run.path})
     argv = [command, *([str(run.path)] if command in ("status", "logs") else [])]
     code = int(command == "doctor")  # there is no Slurm
 

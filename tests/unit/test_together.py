@@ -7,10 +7,10 @@ from threading import Lock
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.decision import Departure
+from hpc_elastic.slurm.combined_requests import CombinedRequests
+from hpc_elastic.slurm.exit_action import ExitAction
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.requeue import RETURN_DELAY_S, depart
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.slurm.together import Together
 
 NUM = 12
 
@@ -61,12 +61,12 @@ class Slurm:
 def leave_all(folder: Path, slurm: Slurm, num: int = NUM, attempt: int = 2) -> None:
     """Let all tasks of the array depart at once."""
 
-    def leave(number: int) -> Departure:
+    def leave(number: int) -> ExitAction:
         name = f"7_{number}"
-        return depart(name, Together(folder, slurm, name, attempt), attempt=attempt)
+        return depart(name, CombinedRequests(folder, slurm, name, attempt), attempt=attempt)
 
     with ThreadPoolExecutor(num) as pool:
-        assert set(pool.map(leave, range(num))) == {Departure.REQUEUE}
+        assert set(pool.map(leave, range(num))) == {ExitAction.REQUEUE}
 
 
 def test_all_that_leave_at_once_ask_and_are_requeued_together(tmp_path):
@@ -89,7 +89,7 @@ def test_what_was_agreed_on_is_removed(tmp_path):
 @pytest.mark.parametrize("fails", ["requeue all"])
 def test_what_fails_for_all_each_does_for_itself(tmp_path, monkeypatch, fails):
     """As a task alone would."""
-    monkeypatch.setattr("hpc_elastic.slurm.together._PATIENCE_S", 1.0)
+    monkeypatch.setattr("hpc_elastic.slurm.combined_requests._PATIENCE_S", 1.0)
     slurm = Slurm(fails)
     leave_all(tmp_path / "departing", slurm)
     assert set(slurm.restarts.values()) == {3} and slurm.count("requeue") == NUM
@@ -109,13 +109,13 @@ def test_a_wish_of_an_earlier_attempt_ends_no_later_one(tmp_path):
 def test_the_first_task_asks_for_the_time_limits_of_all(tmp_path):
     """The others go by its answer, which ages; each that is requeued, and each later look, asks."""
     slurm = Slurm()
-    tasks = [Together(tmp_path / "departing", slurm, f"7_{n}", 2) for n in range(NUM)]
+    tasks = [CombinedRequests(tmp_path / "departing", slurm, f"7_{n}", 2) for n in range(NUM)]
     left = [task.time_left_s() for task in tasks]
     assert slurm.count("tasks") == 1
     assert left[0] == 3600.0 and all(3500.0 < left_s < 3600.0 for left_s in left[1:])
     assert tasks[1].time_left_s() == 3600.0 and slurm.count("tasks") == 2
     slurm.restarts["7_1"] = 3
-    assert Together(tmp_path / "departing", slurm, "7_1", 3).time_left_s() == 3600.0
+    assert CombinedRequests(tmp_path / "departing", slurm, "7_1", 3).time_left_s() == 3600.0
     assert slurm.count("tasks") == 3
 
 
@@ -123,7 +123,7 @@ def test_an_answer_is_not_older_than_the_question(tmp_path):
     """What was asked before is nobody's answer."""
     slurm = Slurm()
     for _ in range(2):
-        Together(tmp_path / "departing", slurm, "7_0", 2).tasks(["7"])
+        CombinedRequests(tmp_path / "departing", slurm, "7_0", 2).tasks(["7"])
     assert slurm.count("tasks") == 2
 
 

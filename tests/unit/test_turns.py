@@ -8,11 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.rundir import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.slurm.sweep import SweepQueue
-from hpc_elastic.slurm.turns import Nodes, QueuedRun, let_start, waits_in_vain
-from hpc_elastic.submit import cancel
+from hpc_elastic.launcher import control
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.sweep_queue import (
+    NodeSupply,
+    QueuedRun,
+    SweepQueue,
+    let_start,
+    waits_in_vain,
+)
 
 AWAY = 60.0
 
@@ -36,9 +41,9 @@ def queued(name: str, low: int, *tasks: str, **fields) -> QueuedRun:
     return QueuedRun(name, low, states, **fields)
 
 
-def four(*, whole: bool = True, **states: str) -> Nodes:
+def four(*, whole: bool = True, **states: str) -> NodeSupply:
     """Return a cluster of four nodes, all allocated but as told."""
-    return Nodes({**dict.fromkeys(("n1", "n2", "n3", "n4"), "allocated"), **states}, whole)
+    return NodeSupply({**dict.fromkeys(("n1", "n2", "n3", "n4"), "allocated"), **states}, whole)
 
 
 def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
@@ -240,7 +245,9 @@ def test_the_queue_of_a_sweep_is_read_from_its_submission(two_runs):
 def test_a_sweep_of_which_no_run_stays_away_is_looked_at_seldom(two_runs, monkeypatch):
     """Twice a minute; six times once there is something to be started."""
     now = [0.0]
-    monkeypatch.setattr("hpc_elastic.slurm.sweep.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        "hpc_elastic.slurm.sweep_queue.time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     client = FakeClient()
     queue, away = queue_of(two_runs[0], client), client.second
 
@@ -299,12 +306,12 @@ def test_a_slurm_that_does_not_answer_is_said(two_runs):
 def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
     """Nobody of it is left to do so."""
     client = FakeClient()
-    monkeypatch.setattr(cancel, "SlurmClient", lambda: client)
+    monkeypatch.setattr(control, "SlurmClient", lambda: client)
 
     class NoTasks:
         def left(self):
             return {}
 
-    standing = cancel.Standing(two_runs[0], two_runs[0].load(), None, {})
-    assert cancel.cancel(standing, wait_s=1.0, warn=print, tasks=NoTasks()) == []
+    standing = control.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
+    assert control.cancel(standing, wait_s=1.0, warn=print, tasks=NoTasks()) == []
     assert client.started == ["7_2"]

@@ -9,26 +9,33 @@ import pytest
 from rich.console import Console
 
 from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
-from hpc_elastic.files import read_json
-from hpc_elastic.slurm.states import TaskState
-from hpc_elastic.submit import session
-from hpc_elastic.submit.backend import TrackedRun
-from hpc_elastic.submit.outcome import Outcome, lost, read_outcome, tail
-from hpc_elastic.submit.progress import (
+from hpc_elastic.launcher import session
+from hpc_elastic.launcher.session import overrides_label
+from hpc_elastic.launcher.wait import (
+    ASK_S,
+    GRACE_S,
+    UNREADABLE_S,
     LiveDisplay,
+    Outcome,
     PlainDisplay,
-    Row,
+    RunRow,
+    TrackedRun,
+    Waiter,
     console_for,
     fitting,
+    judge,
     line_of,
     line_spacing_s,
+    lost,
     places,
+    read_outcome,
     results_table,
     row_of,
+    tail,
     worth_a_line,
 )
-from hpc_elastic.submit.session import overrides_label
-from hpc_elastic.submit.wait import ASK_S, GRACE_S, UNREADABLE_S, Waiter, judge
+from hpc_elastic.shared_files import read_json
+from hpc_elastic.slurm.job_state import TaskState
 
 RUNNING = TaskState("7_0", "RUNNING", node="n1")
 PENDING = TaskState("7_1", "PENDING", "Resources")
@@ -340,18 +347,18 @@ def test_tasks_that_can_not_be_looked_up_end_no_wait(run):
     ]
 
 
-@pytest.mark.parametrize("reader", ["wait", "outcome"])
-def test_one_failed_read_of_status_or_result_ends_no_wait(run, monkeypatch, reader):
+@pytest.mark.parametrize("name", ["status.json", "result.json"])
+def test_one_failed_read_of_status_or_result_ends_no_wait(run, monkeypatch, name):
     """On NFS a file that is replaced between its opening and its reading is stale."""
     write(run, status="succeeded", restarts=0)
     stale = [OSError(errno.ESTALE, "Stale file handle")]
 
     def reads(path):
-        if stale:
+        if stale and path.name == name:
             raise stale.pop()
         return read_json(path)
 
-    monkeypatch.setattr(f"hpc_elastic.submit.{reader}.read_json", reads)
+    monkeypatch.setattr("hpc_elastic.launcher.wait.read_json", reads)
     script, shown = Script([[RUNNING]]), Shown()
     (outcome,) = waiter(script, [run], shown).wait()
     assert outcome.status == "succeeded" and not stale and not shown.said
@@ -368,7 +375,7 @@ def test_runs_that_stay_unreadable_are_waited_for_and_told_once(run, monkeypatch
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpc_elastic.submit.outcome.read_json", refuse)
+        patch.setattr("hpc_elastic.launcher.wait.read_json", refuse)
         for _ in range(4):
             watch.look()
             script.now += UNREADABLE_S - 1
@@ -524,7 +531,7 @@ def test_a_run_that_has_ended_has_no_tasks_and_no_time_left(run):
 
 def test_plain_lines_come_on_change_only():
     """A log file gets a line when something happens, and a sign of life now and then."""
-    row = Row("0", "lr=0.1", state="training", nodes="2 of 4", step=1, total_steps=1200)
+    row = RunRow("0", "lr=0.1", state="training", nodes="2 of 4", step=1, total_steps=1200)
     later = replace(row, step=2, loss="0.1", left_s=61.0)
     assert worth_a_line(row, None, since_s=0, every_s=10)
     assert not worth_a_line(row, row, since_s=99, every_s=10)
@@ -557,13 +564,13 @@ def text_of(display_class, rows, **console) -> str:
 
 def test_plain_display_prints_rows_once_and_markup_as_it_is():
     """Square brackets in overrides are no markup."""
-    text = text_of(PlainDisplay, [Row("0", "a=[1,2]")])
+    text = text_of(PlainDisplay, [RunRow("0", "a=[1,2]")])
     assert text.splitlines() == ["[hello] [bold]world", "[0] a=[1,2]: queued"]
 
 
 def test_live_display_shows_a_table_with_a_bar():
     """On a terminal the rows stand in one table, of the columns that have anything to tell."""
-    row = Row("0", "a=[1,2]", state="training", step=5, total_steps=10, left_s=30.0)
+    row = RunRow("0", "a=[1,2]", state="training", step=5, total_steps=10, left_s=30.0)
     text = text_of(LiveDisplay, [row], force_terminal=True)
     expected = ("a=[1,2]", "training", "━━━━━╌╌╌╌╌ 50%", "30 s", "[hello]")
     assert all(told in text for told in expected)
@@ -572,7 +579,7 @@ def test_live_display_shows_a_table_with_a_bar():
 
 def test_runs_that_go_on_are_shown_first_where_not_all_fit():
     """A sweep of 200 does not fit on a screen; what has ended is less interesting."""
-    rows = [Row(str(n), "", ended=n < 3) for n in range(6)]
+    rows = [RunRow(str(n), "", ended=n < 3) for n in range(6)]
     assert [row.run for row in fitting(rows, 4)] == ["3", "4", "5", "0"]
     assert fitting(rows, 6) == rows
 
@@ -605,7 +612,7 @@ def test_an_interrupt_while_results_are_printed_says_that_the_runs_have_ended(ru
     def interrupted(outcomes):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpc_elastic.submit.progress.results_table", interrupted)
+    monkeypatch.setattr("hpc_elastic.launcher.wait.results_table", interrupted)
     submitted = session.Submitted(Ended([[]]), [run], 0.1)
     with pytest.raises(KeyboardInterrupt, match="interrupted: the runs had ended; run in "):
         session.wait(submitted, io.StringIO())

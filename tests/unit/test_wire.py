@@ -2,14 +2,14 @@
 
 import pytest
 
-from hpc_elastic.net.wire import BadFrameError, Cipher, is_signed, session_key, sign
+from hpc_elastic.transport.auth import BadFrameError, FrameSigner, is_signed, session_key, sign
 
 
-def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[Cipher, Cipher]:
+def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[FrameSigner, FrameSigner]:
     """Both ends of a session; their secrets may differ."""
     return (
-        Cipher(session_key(secret, 1, "n1", "n2"), "agent"),
-        Cipher(session_key(other, 1, "n1", "n2"), "leader"),
+        FrameSigner(session_key(secret, 1, "n1", "n2"), "agent"),
+        FrameSigner(session_key(other, 1, "n1", "n2"), "leader"),
     )
 
 
@@ -57,7 +57,7 @@ def test_a_reflected_frame_is_refused():
 )
 def test_another_session_epoch_or_secret_is_refused(epoch, nonce, secret):
     """A key is good for one connection in one epoch of one run."""
-    stranger = Cipher(session_key(secret, epoch, "n1", nonce), "agent")
+    stranger = FrameSigner(session_key(secret, epoch, "n1", nonce), "agent")
     _, leader = pair()
     with pytest.raises(BadFrameError):
         leader.open(stranger.seal({"type": "join"}))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.words import counted, duration, node_time, short
+from hpc_elastic._util import counted, duration, node_time, short
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hpc_elastic.agent.report import Place, WorkerFiles, describe, earliest, told_exit_code
-from hpc_elastic.agent.worker import load_function, to_json
-from hpc_elastic.config import AgentSettings
-from hpc_elastic.control import DIRECTORY_VARIABLE, ControlPage
+from hpc_elastic.agent.worker_failures import (
+    NodeIdentity,
+    WorkerFiles,
+    describe,
+    earliest,
+    told_exit_code,
+)
+from hpc_elastic.agent.worker_main import load_function, to_json
+from hpc_elastic.config.schema import AgentSettings
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.net.wire import Cipher
-from hpc_elastic.rendezvous.failures import Failure, looks_like_victim
-from hpc_elastic.rundir import Entry, RunDir, RunSpec
+from hpc_elastic.rendezvous.log_entry import Failure, looks_like_victim
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec
+from hpc_elastic.transport.auth import FrameSigner
+from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
 
 SCRIPT = """
 import os, sys
@@ -138,7 +144,7 @@ class Job:
         self.folder = folder
         self.script = folder / "script.py"
         self.script.write_text(SCRIPT)
-        self.page = ControlPage.create(folder, 0)
+        self.page = SharedPage.create(folder, 0)
 
     def worker(
         self, qualname: str, args: list[object], sys_path: Sequence[str] = (), **outputs: object
@@ -155,7 +161,7 @@ class Job:
             "TORCHELASTIC_ERROR_FILE": str(self.files.error),
             DIRECTORY_VARIABLE: str(self.folder),
         }  # fmt: skip
-        argv = [sys.executable, "-m", "hpc_elastic.agent.worker", str(run.path)]
+        argv = [sys.executable, "-m", "hpc_elastic.agent.worker_main", str(run.path)]
         outputs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **outputs}
         return subprocess.run(argv, env=env, text=True, timeout=300, **outputs)
 
@@ -170,7 +176,7 @@ class Job:
         class Ended:
             local_rank, exitcode = 0, exit_code
 
-        place = Place("7_1", "node2", self.folder)
+        place = NodeIdentity("7_1", "node2", self.folder)
         return describe(Ended, self.files, place, self.page.read())
 
 
@@ -264,7 +270,7 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
     class Ended:
         local_rank, exitcode = 0, 1
 
-    place = Place("7_1", "node2", tmp_path)
+    place = NodeIdentity("7_1", "node2", tmp_path)
     found = []
     for rank in range(128):
         files = WorkerFiles(tmp_path, 1, rank)
@@ -273,7 +279,7 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
         found.append(describe(Ended, files, place))
     report = earliest(found)
     assert [f["rank"] for f in report] == list(range(len(report)))
-    Cipher(b"key", "agent").seal({"type": "failed", "round": 1, "failures": report})
+    FrameSigner(b"key", "agent").seal({"type": "failed", "round": 1, "failures": report})
 
 
 def test_a_missing_module_is_an_import_failure(job):
@@ -372,5 +378,5 @@ def test_a_value_that_can_not_be_sent_back_says_what_can():
 def test_a_worker_may_be_ended_by_a_signal_without_a_name(tmp_path):
     """Real-time signals have none; the agent does not end for it."""
     failure = SimpleNamespace(local_rank=0, exitcode=-40)
-    told = describe(failure, WorkerFiles(tmp_path, 1, 0), Place("7_1", "node2", tmp_path))
+    told = describe(failure, WorkerFiles(tmp_path, 1, 0), NodeIdentity("7_1", "node2", tmp_path))
     assert (told["signal"], told["message"]) == ("signal 40", "ended by signal 40")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from hpc_elastic.ft.checkpointing.layout import Layout, State, Target
+from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class PGTransport(CheckpointTransport[T]):
             ConfigError: something in the state can not be sent; the message names its path.
             HealError: a destination did not take it.
         """
-        state = State(state_dict, step)
+        state = PackedState(state_dict, step)
         layout = torch.frombuffer(bytearray(state.layout.to_json()), dtype=torch.uint8)
         length = torch.tensor([len(layout)], dtype=torch.int64)
         self._send(length, dst_ranks, _LENGTH, timeout)
@@ -91,7 +91,7 @@ class PGTransport(CheckpointTransport[T]):
         self._receive(length, src_rank, _LENGTH, timeout)
         raw = torch.empty(int(length.item()), dtype=torch.uint8)
         self._receive(raw, src_rank, _LAYOUT, timeout)
-        layout = Layout.from_json(raw.numpy().tobytes())
+        layout = StateLayout.from_json(raw.numpy().tobytes())
         if layout.step != step:
             raise HealError(f"replica {src_rank} sends step {layout.step}, not {step}")
         device = self._device.type

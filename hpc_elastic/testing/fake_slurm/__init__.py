@@ -17,8 +17,7 @@ whatever descends from it, so that a node can be killed with all that runs on it
 left at the end.
 """
 
-from hpc_elastic.testing.fake_slurm.config import FakeConfig
-from hpc_elastic.testing.fake_slurm.errors import FakeCommandError, FakeSlurmError
+from hpc_elastic.testing.fake_slurm.config import FakeCommandError, FakeConfig, FakeSlurmError
 from hpc_elastic.testing.fake_slurm.fake import Completed, FakeSlurm
 
 __all__ = ["Completed", "FakeCommandError", "FakeConfig", "FakeSlurm", "FakeSlurmError"]

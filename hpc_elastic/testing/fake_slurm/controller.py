@@ -22,13 +22,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.readable import readable
-from hpc_elastic.testing.fake_slurm import processes, request, srun
+from hpc_elastic._util import readable
+from hpc_elastic.testing.fake_slurm import jobs, srun, submit_options
 from hpc_elastic.testing.fake_slurm.cluster import Cluster
-from hpc_elastic.testing.fake_slurm.commands import Answer, Call, answer
-from hpc_elastic.testing.fake_slurm.config import FakeConfig
-from hpc_elastic.testing.fake_slurm.errors import Refusal
-from hpc_elastic.testing.fake_slurm.options import parse
+from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal
+from hpc_elastic.testing.fake_slurm.queries import Answer, Call, answer
+from hpc_elastic.testing.fake_slurm.submit_options import parse
 
 SOCKET = "controller"
 CONFIG = "config.json"
@@ -76,7 +75,7 @@ class Controller:
         """Kill everything, and let nothing new begin."""
         self._lock.acquire()  # for good
         self._cluster.kill_all()
-        processes.kill_descendants()
+        jobs.kill_descendants()
 
     def serve(self, listener: socket.socket) -> None:
         """Give each connection a thread (a thread of its own)."""
@@ -183,7 +182,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 def _reads_stdin(argv: list[str]) -> bool:
     try:
-        given = parse(argv, request.SBATCH)
+        given = parse(argv, submit_options.SBATCH)
     except Refusal:
         return False
     return not given.rest and "wrap" not in given

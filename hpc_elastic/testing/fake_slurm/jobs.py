@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
+from typing import IO
 
-from hpc_elastic.testing.fake_slurm.processes import Process
-from hpc_elastic.testing.fake_slurm.request import Request
+import psutil
+
+from hpc_elastic.slurm import nodelist
+from hpc_elastic.testing.fake_slurm.config import Refusal
+from hpc_elastic.testing.fake_slurm.submit_options import Request
 
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -190,3 +203,257 @@ class Job:
         """Yield the tasks of all its steps."""
         for step in self.steps:
             yield from step.tasks
+
+
+# ---- The processes of the tasks: started, signalled and killed with all that descends from them
+
+
+MARKER = "HPC_ELASTIC_FAKE_SLURM"
+"""Names the cluster's directory in the environment of every process of its jobs."""
+
+_STEPD = Path(__file__).with_name("stepd.py")
+_KILL_S = 5.0
+"""What hangs in the kernel is left alone after that."""
+
+
+class Process:
+    """One task: its stepd, and all that descends from it."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
+        self._popen, self._lifeline = popen, lifeline
+        self.pid = popen.pid
+
+    def poll(self) -> int | None:
+        """Return its exit code, minus the signal if one ended it; None: it runs."""
+        code = self._popen.poll()
+        if code is not None:
+            self._close()
+        return code
+
+    def signal(self, number: int, *, only_first: bool = False) -> None:
+        """Send a signal to every process of the task, or to the one that was started only."""
+        for process in self._children(recursive=not only_first):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill all of it, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        self._close()  # the stepd ends what has begun meanwhile, and itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_KILL_S)
+
+    def _children(self, *, recursive: bool) -> list[psutil.Process]:
+        try:
+            found = psutil.Process(self.pid).children(recursive=recursive)
+        except psutil.Error:
+            return []
+        return [p for p in found if _lives(p)]
+
+    def _close(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str,
+    output: int | IO[bytes],
+    error: int | IO[bytes],
+) -> Process:
+    """Start a task under a stepd of its own.
+
+    Raises:
+        OSError: the directory is not there, or the machine has no process left.
+    """
+    theirs, ours = os.pipe()
+    argv = [sys.executable, "-I", "-S", str(_STEPD), str(theirs), *command]
+    try:
+        popen = subprocess.Popen(
+            argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=error,
+            pass_fds=(theirs,), start_new_session=True,
+        )  # fmt: skip
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
+    return Process(popen, ours)
+
+
+def kill_descendants() -> None:
+    """Kill everything that descends from this process (the controller, at its end)."""
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.Process().children(recursive=True) if _lives(p)]
+        if not found:
+            return
+        _kill(found)
+
+
+def kill_marked(folder: Path) -> None:
+    """Kill what has a cluster's mark in its environment: whatever became of the controller."""
+    mark = str(folder)
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        found = [p for p in psutil.process_iter() if _mark(p) == mark and _lives(p)]
+        if not found:
+            return
+        _kill(found)
+
+
+def _kill(found: Iterable[psutil.Process]) -> None:
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    time.sleep(0.005)
+
+
+def _mark(process: psutil.Process) -> str | None:
+    try:
+        return str(process.environ().get(MARKER))
+    except (psutil.Error, OSError):
+        return None
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+# ---- The jobs of a cluster: submitted, numbered, and found by the names that commands take
+
+
+_NAME = re.compile(r"(\d+)(?:_(?:(\d+)|\[(.+)\]|(\*)))?", re.ASCII)
+INVALID = "Invalid job id specified"
+
+
+class Table:
+    """All jobs that Slurm has not forgotten, in the order in which they were submitted.
+
+    Elements of an array wait in one record; each gets a number of its own when it leaves it, and
+    the last one has the array's.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self._numbers = itertools.count(1)
+        self._orders = itertools.count()
+
+    def submit(
+        self, request: Request, array: str | None, now: float, max_array_size: int
+    ) -> tuple[int, list[Job]]:
+        """Add a job, or all elements of an array; return its id, and them.
+
+        Raises:
+            Refusal: the indices are malformed or too large.
+        """
+        if array is None:
+            job = self._new(request, now)
+            job.number = next(self._numbers)
+            self.jobs.append(job)
+            return job.number, [job]
+        indices, limit = _indices(array, max_array_size)
+        number = next(self._numbers)
+        elements = [self._new(request, now) for _ in indices]
+        for job, index in zip(elements, indices, strict=True):
+            job.array, job.index, job.limit = number, index, limit
+            job.num_in_array, job.bounds = len(indices), (indices[0], indices[-1])
+        self.jobs += elements
+        return number, elements
+
+    def _new(self, request: Request, now: float) -> Job:
+        return Job(
+            request, now, next(self._orders),
+            held=request.hold, begin=request.begin, may_requeue=request.requeue,
+            excluded=frozenset(request.exclude), limit_s=request.limit_s,
+        )  # fmt: skip
+
+    def number(self, job: Job) -> None:
+        """Give a job that leaves its array's record a number of its own."""
+        if job.number is None:
+            in_record = sum(j.array == job.array and j.number is None for j in self.jobs)
+            job.number = job.array if in_record == 1 else next(self._numbers)
+
+    def find(self, name: str) -> list[Job]:
+        """Return the jobs that ``12``, ``12_3`` or ``12_[1-3]`` stands for; none is unknown.
+
+        Raises:
+            Refusal: it is no name of a job.
+        """
+        m = _NAME.fullmatch(name)
+        if m is None:
+            raise Refusal(f"Invalid job id {name}")
+        number = int(m[1])
+        whole = [job for job in self.jobs if job.array == number]
+        if m[2] is None and m[3] is None:
+            return whole or [job for job in self.jobs if job.number == number]
+        wanted = {int(m[2])} if m[2] else set(_indices(m[3], 1 << 30)[0])
+        return [job for job in whole if job.index in wanted]
+
+    def forget(self, before: float) -> None:
+        """Forget jobs that ended before a moment."""
+        self.jobs = [j for j in self.jobs if not (j.is_over and (j.ended or 0.0) < before)]
+
+
+def _indices(text: str, max_size: int) -> tuple[list[int], int | None]:
+    try:
+        indices, limit = nodelist.expand_indices(text)
+    except ValueError as e:
+        raise Refusal(f"Invalid job array specification: {e}") from e
+    if max(indices) >= max_size:
+        raise Refusal("Batch job submission failed: Invalid job array specification")
+    return sorted(set(indices)), limit
+
+
+# ---- The nodes of a cluster, and what sinfo says of them
+
+
+@dataclass
+class Node:
+    """One node.
+
+    Attributes:
+        name: Its name.
+        died: When it died, in epoch seconds; None: it lives.
+        is_down: Whether the controller knows that it is dead, or was told so.
+        is_drained: Whether it takes no further jobs.
+        is_paused: Whether all its processes stand still.
+    """
+
+    name: str
+    died: float | None = None
+    is_down: bool = False
+    is_drained: bool = False
+    is_paused: bool = False
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether jobs may start on it; a dead one is trusted until its death is known."""
+        return self.died is None and not (self.is_down or self.is_drained or self.is_paused)
+
+    def state(self, jobs: Iterable[Job], num_cpus: int) -> str:
+        """Return its state in Slurm's long form, such as ``idle`` or ``down*``."""
+        here = [job for job in jobs if job.has_nodes and self.name in job.nodes]
+        if self.is_down:
+            return "down*" if self.died is not None else "down"
+        if self.is_drained:
+            return "draining" if here else "drained"
+        if not here:
+            return "idle"
+        if all(job.ending is not None for job in here):
+            return "completing"
+        used = sum(num_cpus if j.request.exclusive else j.request.cpus for j in here)
+        return "allocated" if used >= num_cpus else "mixed"
+
+
+SHORT = {
+    **{"idle": "idle", "mixed": "mix", "allocated": "alloc", "completing": "comp"},
+    **{"down": "down", "down*": "down*", "draining": "drng", "drained": "drain"},
+}
+"""The short forms of the states."""

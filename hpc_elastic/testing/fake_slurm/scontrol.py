@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import scontrol_show as show
+from hpc_elastic.testing.fake_slurm import cluster as cluster_module
+from hpc_elastic.testing.fake_slurm import variables
 from hpc_elastic.testing.fake_slurm.cluster import Cluster
-from hpc_elastic.testing.fake_slurm.errors import Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import Job
-from hpc_elastic.testing.fake_slurm.options import FLAG, Parsed, Table, parse
-from hpc_elastic.testing.fake_slurm.table import INVALID
-from hpc_elastic.testing.fake_slurm.times import parse_begin, parse_limit
+from hpc_elastic.testing.fake_slurm.config import FakeConfig, Partition, Refusal, unknown
+from hpc_elastic.testing.fake_slurm.jobs import INVALID, Job, Node
+from hpc_elastic.testing.fake_slurm.submit_options import (
+    FLAG,
+    VALUE,
+    Parsed,
+    Table,
+    parse,
+    parse_begin,
+    parse_limit,
+    show_date,
+    show_full_span,
+    signal_name,
+)
 
-OPTIONS = Table({"all": FLAG, "oneliner": FLAG}, {"a": "all", "o": "oneliner"})
+SCONTROL_OPTIONS = Table({"all": FLAG, "oneliner": FLAG}, {"a": "all", "o": "oneliner"})
 _NOT_PENDING = "Job is no longer pending execution"
 _FINISHED = "Job has already finished"
 
@@ -31,7 +42,7 @@ def scontrol(argv: Sequence[str], cluster: Cluster, address: str, now: float) ->
     Raises:
         Refusal: it can not be done.
     """
-    options = parse(argv, OPTIONS)
+    options = parse(argv, SCONTROL_OPTIONS)
     if not options.rest:
         raise unknown("scontrol without a command")
     command, *rest = options.rest
@@ -49,19 +60,17 @@ def _show(options: Parsed, what: Sequence[str], cluster: Cluster, address: str, 
     entity, name = (*what, "", "")[:2]
     one_line = "oneliner" in options
     if entity in ("job", "jobs"):
-        return show.text(_jobs(cluster, name, now), one_line=one_line)
+        return show_text(_jobs(cluster, name, now), one_line=one_line)
     if entity in ("node", "nodes"):
-        return show.text(_nodes(cluster, name, address), one_line=one_line)
+        return show_text(_nodes(cluster, name, address), one_line=one_line)
     if entity in ("partition", "partitions"):
         known = [p for p in cluster.config.partitions if name in ("", p.name)]
         if not known:
             raise Refusal(f"Partition {name} not found")
-        fields = [
-            show.partition(p, cluster.config, is_up=p.name not in cluster.closed) for p in known
-        ]
-        return show.text(fields, one_line=one_line)
+        fields = [partition(p, cluster.config, is_up=p.name not in cluster.closed) for p in known]
+        return show_text(fields, one_line=one_line)
     if entity == "config":
-        return show.config(cluster.config)
+        return config(cluster.config)
     if entity == "hostnames":
         return "".join(f"{host}\n" for host in nodelist.expand(name))
     raise unknown(f"scontrol show {entity}")
@@ -71,7 +80,7 @@ def _jobs(cluster: Cluster, name: str, now: float) -> list[dict[str, str]]:
     jobs = cluster.table.find(name) if name else cluster.table.jobs
     if name and not jobs:
         raise Refusal(f"slurm_load_jobs error: {INVALID}")
-    return [show.job(r[0], r, cluster.config, now) for r in show.records(jobs)]
+    return [show_job(r[0], r, cluster.config, now) for r in records(jobs)]
 
 
 def _nodes(cluster: Cluster, name: str, address: str) -> list[dict[str, str]]:
@@ -80,7 +89,7 @@ def _nodes(cluster: Cluster, name: str, address: str) -> list[dict[str, str]]:
         if node not in cluster.nodes:
             raise Refusal(f"Node {node} not found")
     jobs = cluster.table.jobs
-    return [show.node(cluster.nodes[node], jobs, cluster.config, address) for node in names]
+    return [show_node(cluster.nodes[node], jobs, cluster.config, address) for node in names]
 
 
 def _each(names: Iterable[str], cluster: Cluster, act: Callable[[Job], str | None]) -> None:
@@ -242,3 +251,196 @@ _COMMANDS: dict[str, Callable[[Sequence[str], Cluster, float], None]] = {
     "release": partial(_hold, held=False),
     "update": _update,
 }
+
+
+# ---- scontrol show: jobs, nodes, partitions and the configuration. Pure
+
+
+VERSION = "22.05.8"
+"""The release whose behaviour is imitated."""
+
+
+def config(cluster: FakeConfig) -> str:
+    """Return ``scontrol show config``."""
+    settings = {
+        "ClusterName": variables.CLUSTER,
+        "JobRequeue": "1",
+        "KillWait": f"{cluster.kill_wait_s:g} sec",
+        "MaxArraySize": str(cluster.max_array_size),
+        "MinJobAge": f"{cluster.min_job_age_s:g} sec",
+        "PreemptMode": "REQUEUE",
+        "PreemptType": "preempt/partition_prio",
+        "SLURM_VERSION": VERSION,
+        "SlurmdTimeout": f"{cluster.node_timeout_s:g} sec",
+        "AccountingStorageType": "accounting_storage/none",
+    }
+    lines = [f"{name:<23} = {value}" for name, value in sorted(settings.items())]
+    return "\n".join(["Configuration data as of now", *lines, "", ""])
+
+
+def partition(known: Partition, cluster: FakeConfig, *, is_up: bool) -> dict[str, str]:
+    """Return the fields of ``scontrol show partition``."""
+    nodes = nodelist.compress(cluster.node_names)
+    return {
+        "PartitionName": known.name,
+        "AllowGroups": "ALL",
+        "Default": "YES" if known.is_default else "NO",
+        "GraceTime": f"{0 if known.preempt_mode == 'OFF' else cluster.grace_s:g}",
+        "Hidden": "NO",
+        "MaxTime": "UNLIMITED",
+        "MaxNodes": "UNLIMITED",
+        "Nodes": nodes,
+        "PriorityTier": str(known.tier),
+        "PreemptMode": known.preempt_mode,
+        "State": "UP" if is_up else "DOWN",
+        "TotalCPUs": str(cluster.nodes * cluster.cpus_per_node),
+        "TotalNodes": str(cluster.nodes),
+    }
+
+
+def show_node(
+    known: Node, jobs: Iterable[Job], cluster: FakeConfig, address: str
+) -> dict[str, str]:
+    """Return the fields of ``scontrol show node``."""
+    state = known.state(jobs, cluster.cpus_per_node)
+    return {
+        "NodeName": known.name,
+        "CPUTot": str(cluster.cpus_per_node),
+        "Gres": "(null)",
+        "NodeAddr": address,
+        "NodeHostName": known.name,
+        "Version": VERSION,
+        "RealMemory": str(cluster.memory_mb),
+        "State": state.upper(),
+        "Partitions": ",".join(p.name for p in cluster.partitions),
+    }
+
+
+def show_job(
+    known: Job, elements: Sequence[Job], cluster: FakeConfig, now: float
+) -> dict[str, str]:
+    """Return the fields of ``scontrol show job``.
+
+    Args:
+        known: The job; of elements that wait in one record, the first.
+        elements: All of them; itself alone elsewhere.
+        cluster: The cluster's configuration.
+        now: The time.
+    """
+    request = known.request
+    may_start = known.begin if known.begin > now else None
+    return {
+        **_identity(known, elements),
+        "JobName": request.name,
+        "UserId": variables.user(),
+        "JobState": known.shown_state,
+        "Reason": known.reason,
+        "Dependency": ",".join(f"{kind}:{i}" for kind, i in request.dependency) or "(null)",
+        "Requeue": str(int(known.may_requeue)),
+        "Restarts": str(known.restarts),
+        "BatchFlag": "0" if request.script is None else "1",
+        "ExitCode": str(known.exit),
+        "RunTime": show_full_span((known.ended or now) - known.started if known.started else 0),
+        "TimeLimit": show_full_span(known.limit_s),
+        "SubmitTime": show_date(known.submitted),
+        "EligibleTime": show_date(max(known.begin, known.submitted)),
+        "StartTime": show_date(known.started or may_start, "Unknown"),
+        "EndTime": show_date(known.ended or known.ends_at, "Unknown"),
+        "PreemptTime": show_date(known.preempted, "None"),
+        "Partition": request.partition,
+        "ReqNodeList": nodelist.compress(request.nodelist) or "(null)",
+        "ExcNodeList": nodelist.compress(sorted(known.excluded)) or "(null)",
+        "NodeList": nodelist.compress(known.nodes),
+        "NumNodes": str(len(known.nodes) or request.num_nodes),
+        "NumCPUs": str(cluster_module.cpus_of(known, cluster) * request.num_nodes),
+        "NumTasks": str(request.num_tasks),
+        "WorkDir": request.cwd,
+    }
+
+
+def _identity(known: Job, elements: Sequence[Job]) -> dict[str, str]:
+    if known.array is None:
+        return {"JobId": str(known.number)}
+    indices = [e.index for e in elements if e.index is not None]
+    in_record = known.number is None
+    shown = nodelist.compress_indices(indices, known.limit) if in_record else str(known.index)
+    return {
+        "JobId": str(known.number or known.array),
+        "ArrayJobId": str(known.array),
+        "ArrayTaskId": shown,
+    }
+
+
+def records(jobs: Iterable[Job]) -> list[list[Job]]:
+    """Return jobs as Slurm keeps them: elements of an array that wait are one record."""
+    found: dict[tuple[str, int], list[Job]] = {}
+    for known in jobs:
+        in_record = known.number is None
+        key = ("array", known.array or 0) if in_record else ("job", known.number or 0)
+        found.setdefault(key, []).append(known)
+    return list(found.values())
+
+
+def show_text(fields: Sequence[dict[str, str]], *, one_line: bool) -> str:
+    """Return records as scontrol prints them."""
+    between = " " if one_line else "\n   "
+    shown = [between.join(f"{k}={v}" for k, v in record.items()) for record in fields]
+    return "".join(line + ("\n" if one_line else "\n\n") for line in shown)
+
+
+# ---- scancel: jobs, elements and whole arrays; ended, or sent a signal
+
+
+SCANCEL_OPTIONS = Table(
+    {
+        **dict.fromkeys(("signal", "state", "user", "name", "partition"), VALUE),
+        **dict.fromkeys(("batch", "full", "me", "quiet"), FLAG),
+    },
+    {
+        **{"s": "signal", "t": "state", "u": "user", "n": "name", "p": "partition", "b": "batch"},
+        **{"f": "full", "Q": "quiet"},
+    },
+)
+_FILTERS = ("state", "user", "name", "partition", "me")
+
+
+def scancel(argv: Sequence[str], cluster: Cluster, now: float) -> str:
+    """Cancel jobs, or send them a signal; what is unknown or has ended is no error, as in Slurm.
+
+    Raises:
+        Refusal: it was given neither a job nor a filter, or something it can not do.
+    """
+    options = parse(argv, SCANCEL_OPTIONS)
+    if not options.rest and not any(name in options for name in _FILTERS):
+        raise Refusal("No job identification provided")
+    names = [name for word in options.rest for name in nodelist_names(word)]
+    jobs = [job for name in names for job in cluster.table.find(name)]
+    chosen = [job for job in (jobs if names else cluster.table.jobs) if _is_meant(job, options)]
+    number = options.get("signal")
+    for job in [job for job in chosen if not job.is_over]:
+        if number is None:
+            cluster.cancel(job, now)
+        elif job.has_nodes:
+            _signal(job, signal.Signals[f"SIG{signal_name(number)}"], options, cluster)
+    return ""
+
+
+def _is_meant(job: Job, options: Parsed) -> bool:
+    state = options.get("state")
+    if state is not None and job.shown_state not in state.upper().split(","):
+        return False
+    if (options.get("user") or variables.user()) != variables.user():
+        return False
+    if (options.get("name") or job.request.name) != job.request.name:
+        return False
+    return (options.get("partition") or job.request.partition) == job.request.partition
+
+
+def _signal(job: Job, number: int, options: Parsed, cluster: Cluster) -> None:
+    """Send a signal to the steps; to the batch script with --batch, to all of it with --full."""
+    if "batch" in options:
+        cluster.signal_batch(job, number, with_children=False)
+        return
+    if "full" in options:
+        cluster.signal_batch(job, number, with_children=True)
+    cluster.signal_steps(job, number)

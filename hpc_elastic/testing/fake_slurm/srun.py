@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hpc_elastic.testing.fake_slurm import launching, request
+from hpc_elastic.testing.fake_slurm import cluster as cluster_module
+from hpc_elastic.testing.fake_slurm import submit_options
 from hpc_elastic.testing.fake_slurm.cluster import Cluster
-from hpc_elastic.testing.fake_slurm.commands import Answer, Call, refused
-from hpc_elastic.testing.fake_slurm.errors import Refusal
+from hpc_elastic.testing.fake_slurm.config import Refusal
 from hpc_elastic.testing.fake_slurm.jobs import (
     COMPLETED,
     FAILED,
@@ -26,7 +26,8 @@ from hpc_elastic.testing.fake_slurm.jobs import (
     Step,
     Task,
 )
-from hpc_elastic.testing.fake_slurm.options import Parsed, parse
+from hpc_elastic.testing.fake_slurm.queries import Answer, Call, refused
+from hpc_elastic.testing.fake_slurm.submit_options import Parsed, parse
 
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.02
@@ -70,7 +71,7 @@ class Session:
     def run(self) -> Answer:
         """Run the step to its end; return what srun prints, and its exit code."""
         try:
-            options = parse(self._call.argv, request.SRUN)
+            options = parse(self._call.argv, submit_options.SRUN)
             if not options.rest:
                 raise Refusal("fatal: No command given to execute.")
             number = self._call.env.get("SLURM_JOB_ID")
@@ -97,10 +98,10 @@ class Session:
     def _allocate(self, options: Parsed) -> Exit:
         """Queue for nodes, run the step on them, and give them back."""
         call = self._call
-        origin = request.Origin(
+        origin = submit_options.Origin(
             call.cwd, call.env, call.now, None, options.rest[0].rpartition("/")[2]
         )
-        wanted = replace(request.read(options, origin, self._cluster.config), requeue=False)
+        wanted = replace(submit_options.read(options, origin, self._cluster.config), requeue=False)
         with self._lock:
             _, (job,) = self._cluster.table.submit(wanted, None, call.now, 1)
             self._cluster.schedule(call.now)
@@ -135,7 +136,7 @@ class Session:
                 why = "Job/step already completing or completed"
                 raise Refusal(f"Unable to create step for job {job.number}: {why}")
             try:
-                step = launching.start_step(
+                step = cluster_module.start_step(
                     job, self._srun(options), self._cluster.config, self._cluster.folder
                 )
             except OSError as e:
@@ -144,7 +145,7 @@ class Session:
         self._notes += [_note(task) for task in step.tasks if task.exit not in (None, Exit())]
         return step.exit
 
-    def _srun(self, options: Parsed) -> launching.Srun:
+    def _srun(self, options: Parsed) -> cluster_module.Srun:
         """Return the call with what srun takes over from its environment."""
         env = self._call.env
         if not {"nodes", "ntasks", "ntasks-per-node"} & options.options.keys():
@@ -157,7 +158,7 @@ class Session:
                 f"Warning: can't run {tasks} processes on {wanted} nodes, setting nnodes to {tasks}"
             )
             options.options["nodes"] = tasks
-        return launching.Srun(options, env, self._call.cwd, self._output, self._error)
+        return cluster_module.Srun(options, env, self._call.cwd, self._output, self._error)
 
     def _wait(self, is_done: Callable[[], bool], of: tuple[Job, Step] | None) -> None:
         """Wait until something holds, and do with the step what the client is sent meanwhile."""

@@ -8,8 +8,8 @@ register    the records and leases on it, by the product's own procedures
 slurm       what Slurm believes, late
 node        a task of the array and its attempts
 attempt     an agent's attempt to connect
-agent       the adapter around `rendezvous.following`, and the agent's own thread
-leader      the adapter around `rendezvous.term`, and through it `rendezvous.leadership`
+agent       the adapter around `rendezvous.follower_state`, and the agent's own thread
+leader      the adapter around `rendezvous.term`, and through it `rendezvous.leader_state`
 shared      the files that leaders share: status, progress, notices
 training    the workers of a round; `rank` is one of them, with its control page
 faults      what goes wrong

@@ -1,7 +1,7 @@
-"""The agent's adapter in the simulation: a `Following`, and the workers that it is for.
+"""The agent's adapter in the simulation: a `FollowerState`, and the workers that it is for.
 
 What the node's worker and the leader tell each other goes through the product's own
-`hpc_elastic.agent.boundaries`, as through the session's `heard`.
+`hpc_elastic.agent.worker_channel`, as through the session's `heard`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.agent.boundaries import Boundaries
-from hpc_elastic.rendezvous.agent_effects import (
+from hpc_elastic.agent.worker_channel import WorkerChannel
+from hpc_elastic.rendezvous.effects import (
+    AgentEffect,
     Claim,
     Connect,
-    Effect,
-    HangUp,
-    Inquire,
+    Deliver,
+    Disconnect,
     Lead,
-    Look,
-    Publish,
-    Say,
-    Tell,
+    PublishIfMissing,
+    QuerySlurm,
+    ReadLog,
+    SendToLeader,
 )
-from hpc_elastic.rendezvous.failures import Failure
-from hpc_elastic.rendezvous.heard import Heard, Proposal
-from hpc_elastic.rendezvous.record import Agent, Record, claim
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, claim
+from hpc_elastic.rendezvous.session import Proposal, SessionState
 from hpc_elastic.testing.simulation.attempt import Attempt
 from hpc_elastic.testing.simulation.leader import Leader
 from hpc_elastic.testing.simulation.network import CLIENT, Connection
@@ -64,8 +63,8 @@ class AgentProcess:
         self.rank: Rank | None = None
         """Its worker, once that has started."""
         self.leaders: list[Leader] = []
-        self._heard = Heard()
-        self._boundaries: Boundaries | None = None
+        self._heard = SessionState()
+        self._boundaries: WorkerChannel | None = None
         self._will_look = False
         self.busy_until = 0.0
         """Its own thread looks at no page before this time."""
@@ -156,7 +155,7 @@ class AgentProcess:
         self._attempt = None
         self._do(self._following.not_connected(why, self.host.clock(), refused=refused))
 
-    def _connect(self, record: Record) -> None:
+    def _connect(self, record: LogEntry) -> None:
         self._attempt = attempt = Attempt(self, record.leader)
         world = self.sim.world
         world.after(self.sim.network.delay(), None, attempt.reach)
@@ -182,35 +181,35 @@ class AgentProcess:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _do(self, effects: Sequence[Effect]) -> None:
+    def _do(self, effects: Sequence[AgentEffect]) -> None:
         for effect in effects:
-            if type(effect) is Say:
+            if type(effect) is SendToLeader:
                 self._say(effect.message)
             else:
                 self._do_rarely(effect)
 
-    def _do_rarely(self, effect: Effect) -> None:
+    def _do_rarely(self, effect: AgentEffect) -> None:
         sim = self.sim
         match effect:
-            case Tell(message):
+            case Deliver(message):
                 self._told(message)
-            case Look():
+            case ReadLog():
                 self.host.register.look(self.process, self._looked, self._blind)
             case Connect(record):
                 self._connect(record)
-            case HangUp():
+            case Disconnect():
                 self._hang_up()
-            case Inquire(task):
+            case QuerySlurm(task):
                 sim.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
             case Claim():
                 self._claim(effect)
-            case Publish(record):
+            case PublishIfMissing(record):
                 sim.monitor.published(record)
             case Lead(record):
                 sim.world.note(self.host.task, "leads", record)
                 self.leaders[-1].lead(record)
 
-    def _looked(self, number: int, record: Record | None, lease: int | None) -> None:
+    def _looked(self, number: int, record: LogEntry | None, lease: int | None) -> None:
         self._do(self._following.looked(number, record, lease, self.host.clock()))
 
     def _blind(self, why: Exception) -> None:
@@ -238,10 +237,10 @@ class AgentProcess:
             return False
         return wanted.unseen and before.leader.task not in self._said_dead
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: LogEntry) -> None:
         self.host.register.create(self.process, record, lambda done: self._claimed(record, done))
 
-    def _claimed(self, record: Record, done: bool | None) -> None:
+    def _claimed(self, record: LogEntry, done: bool | None) -> None:
         if done is None and self.sim.world.rng.random() < 0.5:
             self._put(record)
             return
@@ -279,7 +278,7 @@ class AgentProcess:
     def _begin(self, message: dict[str, Any]) -> None:
         record = self.sim.monitor.accepted(self.me, message)
         self.work, self.rank = self.sim.work_of(record, self.me), None
-        self._heard, self._boundaries = Heard(), None
+        self._heard, self._boundaries = SessionState(), None
         self._has_failed = self._stopping = False
         delay = 0.1 + 0.5 * self.sim.world.rng.random()
         self.sim.world.after(delay, self.process, self._enter, self.work)
@@ -287,7 +286,7 @@ class AgentProcess:
     def _enter(self, work: Work) -> None:
         if self.work is work and not self._stopping and not self.over:
             self.rank = work.enter(self)
-            self._boundaries = Boundaries(
+            self._boundaries = WorkerChannel(
                 self, [self.rank.page], sleep=_sleep_not, can_save_at=self.sim.parts.can_save_at
             )
             self.touch()

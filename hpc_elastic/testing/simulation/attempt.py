@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc_elastic.rendezvous.record import Endpoint
+from hpc_elastic.rendezvous.log_entry import Endpoint
 from hpc_elastic.testing.simulation.network import CLIENT, Connection
 
 if TYPE_CHECKING:

@@ -31,16 +31,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.rendezvous.agreement import ANSWER_WITHIN_S
-from hpc_elastic.rendezvous.leader_effects import Announce
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
-from hpc_elastic.slurm.states import Phase
+from hpc_elastic.rendezvous.effects import Announce
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.rendezvous.step_agreement import ANSWER_WITHIN_S
+from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.testing.simulation.rank import Doing, Rank
 from hpc_elastic.testing.simulation.scenario import Scenario
 from hpc_elastic.testing.simulation.world import World
 
 if TYPE_CHECKING:
-    from hpc_elastic.rendezvous.machine import Machine
+    from hpc_elastic.rendezvous.round_state import RoundState
     from hpc_elastic.testing.simulation.agent import AgentProcess
     from hpc_elastic.testing.simulation.training import Work
 
@@ -78,7 +78,7 @@ class Monitor:
         self._departed: set[int] = set()
         self._confirmed: dict[int, dict[int, int]] = {}
         """Record of a round -> the steps that were confirmed in it, and by which proposal."""
-        self._by_number: dict[int, Record] = {}
+        self._by_number: dict[int, LogEntry] = {}
         self._announced: set[int] = set()
         self._taken: dict[int, set[int]] = {}
         self._accepted: dict[Agent, int] = {}
@@ -95,7 +95,7 @@ class Monitor:
 
     # ---- records ------------------------------------------------------------------------
 
-    def record_created(self, records: Sequence[Record], record: Record) -> None:
+    def record_created(self, records: Sequence[LogEntry], record: LogEntry) -> None:
         """Check a record that comes to be after (or, if that is broken, among) these."""
         number = record.number
         self.check(number not in self._by_number, "a record was created twice", number)
@@ -113,7 +113,7 @@ class Monitor:
         else:
             self._claim(before, record)
 
-    def _claim(self, before: Record, record: Record) -> None:
+    def _claim(self, before: LogEntry, record: LogEntry) -> None:
         self.elections += 1
         self.check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
         state = replace(
@@ -122,7 +122,7 @@ class Monitor:
         )  # fmt: skip
         self.check(record == state, "a claim changed the run's state", before, record)
 
-    def _decision(self, before: Record, record: Record) -> None:
+    def _decision(self, before: LogEntry, record: LogEntry) -> None:
         self.check(
             record.leader == before.leader, "a fenced leader changed something", before, record
         )
@@ -140,17 +140,17 @@ class Monitor:
             early = [a for a in record.members if not self._has_returned(a, record)]
             self.check(not early, "a success before its function had returned", record, early)
 
-    def _has_returned(self, agent: Agent, record: Record) -> bool:
+    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
         return self._returned.get(agent) == self._round_record
 
     def returned(self, agent: Agent, number: int) -> None:
         """The function of an agent's worker has returned, in the round of a record."""
         self._returned[agent] = number
 
-    def _members(self, before: Record, record: Record) -> None:
+    def _members(self, before: LogEntry, record: LogEntry) -> None:
         self.check(record.members == before.members, "members without a round", record)
 
-    def _round(self, record: Record) -> None:
+    def _round(self, record: LogEntry) -> None:
         self.rounds += 1
         size, tasks = len(record.members), {m.task for m in record.members}
         self.check(len(tasks) == size, "a task twice in a round", record)
@@ -169,7 +169,7 @@ class Monitor:
         same = start.members == record.members and start.number == record.round
         self.check(same, "announced another round than recorded", start, record)
 
-    def published(self, record: Record) -> None:
+    def published(self, record: LogEntry) -> None:
         """Somebody carries out that the run has ended: its leader, or who has seen the record."""
         recorded = self._by_number.get(record.number)
         self.check(
@@ -178,14 +178,14 @@ class Monitor:
         )  # fmt: skip
         self.is_published = True
 
-    def _own(self, leader: Endpoint, number: int, done: str) -> Record:
+    def _own(self, leader: Endpoint, number: int, done: str) -> LogEntry:
         record = self._by_number.get(number)
         self.check(record is not None, f"{done} what was not recorded", leader, number)
         assert record is not None
         self.check(record.leader == leader, f"{done} another leader's record", leader, record)
         return record
 
-    def accepted(self, agent: Agent, told: dict[str, Any]) -> Record:
+    def accepted(self, agent: Agent, told: dict[str, Any]) -> LogEntry:
         """An agent is told its place in a round; return the round's record."""
         number, rank = told["record"], told["group_rank"]
         record = self._by_number.get(number)
@@ -205,7 +205,7 @@ class Monitor:
         self.check(rank not in taken, "a rank was given twice", agent, rank)
         taken.add(rank)
 
-    def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
         members, rank = record.members, told["group_rank"]
         self.check(agent in members, "a place for an agent that is no member", agent, record)
         self.check(
@@ -222,7 +222,7 @@ class Monitor:
         """An agent's workers have ended."""
         self._at_work.pop(agent, None)
 
-    def told_the_end(self, agent: Agent, status: str, records: Sequence[Record]) -> None:
+    def told_the_end(self, agent: Agent, status: str, records: Sequence[LogEntry]) -> None:
         """An agent is told that the run has ended."""
         ending = records[-1].ending if records else None
         self.check(
@@ -310,7 +310,7 @@ class Monitor:
         enough = num_left >= self._rules.min_nodes
         self.check(enough, "too many hosts are excluded", host, num_left)
 
-    def brought_back(self, tasks: Sequence[str], machine: Machine) -> None:
+    def brought_back(self, tasks: Sequence[str], machine: RoundState) -> None:
         """A leader lets tasks start that Slurm holds."""
         view = machine.muster.view or {}
         waiting = [t for t in tasks if t not in view or view[t].phase is not Phase.ENDED]

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.rendezvous.actions import ClearHolds, Exclude, Note
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous.effects import (
     Announce,
     AskSlurm,
+    ClearHolds,
     Create,
     Drop,
-    Effect,
+    Exclude,
+    LeaderEffect,
+    Note,
     Postpone,
     RemoveNotice,
     RenewLease,
+    Send,
     Show,
-    Tell,
 )
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.testing.simulation.network import SERVER, Connection
 from hpc_elastic.testing.simulation.shared import LeadersFiles, NodeFiles
 
@@ -46,7 +48,7 @@ class Leader:
         """Agents that came before this one leads."""
         self._connections: dict[Agent, Connection] = {}
         self._all: list[Connection] = []
-        self._creating: Record | None = None
+        self._creating: LogEntry | None = None
         self._has_begun = False
         self._renewing = False
         self._beats = 0
@@ -56,7 +58,7 @@ class Leader:
 
     # ---- its life -----------------------------------------------------------------------
 
-    def lead(self, record: Record) -> None:
+    def lead(self, record: LogEntry) -> None:
         """Begin: the claim was recorded."""
         sim = self._sim
         self.leadership = sim.parts.leadership(
@@ -195,11 +197,11 @@ class Leader:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: LeaderEffect) -> None:
         """See `Hands`."""
         knows_over = self.leadership.fenced
         self._sim.shared.monitor.acts(self._epoch, effect, knows_over=knows_over)
-        if isinstance(effect, Tell):
+        if isinstance(effect, Send):
             self._tell(effect.agent, effect.message)
         elif isinstance(effect, RenewLease):
             self._renew_lease()
@@ -208,13 +210,13 @@ class Leader:
         else:
             self._carry_out_rarely(effect)
 
-    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
         """See `Hands`."""
         self._sim.world.note(self.endpoint.task, "publishes", record)
         self._sim.monitor.published(record)
         self.term.do(afterwards)
 
-    def _carry_out_rarely(self, effect: Effect) -> None:
+    def _carry_out_rarely(self, effect: LeaderEffect) -> None:
         sim = self._sim
         sim.world.note(self.endpoint.task, "leader", effect)
         match effect:

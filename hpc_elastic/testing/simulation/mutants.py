@@ -12,33 +12,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous.actions import Hold, Release
-from hpc_elastic.rendezvous.agent_effects import Effect as FollowingEffect
-from hpc_elastic.rendezvous.agreement import Agreement, Answer, State
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.blame import Blame
-from hpc_elastic.rendezvous.boundary import Boundaries
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.heard import Proposal
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous.effects import AgentEffect as FollowingEffect
+from hpc_elastic.rendezvous.effects import (
     Announce,
     Create,
-    Effect,
+    Hold,
+    LeaderEffect,
+    Release,
     RemoveNotice,
     RenewLease,
-    Tell,
+    Send,
+    placements,
 )
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.placements import placements
-from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.records import Records
-from hpc_elastic.rendezvous.steps import Steps
-from hpc_elastic.rendezvous.term import Term
-from hpc_elastic.rendezvous.term_folder import TermFolder
+from hpc_elastic.rendezvous.failure_policy import FailurePolicy
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.group_change import CheckpointBarrier
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps, Steps
+from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.rendezvous.step_agreement import AgreementState, StepAgreement, StepVote
+from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.testing.simulation.parts import Parts
 from hpc_elastic.testing.simulation.register import NodeRegister
 from hpc_elastic.testing.simulation.scenario import Scenario, draw, draw_quiet, fresh
+from hpc_elastic.worker.shared_page import WorkerStatus
 
 
 class DutiesGoOn(Term):
@@ -49,12 +46,12 @@ class DutiesGoOn(Term):
         return False
 
 
-class RemovesOnceTold(Leadership):
+class RemovesOnceTold(LeaderState):
     """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
 
-    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[LeaderEffect]:  # noqa: D102
         effects = super().asked_to_leave(claimed)
-        told = any(isinstance(e, Tell) for e in effects)
+        told = any(isinstance(e, Send) for e in effects)
         return [*effects, *map(RemoveNotice, claimed)] if told else effects
 
 
@@ -69,41 +66,41 @@ class InheritsNoNotices(TermFolder):
         return {name: left_s for name, left_s in claimed.items() if name in self._own}
 
 
-class SkipsTheEpochCheck(Leadership):
+class SkipsTheEpochCheck(LeaderState):
     """Takes the next number when its own is taken, instead of stepping down."""
 
-    def refused(self) -> list[Effect]:  # noqa: D102
+    def refused(self) -> list[LeaderEffect]:  # noqa: D102
         assert self._wanted is not None
         self._wanted = replace(self._wanted, number=self._wanted.number + 1)
         return [Create(self._wanted)]
 
 
-class DecidesWithoutRecord(Leadership):
+class DecidesWithoutRecord(LeaderState):
     """Carries a decision out before it is recorded."""
 
-    def _do(self, actions: Any, now: float) -> list[Effect]:
+    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
         effects = super()._do(actions, now)
         created = any(type(e) is Create for e in effects)
         return [*effects, *super().created(now)] if created else effects
 
-    def created(self, now: float) -> list[Effect]:  # noqa: D102
+    def created(self, now: float) -> list[LeaderEffect]:  # noqa: D102
         return []
 
 
-class AlwaysRenewsItsLease(Leadership):
+class AlwaysRenewsItsLease(LeaderState):
     """Holds on to its lease though nobody reaches it."""
 
-    def tick(self, now: float) -> list[Effect]:  # noqa: D102
+    def tick(self, now: float) -> list[LeaderEffect]:  # noqa: D102
         effects = super().tick(now)
         return effects if self.fenced else [*effects, RenewLease()]
 
 
-class _NeverForgets(Boundaries):
+class _NeverForgets(CheckpointBarrier):
     def new_round(self) -> None:
         pass
 
 
-class BreaksAtOldBoundaries(Leadership):
+class BreaksAtOldBoundaries(LeaderState):
     """Does not forget, with a new round, where the last one's members stood."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -111,41 +108,41 @@ class BreaksAtOldBoundaries(Leadership):
         self.machine.regroup.boundaries = _NeverForgets()
 
 
-class ForgetsToHold(Leadership):
+class ForgetsToHold(LeaderState):
     """Lets all ranks save at a step, but does not ask them to stay there."""
 
-    def _carry_out(self, action: Any, now: float) -> list[Effect]:
+    def _carry_out(self, action: Any, now: float) -> list[LeaderEffect]:
         return [] if isinstance(action, Hold) else super()._carry_out(action, now)
 
 
-class ReleasesWithoutRecord(Leadership):
+class ReleasesWithoutRecord(LeaderState):
     """Lets members go without a decision that a new leader could read."""
 
-    def _decided(self, action: Any) -> Record | None:
+    def _decided(self, action: Any) -> LogEntry | None:
         return None if isinstance(action, Release) else super()._decided(action)
 
 
-class _Hasty(Agreement):
-    def answered(self, agent: Agent, answer: Answer, now: float) -> list[Any]:
+class _Hasty(StepAgreement):
+    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Any]:
         if answer.ok and self.step:
             self._awaited.clear()
             self._awaited.add(agent)
         return super().answered(agent, answer, now)
 
 
-class _Restless(Agreement):
+class _Restless(StepAgreement):
     def advance(self, needed: bool, now: float) -> list[Any]:
-        if self.state is State.CONFIRMED:
-            self.state = State.IDLE
+        if self.state is AgreementState.CONFIRMED:
+            self.state = AgreementState.IDLE
         return super().advance(needed, now)
 
 
-class _Strict(Blame):
+class _Strict(FailurePolicy):
     def _is_excludable(self, host: str, num_left: int) -> bool:
         return host not in self.excluded
 
 
-class ConfirmsTooEarly(Leadership):
+class ConfirmsTooEarly(LeaderState):
     """Confirms a step as soon as one member has said ok."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +150,7 @@ class ConfirmsTooEarly(Leadership):
         self.machine.regroup.agreements = _Hasty
 
 
-class ProposesTooSoon(Leadership):
+class ProposesTooSoon(LeaderState):
     """Makes a proposal before all ranks have passed the step that was confirmed before it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +158,7 @@ class ProposesTooSoon(Leadership):
         self.machine.regroup.agreements = _Restless
 
 
-class ExcludesEverybody(Leadership):
+class ExcludesEverybody(LeaderState):
     """Keeps the run away from every host that has had a strike."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,11 +166,11 @@ class ExcludesEverybody(Leadership):
         self.machine.blame = _Strict.resume(self.at, self.machine.rules)
 
 
-def _ok_when_undecided(proposal: Proposal, worker: Progress) -> bool:
+def _ok_when_undecided(proposal: Proposal, worker: WorkerStatus) -> bool:
     return worker.passed is None or worker.passed <= proposal.step
 
 
-class StaysUnderNotice(Following):
+class StaysUnderNotice(FollowerState):
     """Asks for another place when its round is stopped, though its node is to be left."""
 
     def _stopped(self) -> list[FollowingEffect]:
@@ -181,7 +178,7 @@ class StaysUnderNotice(Following):
         return []
 
 
-class JoinsTooEarly(Following):
+class JoinsTooEarly(FollowerState):
     """Asks for the next round before the workers of the last one have ended."""
 
     def received(  # noqa: D102
@@ -191,7 +188,7 @@ class JoinsTooEarly(Following):
         return [*effects, *self.join()] if message["type"] == "stop" else effects
 
 
-class TakesAnyAnswer(Following):
+class TakesAnyAnswer(FollowerState):
     """Takes a place that was given for an earlier request of its own."""
 
     def received(  # noqa: D102
@@ -202,17 +199,17 @@ class TakesAnyAnswer(Following):
         return super().received(message, now)
 
 
-class ClaimsAfterTheEnd(Following):
+class ClaimsAfterTheEnd(FollowerState):
     """Does not see in the records that the run has ended."""
 
     def looked(  # noqa: D102
-        self, number: int, record: Record | None, lease: int | None, now: float
+        self, number: int, record: LogEntry | None, lease: int | None, now: float
     ) -> list[FollowingEffect]:
         seen = replace(record, ending=None) if record is not None else None
         return super().looked(number, seen, lease, now)
 
 
-class PollsThePath(Records):
+class PollsThePath(LogSteps):
     """Looks for the record that follows the last one that it knows, by its path."""
 
     def __init__(self, files: NodeRegister) -> None:
@@ -227,7 +224,7 @@ class PollsThePath(Records):
         return self._known
 
 
-class _NodesRecords(Records):
+class _NodesRecords(LogSteps):
     """Knows what only the simulated files tell."""
 
     def __init__(self, files: NodeRegister) -> None:
@@ -238,7 +235,7 @@ class _NodesRecords(Records):
         """Tell, after a link that failed, whether it was made all the same."""
         raise NotImplementedError
 
-    def create(self, record: Record) -> Steps[bool]:
+    def create(self, record: LogEntry) -> Steps[bool]:
         try:
             yield partial(self._files.put, record)
         except OSError:
@@ -265,21 +262,21 @@ class TrustsInodes(_NodesRecords):
         return staged is not None and mount.inode(staged) == mount.inode(there)
 
 
-class WaitsForRemovals(Records):
+class WaitsForRemovals(LogSteps):
     """Removes its own file before it says that the record was created."""
 
     def __init__(self, files: NodeRegister) -> None:
         super().__init__(files)
         self._node = files
 
-    def create(self, record: Record) -> Steps[bool]:  # noqa: D102
+    def create(self, record: LogEntry) -> Steps[bool]:  # noqa: D102
         created = yield from super().create(record)
         with contextlib.suppress(OSError):
             yield self._node.remove_staged
         return created
 
 
-class ListsFromMemory(Records):
+class ListsFromMemory(LogSteps):
     """Believes what a listing has shown before, where the folder's time is the same."""
 
     def __init__(self, files: NodeRegister) -> None:
@@ -290,10 +287,10 @@ class ListsFromMemory(Records):
         return max((yield partial(self._node.numbers, anew=False)), default=0)
 
 
-class TakesLeasesForFresh(Following):
+class TakesLeasesForFresh(FollowerState):
     """Does not wait longer where what is read anew may be old."""
 
-    def __init__(self, me: Agent, liveness: Liveness, now: float, **kwargs: Any) -> None:
+    def __init__(self, me: Agent, liveness: HeartbeatConfig, now: float, **kwargs: Any) -> None:
         super().__init__(me, replace(liveness, stale_s=0.0), now, **kwargs)
 
 
@@ -301,10 +298,10 @@ def _by_time(rng: random.Random) -> Scenario:
     return replace(fresh(draw(rng)), sees_ticks=True)
 
 
-class TakesUnreadForSilent(Following):
+class TakesUnreadForSilent(FollowerState):
     """Takes the first read of a lease for silence since the leader was out of reach."""
 
-    def _may_claim(self, number: int, record: Record | None, now: float) -> bool:
+    def _may_claim(self, number: int, record: LogEntry | None, now: float) -> bool:
         self._watch.lease_since = self._watch.since
         return super()._may_claim(number, record, now)
 
@@ -325,7 +322,7 @@ def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, dict[str, Any]
         yield agent, {**message, "group_rank": min(1, message["group_rank"])}
 
 
-def exits_with_0(exit_code: int, _: Progress) -> bool:
+def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
     """Take a worker's exit code for its success, whether its function has returned or not."""
     return exit_code == 0
 

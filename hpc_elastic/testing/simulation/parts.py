@@ -7,19 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.agent.boundaries import Rule, can_save_at
-from hpc_elastic.agent.report import has_succeeded
-from hpc_elastic.progress import Progress
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.leader_effects import Announce
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.placements import placements
-from hpc_elastic.rendezvous.record import Agent
-from hpc_elastic.rendezvous.records import Records
-from hpc_elastic.rendezvous.term import Term
-from hpc_elastic.rendezvous.term_folder import TermFolder
+from hpc_elastic.agent.worker_channel import Rule, can_save_at
+from hpc_elastic.agent.worker_failures import has_succeeded
+from hpc_elastic.rendezvous.effects import Announce, placements
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogSteps
+from hpc_elastic.rendezvous.term import Term, TermFolder
 from hpc_elastic.testing.simulation.scenario import Scenario, draw
+from hpc_elastic.worker.shared_page import WorkerStatus
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.register import NodeRegister
@@ -31,18 +27,18 @@ class Parts:
 
     draw: Callable[[random.Random], Scenario] = draw
     """Draws what a schedule is made of."""
-    leadership: type[Leadership] = Leadership
-    following: Callable[[Agent, Liveness, float], Following] = Following
+    leadership: type[LeaderState] = LeaderState
+    following: Callable[[Agent, HeartbeatConfig, float], FollowerState] = FollowerState
     can_save_at: Rule = can_save_at
     """How an agent answers a proposal."""
     placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
     term: type[Term] = Term
     folder: type[TermFolder] = TermFolder
-    records: Callable[[NodeRegister], Records] = Records
+    records: Callable[[NodeRegister], LogSteps] = LogSteps
     """How a node finds and creates records."""
     fenced_files: bool = True
     """Whether a rename out of a folder fails that another leader has renamed."""
-    has_succeeded: Callable[[int, Progress], bool] = has_succeeded
+    has_succeeded: Callable[[int, WorkerStatus], bool] = has_succeeded
     """How an agent judges a worker that has ended with an exit code."""
     exclusive_create: bool = True
     """Whether a record that exists can not be created again."""

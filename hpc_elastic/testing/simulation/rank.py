@@ -1,6 +1,7 @@
 """One rank of a round: a worker that makes steps, asks whether to save, saves, and may stay.
 
-It shares a page with its agent, as `hpc_elastic.control` describes it. Each access to the page is
+It shares a page with its agent, as `hpc_elastic.worker.shared_page` describes it. Each access to
+the page is
 one event here, and the agent looks at it a little later, so that all orders of the two come up.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from hpc_elastic.progress import Progress
+from hpc_elastic.worker.shared_page import WorkerStatus
 
 if TYPE_CHECKING:
     from hpc_elastic.testing.simulation.training import Member, Work
@@ -32,7 +33,7 @@ class Doing(Enum):
 
 
 class Page:
-    """The control page, as the agent's side uses it (`hpc_elastic.agent.boundaries`)."""
+    """The control page, as the agent's side uses it (`hpc_elastic.agent.worker_channel`)."""
 
     __slots__ = (
         "_rank", "_read", "_read_in", "boundary", "confirmed", "held", "hold_number", "number",
@@ -45,7 +46,7 @@ class Page:
         self.boundary: int | None = None
         self.passed: int | None = None
         self.held = self.waiting = self.wanted = 0
-        self._read: Progress | None = None
+        self._read: WorkerStatus | None = None
         self._read_in = 0
         """The event in which it was read last: nothing is published in the course of one."""
 
@@ -67,12 +68,12 @@ class Page:
         if self._rank.doing is Doing.WAITING:
             self._rank.wake()
 
-    def read(self) -> Progress:
+    def read(self) -> WorkerStatus:
         """Return what the worker last published."""
         event = self._rank.work.world.num_events
         if self._read is None or event != self._read_in:
             self._read_in = event
-            self._read = Progress(
+            self._read = WorkerStatus(
                 None, None, None, None, None, self.boundary, self.held, self.passed, self.waiting,
                 self.wanted, returned=self._rank.doing is Doing.DONE,
             )  # fmt: skip

@@ -6,7 +6,8 @@ Look       It shows every record that was there when it began; where a listing m
            one that was there so long before.
 Answer     Who hears that his record was created has created it, and who hears that the number is
            taken has not. No answer waits for what may hang.
-Lease      Nobody takes a leader for silent whose lease was renewed within `Liveness.lapse_s`, by
+Lease      Nobody takes a leader for silent whose lease was renewed within
+`HeartbeatConfig.lapse_s`, by
            any clock, before what was read of it last.
 """
 
@@ -16,10 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.agent_effects import Claim
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.record import Record
-from hpc_elastic.rendezvous.records import Records
+from hpc_elastic.rendezvous.effects import Claim
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps
 from hpc_elastic.testing.simulation.invariants import Monitor
 from hpc_elastic.testing.simulation.storage import File, Mount, Name, Storage, alone
 from hpc_elastic.testing.simulation.world import Process
@@ -33,7 +33,7 @@ _SYNCED_AFTER_S = 0.015
 _TORN = 0.2
 """Where a listing may be late, so many of the reads of young records find but a part."""
 
-Seen = tuple[int, Record | None, int | None]
+Seen = tuple[int, LogEntry | None, int | None]
 
 
 class Register:
@@ -50,17 +50,17 @@ class Register:
         self,
         storage: Storage,
         monitor: Monitor,
-        procedures: Callable[[NodeRegister], Records],
+        procedures: Callable[[NodeRegister], LogSteps],
         exclusive: bool,
     ) -> None:
-        self.records: list[Record] = []
+        self.records: list[LogEntry] = []
         self.storage = storage
         self.monitor = monitor
         self.procedures = procedures
         self.exclusive = exclusive
         self._files: list[File] = []
 
-    def created(self, record: Record, file: File) -> None:
+    def created(self, record: LogEntry, file: File) -> None:
         """A record has come to be."""
         self.monitor.record_created(self.records, record)
         at = record.number - 1
@@ -73,13 +73,13 @@ class Register:
             number -= 1
         return number
 
-    def made_at(self, record: Record) -> float:
+    def made_at(self, record: LogEntry) -> float:
         """Return when a record that is there was created."""
         return self._files[record.number - 1].made_at
 
 
 class NodeRegister:
-    """What one node does with the records; see `rendezvous.records.RecordFiles` for the calls."""
+    """What one node does with the records; see `rendezvous.log_entry.LogFiles` for the calls."""
 
     def __init__(self, register: Register, mount: Mount) -> None:
         self.mount = mount
@@ -102,7 +102,7 @@ class NodeRegister:
     def look(
         self,
         process: Process,
-        answer: Callable[[int, Record | None, int | None], None],
+        answer: Callable[[int, LogEntry | None, int | None], None],
         fail: Callable[[Exception], None],
     ) -> None:
         """Read the last record and its epoch's lease."""
@@ -117,7 +117,7 @@ class NodeRegister:
         self._carry_out(process, self._records.last_number(), checked, fail)
 
     def create(
-        self, process: Process, record: Record, answer: Callable[[bool | None], None]
+        self, process: Process, record: LogEntry, answer: Callable[[bool | None], None]
     ) -> None:
         """Create a record; the answer is None where the file system gave none."""
 
@@ -134,7 +134,7 @@ class NodeRegister:
         steps = alone(partial(self._write_lease, epoch, beats))
         self._carry_out(process, steps, lambda _: answer(True), lambda _: answer(False))
 
-    def check_claim(self, claim: Claim, liveness: Liveness) -> None:
+    def check_claim(self, claim: Claim, liveness: HeartbeatConfig) -> None:
         """A leader is taken for dead, and nothing but its silence speaks for that."""
         assert claim.before is not None
         age_s = self._lease_age_s[claim.before.epoch]
@@ -160,7 +160,7 @@ class NodeRegister:
 
         return looked
 
-    def _check_answer(self, record: Record, created: bool) -> None:
+    def _check_answer(self, record: LogEntry, created: bool) -> None:
         register = self._register
         its_own = register.records[record.number - 1] is record
         what = "its own record was denied" if its_own else "another's record was taken for its own"
@@ -169,14 +169,14 @@ class NodeRegister:
         what = "a decision that was made waited"
         register.monitor.check(waited_s <= _LONGEST_ANSWER_S, what, record, waited_s)
 
-    # ---- see `RecordFiles` ----------------------------------------------------------------
+    # ---- see `LogFiles` ----------------------------------------------------------------
 
     def numbers(self, *, anew: bool = True) -> frozenset[int]:
         """List the folder; see `Mount.names_in`."""
         names = self.mount.names_in(self.rdzv, anew=anew)
         return frozenset(number for kind, number, *_ in names if kind == "record")
 
-    def read(self, number: int) -> Record | None:
+    def read(self, number: int) -> LogEntry | None:
         """Open a record; it may not be whole yet where a listing may be late."""
         try:
             file = self.mount.open(self.rdzv, ("record", number))
@@ -185,10 +185,10 @@ class NodeRegister:
         is_young = self._storage.world.now - file.made_at < self.mount.stale_s
         if is_young and file.maker != self.mount.slot and self._storage.rng.random() < _TORN:
             return None
-        record: Record = file.content
+        record: LogEntry = file.content
         return record
 
-    def put(self, record: Record) -> None:
+    def put(self, record: LogEntry) -> None:
         """Write a record under another name, and a moment later link it to its own."""
         if id(record) not in self._staged:
             self._num_staged += 1

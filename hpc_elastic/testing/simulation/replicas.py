@@ -18,11 +18,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.following import Following
-from hpc_elastic.rendezvous.leader_effects import Effect
-from hpc_elastic.rendezvous.placements import placements, placements_alone
-from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.replica_leadership import ReplicaLeadership
+from hpc_elastic.rendezvous.effects import LeaderEffect, placements, placements_alone
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.invariants import Monitor
 from hpc_elastic.testing.simulation.mutants import DutiesGoOn, exits_with_0
@@ -36,7 +35,7 @@ _Standing = tuple[tuple[Agent, int], ...]
 """Who is at work, and by which record."""
 
 
-def is_member(agent: Agent, record: Record) -> bool:
+def is_member(agent: Agent, record: LogEntry) -> bool:
     """Tell whether a record names an agent as a member that is not lost."""
     return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
 
@@ -54,7 +53,7 @@ class ReplicaMonitor(Monitor):
         )
         self.check(failed or left, "a survivor is stopped", agent, since)
 
-    def _has_returned(self, agent: Agent, record: Record) -> bool:
+    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
         """Each by the record that has placed it; who is lost, or is to start again, need not have.
 
         A member that has gone stays in the record until the next round.
@@ -63,17 +62,17 @@ class ReplicaMonitor(Monitor):
         needed = placed_by is not None and is_member(agent, record)
         return not needed or self._returned.get(agent) == placed_by
 
-    def _members(self, before: Record, record: Record) -> None:
+    def _members(self, before: LogEntry, record: LogEntry) -> None:
         fewer = set(record.members) <= set(before.members)
         self.check(fewer, "members without a round", before, record)
 
-    def _round(self, record: Record) -> None:
+    def _round(self, record: LogEntry) -> None:
         self.rounds += 1
         size, tasks = len(record.members), {m.task for m in record.members}
         self.check(len(tasks) == size, "a task twice in a round", record)
         self.check(1 <= size <= self._rules.max_nodes, "a round's size", record)
 
-    def _ranks(self, agent: Agent, told: dict[str, Any], record: Record) -> None:
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
         self.check(agent in record.members, "a place for an agent that is no member", agent)
         alone = (told["group_size"], told["first_rank"], told["world_size"])
         self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
@@ -124,7 +123,7 @@ class ReplicaSimulator(Simulator):
         """Make one attempt of a node's task."""
         return ReplicaProcess(self, host)
 
-    def work_of(self, record: Record, member: Agent) -> Work:
+    def work_of(self, record: LogEntry, member: Agent) -> Work:
         """Return the workers of one replica: they are alone."""
         alone = replace(record, members=(member,))
         return Work(alone, self.world, self.network, self.scenario.training, self.monitor)
@@ -155,21 +154,21 @@ class ReplicaSimulator(Simulator):
 
 
 REPLICAS = Parts(
-    leadership=ReplicaLeadership,
-    following=partial(Following, stays=True),
+    leadership=ReplicaLeaderState,
+    following=partial(FollowerState, stays=True),
     placements=placements_alone,
 )
 """The product."""
 
 
-class _CountsByTheLastRound(ReplicaLeadership):
+class _CountsByTheLastRound(ReplicaLeaderState):
     """Goes by the last round's record for everybody's reports."""
 
     def _record_of(self, agent: Agent) -> int | None:
         return self.round_record
 
 
-class _StopsThoseWhoAreHere(ReplicaLeadership):
+class _StopsThoseWhoAreHere(ReplicaLeaderState):
     """Takes who is here under the next leader for a newcomer that has to start anew."""
 
     def _events(self, agent: Agent, message: dict[str, Any], now: float) -> Any:
@@ -178,17 +177,17 @@ class _StopsThoseWhoAreHere(ReplicaLeadership):
         return super()._events(agent, message, now)
 
 
-class _DepartsWithoutRecord(ReplicaLeadership):
+class _DepartsWithoutRecord(ReplicaLeaderState):
     """Forgets to record that a member has gone."""
 
-    def _do(self, actions: Any, now: float) -> list[Effect]:
+    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
         kept = [a for a in actions if type(a).__name__ != "Depart"]
         return super()._do(kept, now)
 
 
 REPLICA_MUTANTS = {
     "stops at the leader's death": (
-        replace(REPLICAS, following=Following), "a survivor is stopped",
+        replace(REPLICAS, following=FollowerState), "a survivor is stopped",
     ),
     "counts by the last round": (
         replace(REPLICAS, leadership=_CountsByTheLastRound), "no round stands|not everybody hears",

@@ -6,10 +6,10 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.patience import AWAY_S
-from hpc_elastic.rendezvous.regroup import GATHER_S
-from hpc_elastic.rendezvous.rules import Rules
+from hpc_elastic.rendezvous.group_change import GATHER_S
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import RoundRules
+from hpc_elastic.rendezvous.task_recovery import AWAY_S
 
 CONNECT_TIMEOUT_S = 1.5
 """An agent gives up on a leader that does not greet it."""
@@ -26,7 +26,7 @@ _WHOLE_ELECTIONS = 3
 _GIVEN_BACK = 4
 """How often in a row all nodes go back to the queue since they did not meet, each for longer."""
 _GIVEN_BACK_S = 1.5 * AWAY_S
-"""The longest that they stay away for the first time (`Patience.time_away`)."""
+"""The longest that they stay away for the first time (`RequeueBackoff.time_away`)."""
 _QUIET = 0.1
 """So many schedules are quiet."""
 
@@ -59,8 +59,8 @@ class Scenario:
     """One schedule's parameters, drawn once at its start."""
 
     num_nodes: int
-    rules: Rules
-    liveness: Liveness
+    rules: RoundRules
+    liveness: HeartbeatConfig
     training: Training
     calm_after_s: float
     """From here on nothing fails any more, and what did fail is healed."""
@@ -182,7 +182,7 @@ def _stormy(rng: random.Random) -> Scenario:
     num_nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     min_nodes = rng.randint(1, max(1, num_nodes - 1))
     calm_after_s = rng.uniform(4.0, 18.0)
-    liveness = Liveness(
+    liveness = HeartbeatConfig(
         heartbeat_s=rng.choice((0.5, 1.0, 1.0)),
         lost_after_s=3.0,
         stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
@@ -245,8 +245,8 @@ def fresh(scenario: Scenario) -> Scenario:
     return replace(scenario, liveness=replace(scenario.liveness, stale_s=0.0))
 
 
-def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> Rules:
-    return Rules(
+def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> RoundRules:
+    return RoundRules(
         min_nodes=min_nodes,
         max_nodes=rng.randint(min_nodes, num_nodes),
         max_restarts=rng.choice((0, 1, 3, 100, 100, 100)),

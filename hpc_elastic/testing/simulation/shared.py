@@ -1,6 +1,6 @@
 """The files that leaders share, in virtual time: status, progress, notices, and the term folder.
 
-The product's own procedures (`rendezvous.term_folder`) are carried out on a `storage`.
+The product's own procedures (`rendezvous.term`) are carried out on a `storage`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpc_elastic.rendezvous.steps import Steps
-from hpc_elastic.rendezvous.term_folder import Message, TermFolder, TermOverError
+from hpc_elastic.rendezvous.effects import Message
+from hpc_elastic.rendezvous.log_entry import Steps
+from hpc_elastic.rendezvous.term import TermFolder, TermOverError
 from hpc_elastic.testing.simulation.storage import File, Folder, Mount, Name, Storage
 from hpc_elastic.testing.simulation.world import Process
 
@@ -120,7 +121,7 @@ class SharedFiles:
 
 
 class NodeFiles:
-    """The shared files, as one node sees them; see `rendezvous.term_folder.SharedFiles`."""
+    """The shared files, as one node sees them; see `rendezvous.term.SharedFiles`."""
 
     def __init__(self, files: SharedFiles, mount: Mount) -> None:
         self.mount = mount

@@ -1,7 +1,8 @@
 """One random schedule: a run of a few nodes in virtual time, with all that can go wrong.
 
-The protocol's own classes run here (`rendezvous.following`, `rendezvous.leadership`, and through it
-`rendezvous.machine`), under adapters of the simulation. All chance comes from one seed, so a
+The protocol's own classes run here (`rendezvous.follower_state`, `rendezvous.leader_state`, and
+through it
+`rendezvous.round_state`), under adapters of the simulation. All chance comes from one seed, so a
 schedule that fails fails again.
 """
 
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 from hpc_elastic.testing.simulation.agent import AgentProcess
 from hpc_elastic.testing.simulation.faults import Faults
 from hpc_elastic.testing.simulation.invariants import InvariantError, Monitor
@@ -106,7 +107,7 @@ class Simulator:
         self._num_ports += 1
         return Endpoint(str(host.slot), self._num_ports, host.task, host.attempt)
 
-    def work_of(self, record: Record, member: Agent) -> Work:
+    def work_of(self, record: LogEntry, member: Agent) -> Work:
         """Return the workers of a member's round."""
         work = self._works.get(record.number)
         if work is None:

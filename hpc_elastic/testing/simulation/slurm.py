@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpc_elastic.slurm.states import Phase, TaskState
+from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.testing.simulation.scenario import SLURM_TIMEOUT_S
 from hpc_elastic.testing.simulation.world import Process, World
 

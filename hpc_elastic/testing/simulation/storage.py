@@ -13,7 +13,8 @@
   already, or gone; or the call fails, done or not.
 - A removal may hang for `REMOVAL_HANGS_S`: the server recalls a delegation from a dead client.
 
-The product's own procedures (`rendezvous.steps`) are carried out here, one step after the other.
+The product's own procedures (`rendezvous.log_entry`) are carried out here, one step after the
+other.
 Each step arrives at the server after a while. A step that is under way arrives whatever becomes of
 the process; the next one waits until the process goes on.
 """
@@ -28,8 +29,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from hpc_elastic.rendezvous.steps import Steps
-from hpc_elastic.rendezvous.term_folder import TermOverError
+from hpc_elastic.rendezvous.log_entry import Steps
+from hpc_elastic.rendezvous.term import TermOverError
 from hpc_elastic.testing.simulation.world import Process, World
 
 REMOVAL_HANGS_S = 100.0
@@ -194,7 +195,7 @@ class Mount:
     def names_in(self, folder: Folder, *, anew: bool = True) -> Collection[Name]:
         """List a folder, which opens it; ``anew``: forget what a listing has shown before.
 
-        See `hpc_elastic.files.names_listed`.
+        See `hpc_elastic.shared_files.names_listed`.
         """
         memory = self._memories.get(folder)
         if memory is None or self._world.now >= memory.listed_until:
@@ -281,7 +282,8 @@ class Mount:
     ) -> None:
         """Begin to remove a file, unless that is under way; nobody waits for it.
 
-        See `hpc_elastic.files.remove_behind`. ``removed`` hears of the file that was removed.
+        See `hpc_elastic.shared_files.remove_behind`. ``removed`` hears of the file that was
+        removed.
         """
         if (folder, name) in self._removing:
             return

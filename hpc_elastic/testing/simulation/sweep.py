@@ -2,9 +2,9 @@
 
 The other simulation has one run and all faults. This one has several runs and few faults, and shows
 what no single run can: nodes that are held without a step, and nodes that are idle while a run
-waits. The leaders are real (`rendezvous.leadership`), and so are the order of the queue
-(`submit.plan`) and the decisions among the runs (`slurm.turns`). A run has one leader for as long
-as one of its agents lives.
+waits. The leaders are real (`rendezvous.leader_state`), and so are the order of the queue
+(`launcher.plan`) and the decisions among the runs (`slurm.sweep_queue`). A run has one leader for
+as long as one of its agents lives.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.rendezvous.actions import ClearHolds
-from hpc_elastic.rendezvous.attendance import Liveness
-from hpc_elastic.rendezvous.leader_effects import (
+from hpc_elastic.rendezvous.effects import (
     Announce,
     AskSlurm,
     AskSweep,
+    ClearHolds,
     Create,
-    Effect,
+    LeaderEffect,
     LetOthersStart,
     Postpone,
-    Tell,
+    Send,
 )
-from hpc_elastic.rendezvous.leadership import Leadership
-from hpc_elastic.rendezvous.machine import Phase
-from hpc_elastic.rendezvous.record import Agent, Endpoint, Record, claim
-from hpc_elastic.rendezvous.rules import Rules
-from hpc_elastic.slurm import turns
-from hpc_elastic.slurm.states import TaskState
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
+from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.slurm import sweep_queue
+from hpc_elastic.slurm.job_state import TaskState
 
 _START_S = 4.0
 """From the start of a task until its agent joins."""
@@ -80,8 +78,8 @@ class Run:
     max_nodes: int
     work_s: float
     tasks: list[Task] = field(default_factory=list)
-    record: Record | None = None
-    leadership: Leadership | None = None
+    record: LogEntry | None = None
+    leadership: LeaderState | None = None
     done: bool = False
 
 
@@ -222,7 +220,7 @@ class SweepSimulation:
                 self._do(run, leadership.received(task.agent, beat, self.now))
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
-        if run.leadership is leadership and leadership.machine.phase is Phase.RUNNING:
+        if run.leadership is leadership and leadership.machine.phase is RoundPhase.RUNNING:
             self._train(run, leadership)
 
     def _join(self, run: Run, task: Task) -> None:
@@ -232,17 +230,17 @@ class SweepSimulation:
             number = 1 if run.record is None else run.record.number + 1
             here = Endpoint("10.0.0.1", 1, agent.task, agent.attempt)
             run.record = claim(number, run.record, here, self.now)
-            rules = Rules(
+            rules = RoundRules(
                 run.min_nodes, run.max_nodes, 3, 600.0, 5.0, grow="now", min_wait_s=300.0,
                 in_sweep=self._takes_turns,
             )  # fmt: skip
-            liveness = Liveness(1.0, 10.0)
-            run.leadership = Leadership(run.record, rules, liveness, self.now, self._rng)
+            liveness = HeartbeatConfig(1.0, 10.0)
+            run.leadership = LeaderState(run.record, rules, liveness, self.now, self._rng)
         effects = run.leadership.connected(agent, self.now)
         effects += run.leadership.received(agent, {"type": "join", "ask": 1}, self.now)
         self._do(run, effects)
 
-    def _train(self, run: Run, leadership: Leadership) -> None:
+    def _train(self, run: Run, leadership: LeaderState) -> None:
         run.work_s -= 1.0
         if run.work_s > 0.0:
             return
@@ -254,7 +252,7 @@ class SweepSimulation:
                 self._free(task.node)
             task.node, task.over = "", True
 
-    def _do(self, run: Run, effects: Sequence[Effect]) -> None:
+    def _do(self, run: Run, effects: Sequence[LeaderEffect]) -> None:
         for effect in effects:
             leadership = run.leadership
             if leadership is None:
@@ -265,10 +263,10 @@ class SweepSimulation:
                     self._do(run, leadership.created(self.now))
                 case Announce(start):
                     self._begin(run, start.told)
-                case Tell(agent, {"type": "stop"}):
+                case Send(agent, {"type": "stop"}):
                     again = {"type": "join", "ask": 2}
                     self._do(run, leadership.received(agent, again, self.now))
-                case Tell(agent, {"type": "give back", "delay_s": delay_s}):
+                case Send(agent, {"type": "give back", "delay_s": delay_s}):
                     task = next(t for t in run.tasks if t.name == agent.task)
                     self._end(task, max(_GIVE_BACK_S, float(delay_s)))
                 case Postpone(delay_s):
@@ -278,7 +276,7 @@ class SweepSimulation:
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_says(view, self.now))
                 case AskSweep():  # its Slurm learns of a loss at once
-                    why = turns.waits_in_vain(self._queued(), run.number, self._all_nodes())
+                    why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_says(why, self.now))
                 case LetOthersStart(lost):
                     self._let_start(run, lost=lost)
@@ -293,7 +291,7 @@ class SweepSimulation:
 
     def _let_start(self, run: Run, *, ends: bool = False, lost: Iterable[str] = ()) -> None:
         queued, nodes = self._queued(), self._all_nodes()
-        self._release(turns.let_start(queued, run.number, nodes, ends=ends, lost=set(lost)))
+        self._release(sweep_queue.let_start(queued, run.number, nodes, ends=ends, lost=set(lost)))
 
     def _release(self, names: Iterable[str]) -> None:
         for task in self._queue:
@@ -302,9 +300,9 @@ class SweepSimulation:
 
     # ---- what is seen of it -------------------------------------------------------------
 
-    def _queued(self) -> list[turns.QueuedRun]:
+    def _queued(self) -> list[sweep_queue.QueuedRun]:
         return [
-            turns.QueuedRun(
+            sweep_queue.QueuedRun(
                 str(run.number),
                 run.min_nodes,
                 {t.name: t.state(self.now) for t in run.tasks},
@@ -313,10 +311,10 @@ class SweepSimulation:
             for run in self._runs
         ]
 
-    def _all_nodes(self) -> turns.Nodes:
+    def _all_nodes(self) -> sweep_queue.NodeSupply:
         words = {"foreign": "allocated"}
         states = {name: words.get(state, state) for name, state in self._nodes.items()}
-        return turns.Nodes(states, are_whole=True)
+        return sweep_queue.NodeSupply(states, are_whole=True)
 
     def _measure(self) -> None:
         for task in self._queue:

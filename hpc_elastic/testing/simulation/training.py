@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_elastic.rendezvous.record import Agent, Record
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.testing.simulation.network import Host, Network
 from hpc_elastic.testing.simulation.rank import Doing, Rank
 from hpc_elastic.testing.simulation.scenario import Training
@@ -48,7 +48,7 @@ class Work:
     )  # fmt: skip
 
     def __init__(
-        self, record: Record, world: World, network: Network, training: Training, monitor: Monitor
+        self, record: LogEntry, world: World, network: Network, training: Training, monitor: Monitor
     ) -> None:
         self.record = record
         self.start = monitor.checkpoint

@@ -14,10 +14,10 @@ from typing import Any
 
 from hpc_elastic.data.audit import audit
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.events import read_events
-from hpc_elastic.files import read_json
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.story.kinds import problems
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.event_schema import problems
+from hpc_elastic.run.events import read_events
+from hpc_elastic.shared_files import read_json
 from hpc_elastic.testing.slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak import training

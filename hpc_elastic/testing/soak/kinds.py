@@ -20,7 +20,7 @@ class Kind:
     Attributes:
         name: In the plan and in the table.
         what: What is done, for people; ``{hosts}`` is where.
-        tells: What a cause in the story may be called, see `hpc_elastic.story.causes`; empty: the
+        tells: What a cause in the story may be called, see `hpc_elastic.report.causes`; empty: the
             group does not change for it.
         aside: The kind of an episode of its own that the story has of it; empty: it has none.
         told_late: Whether the run can tell of it only once it is over.

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic import launch
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.story.episode import Episode
-from hpc_elastic.story.sentences import sentence
+from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.sentences import sentence
+from hpc_elastic.run.directory import RunDir
 from hpc_elastic.testing.slurm_sandbox import SandboxError, SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from hpc_elastic.testing.soak import hands, training
@@ -56,8 +56,8 @@ class Record:
     thrown: list[Thrown] = field(default_factory=list)
     passed_over: list[tuple[Fault, str]] = field(default_factory=list)
     not_come_to: list[Fault] = field(default_factory=list)
-    story: list[Episode] = field(default_factory=list)
-    companion_story: list[Episode] = field(default_factory=list)
+    story: list[TimelineEntry] = field(default_factory=list)
+    companion_story: list[TimelineEntry] = field(default_factory=list)
     old_leaders: list[str] = field(default_factory=list)
     problem: str = ""
 

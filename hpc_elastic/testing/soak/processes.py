@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from hpc_elastic.control import ControlPage
 from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from hpc_elastic.testing.slurm_sandbox.daemons import init_of
 from hpc_elastic.testing.slurm_sandbox.processes import members
 from hpc_elastic.testing.slurm_sandbox.state import load
+from hpc_elastic.worker.shared_page import SharedPage
 
-_AGENT = "hpc_elastic.agent.task"
+_AGENT = "hpc_elastic.agent"
 _WORKERS_OUTPUT = re.compile(r"/round-\d+\.rank-\d+\.out$")
 _CONTROL_PAGE = re.compile(r"/worker-\d+$")
 _NODES_OWN = ("node_init.py", "slurmd")
@@ -41,7 +41,7 @@ def num_unsaved(worker: psutil.Process) -> int:
     """Return how many checkpoints of a worker could not be written, as it has told its agent."""
     try:
         paths = [m.path for m in worker.memory_maps() if _CONTROL_PAGE.search(m.path)]
-        pages = [ControlPage(Path(f"/proc/{worker.pid}/root{path}")) for path in paths]
+        pages = [SharedPage(Path(f"/proc/{worker.pid}/root{path}")) for path in paths]
     except (psutil.Error, OSError):  # it has just ended
         return 0
     return sum(page.read().num_unsaved for page in pages)

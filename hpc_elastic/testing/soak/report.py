@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from hpc_elastic.story.sentences import sentence
+from hpc_elastic._util import duration
+from hpc_elastic.report.sentences import sentence
 from hpc_elastic.testing.soak.checks import Check
 from hpc_elastic.testing.soak.plan import Fault
 from hpc_elastic.testing.soak.play import Record
 from hpc_elastic.testing.soak.told import Finding, Thrown, Told
-from hpc_elastic.words import duration
 
 _UNSAID = {
     Finding.NOTHING: "(it need not be told)",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.story.episode import Episode
+from hpc_elastic.report.causes import TimelineEntry
 from hpc_elastic.testing.soak.plan import Fault
 
 _CLOCK_S = 0.5
@@ -55,7 +55,7 @@ class Told:
     """
 
     finding: Finding
-    episodes: tuple[Episode, ...] = ()
+    episodes: tuple[TimelineEntry, ...] = ()
     problem: str = ""
 
     @property
@@ -69,7 +69,7 @@ class Told:
         return sum(e.cost.pause_s or 0.0 for e in self.episodes)
 
 
-def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> Told:
+def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[TimelineEntry]) -> Told:
     """Return what a story says of a fault.
 
     Args:
@@ -92,7 +92,7 @@ def tell(thrown: Thrown, others: Iterable[Thrown], story: Sequence[Episode]) -> 
     return Told(Finding.MISSING, told, problem)
 
 
-def _what_is_missing(thrown: Thrown, told: Sequence[Episode]) -> str:
+def _what_is_missing(thrown: Thrown, told: Sequence[TimelineEntry]) -> str:
     kind, step = thrown.fault.of, thrown.damaged_step
     unnamed = sorted(set(thrown.hosts).difference(*(_named(e, thrown) for e in told)))
     if kind.tells and unnamed:
@@ -104,13 +104,13 @@ def _what_is_missing(thrown: Thrown, told: Sequence[Episode]) -> str:
     return ""
 
 
-def _named(episode: Episode, thrown: Thrown) -> set[str]:
+def _named(episode: TimelineEntry, thrown: Thrown) -> set[str]:
     """Return the hosts of a fault that an episode names for what was done to them."""
     causes = (c for c in episode.causes if c.what in thrown.fault.of.tells)
     return {host for cause in causes for host in cause.hosts} & set(thrown.hosts)
 
 
-def _is_aside_of(episode: Episode, thrown: Thrown) -> bool:
+def _is_aside_of(episode: TimelineEntry, thrown: Thrown) -> bool:
     if episode.kind != thrown.fault.of.aside:
         return False
     facts = episode.facts
@@ -118,6 +118,6 @@ def _is_aside_of(episode: Episode, thrown: Thrown) -> bool:
     return not thrown.hosts or not hosts.isdisjoint(thrown.hosts)
 
 
-def _is_brought_about(episode: Episode) -> bool:
+def _is_brought_about(episode: TimelineEntry) -> bool:
     """Tell whether the group changed, and not because nodes came."""
     return bool({c.what for c in episode.causes} - set(_CAME))

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hpc_elastic import Checkpointer, should_checkpoint
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import GlobalBatch
-from hpc_elastic.files import is_there
+from hpc_elastic.shared_files import is_there
 
 FINISH = "finish"
 """The file that tells it to finish."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.events import Event, EventReader
-from hpc_elastic.files import read_json
-from hpc_elastic.rundir import RunDir
-from hpc_elastic.story.episode import Episode
-from hpc_elastic.story.episodes import episodes
-from hpc_elastic.story.lives import Chronicle
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.timeline import episodes
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.events import Event, EventReader
+from hpc_elastic.shared_files import read_json
 
 
 class Watch:
@@ -31,16 +31,16 @@ class Watch:
         self.store = Store(checkpoints)
         self._reader = EventReader(run.event_logs)
         self._events: list[Event] = []
-        self._past = Chronicle([])
-        self._story: list[Episode] | None = None
+        self._past = EventIndex([])
+        self._story: list[TimelineEntry] | None = None
 
-    def look(self) -> Chronicle:
+    def look(self) -> EventIndex:
         """Read what has come since the last look, and return all that has happened."""
         self._look_at_status()
         new = self._reader.new()
         if new:
             self._events += new
-            self._past, self._story = Chronicle(self._events), None
+            self._past, self._story = EventIndex(self._events), None
         return self._past
 
     def _look_at_status(self) -> None:
@@ -52,7 +52,7 @@ class Watch:
         self._term = max(term, self._term)
 
     @property
-    def story(self) -> list[Episode]:
+    def story(self) -> list[TimelineEntry]:
         """What `hpc-elastic events` tells, as of the last look."""
         if self._story is None:
             self._story = episodes(self._events)

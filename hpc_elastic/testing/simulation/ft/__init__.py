@@ -4,7 +4,7 @@ scenario     the parameters of one random schedule, and the bound within which a
 worker       a training process and its link, as the Manager goes through its steps
 meeting      the process group of a quorum: collectives that need all members
 group        a node: the server of the replica group, and the life of its workers
-coordinator  the adapter around `ft.keeper`, and the election of the next one
+coordinator  the adapter around `ft.lighthouse_state`, and the election of the next one
 faults       what goes wrong
 monitor      what must hold all the same
 parts        the classes under test; `mutants`: the same with planted bugs

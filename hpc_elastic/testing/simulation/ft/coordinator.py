@@ -1,4 +1,4 @@
-"""The adapter around `ft.keeper`, and who keeps the quorum after it.
+"""The adapter around `ft.lighthouse_state`, and who keeps the quorum after it.
 
 A keeper's leader shows the status and passes notices on, as `testing.simulation.leader` does.
 """
@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.ft.keeper import Send
-from hpc_elastic.ft.protocol import NO_QUORUM, Farewell, Lost, Placements, Propose
-from hpc_elastic.rendezvous.asked import Asked
-from hpc_elastic.rendezvous.leader_effects import Effect, Show
-from hpc_elastic.rendezvous.record import Agent, Record
-from hpc_elastic.rendezvous.term_folder import TermFolder
+from hpc_elastic.ft.lighthouse_state import ReplicaMessage
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    LeaveGranted,
+    ProposeSwitch,
+    QuorumResults,
+    WorkersLost,
+)
+from hpc_elastic.rendezvous.effects import LeaderEffect, Show
+from hpc_elastic.rendezvous.leader_state import LeaveRequests
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.term import TermFolder
 from hpc_elastic.testing.simulation.ft.group import AskedToLeave, Group, Noticed, Server
 from hpc_elastic.testing.simulation.network import SERVER, Connection, Host
 from hpc_elastic.testing.simulation.shared import LeadersFiles, NodeFiles
@@ -42,7 +48,7 @@ class KeeperProcess:
         folder = TermFolder(epoch, NodeFiles(sim.shared, mount))
         args = (sim.shared, folder, mount, self.process, self._gate.end)
         self._files = LeadersFiles(*args)
-        self._asked = Asked()
+        self._asked = LeaveRequests()
         self._agents: dict[str, Agent] = {}
         rules = sim.scenario.rules
         self.keeper = sim.parts.keeper(epoch, lost_members=lost, rules=rules)
@@ -85,13 +91,13 @@ class KeeperProcess:
             self._files.confirm(name)
         self._sim.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
 
-    def carry_out(self, effect: Effect) -> None:
+    def carry_out(self, effect: LeaderEffect) -> None:
         """See `rendezvous.term.Hands`."""
         assert isinstance(effect, Show)
         self._sim.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
         self._files.show(effect.status, effect.lines)
 
-    def publish(self, record: Record, afterwards: list[Effect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
         """Nothing ends here."""
 
     def let_go(self) -> None:
@@ -120,7 +126,9 @@ class KeeperProcess:
                 for name in self._asked.confirmed(self._agents[connection.peer], heard):
                     self._files.confirm(name)
                 return
-            if isinstance(message, Lost):  # it may go on again, but its word for that comes later
+            if isinstance(
+                message, WorkersLost
+            ):  # it may go on again, but its word for that comes later
                 self._dismissed.add(connection.peer)
             self._send(self.keeper.said(connection.peer, message, self._sim.world.now))
 
@@ -143,18 +151,20 @@ class KeeperProcess:
         if name not in self._connections:
             self._send(self.keeper.left(name, "its node is dead", self._sim.world.now))
 
-    def _send(self, sends: list[Send]) -> None:
+    def _send(self, sends: list[ReplicaMessage]) -> None:
         if not sends or self is not self._sim.coordinator.keeper:
             return  # nobody is connected to a keeper that is deposed
-        placed = {s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, Placements)}
+        placed = {
+            s.replica: s.message.ranks[0] for s in sends if isinstance(s.message, QuorumResults)
+        }
         for send in sends:
-            if isinstance(send.message, Farewell):
+            if isinstance(send.message, LeaveGranted):
                 self._dismissed.add(send.replica)
                 self._sim.group(send.replica).dismissed()
         self._check(placed)
         for send in sends:
             self._sim.world.note("keeper", f"to {send.replica}", send.message)
-            self._sim.monitor.switches += isinstance(send.message, Propose)
+            self._sim.monitor.switches += isinstance(send.message, ProposeSwitch)
             connection = self._connections.get(send.replica)
             if connection is not None:
                 connection.send(SERVER, send.message)

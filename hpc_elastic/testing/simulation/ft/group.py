@@ -1,4 +1,4 @@
-"""A replica group: a node, the server on it (as `ft.group_server`), and the life of its worker."""
+"""A replica group: a node, its server (as `ft.manager_server`), and the life of its worker."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.ft.protocol import (
+from hpc_elastic.ft.messages import (
     NO_QUORUM,
-    Ask,
-    At,
-    Broken,
-    Bye,
-    Farewell,
-    Here,
-    Lost,
+    CancelRequest,
+    CheckpointBeforeLeave,
+    LeaveGranted,
+    LeaveNotice,
     Message,
-    Notice,
-    Placements,
-    SaveFirst,
-    Withdraw,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    Shutdown,
+    SwitchVote,
+    WorkersLost,
 )
-from hpc_elastic.rendezvous.record import Agent
+from hpc_elastic.rendezvous.log_entry import Agent
 from hpc_elastic.testing.simulation.ft.worker import Worker
 from hpc_elastic.testing.simulation.network import CLIENT, Connection, Host
 from hpc_elastic.testing.simulation.world import Process
@@ -60,7 +60,7 @@ class Server:
         self._world = group.sim.world
         self._place: Any = None
         self._is_broken = False
-        self._ask: Ask | None = None
+        self._ask: QuorumRequest | None = None
         self._num_asks = 0
         self._lost: str | None = None
         self._is_done = False
@@ -82,19 +82,26 @@ class Server:
         self.up_since = self._world.now
         place = self._place
         if place is not None and self._group.sim.parts.says_here:
-            self._tell(Here(place.quorum_id, place.replica_rank, place.replica_world_size, 0,
-                            self._is_broken))  # fmt: skip
+            self._tell(
+                ReplicaStatus(
+                    place.quorum_id,
+                    place.replica_rank,
+                    place.replica_world_size,
+                    0,
+                    self._is_broken,
+                )
+            )
         else:
-            self._tell(Here(NO_QUORUM, 0, 0, 0, broken=False))
+            self._tell(ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False))
         self._tell_again()
 
     def _tell_again(self) -> None:
         if self._lost is not None:
-            self._tell(Lost(self._lost))
+            self._tell(WorkersLost(self._lost))
         if self.notice_at is not None:
-            self._tell(Notice(self.notice_at - self._world.now))
+            self._tell(LeaveNotice(self.notice_at - self._world.now))
         if self._is_done:
-            self._tell(Bye())
+            self._tell(Shutdown())
         if self._ask is not None:
             self._tell(self._ask)
 
@@ -110,15 +117,15 @@ class Server:
             return
         if isinstance(message, AskedToLeave):
             self._asked_to_leave()
-        elif isinstance(message, Placements):
+        elif isinstance(message, QuorumResults):
             self._placed(message)
-        elif isinstance(message, Broken):
+        elif isinstance(message, QuorumAborted):
             self._break(message)
         else:
-            if isinstance(message, Farewell):
+            if isinstance(message, LeaveGranted):
                 self._ask, self.has_left = None, True
                 self._group.farewell()
-            elif isinstance(message, SaveFirst):
+            elif isinstance(message, CheckpointBeforeLeave):
                 self._ask = None
             self._to_worker(message)
 
@@ -130,12 +137,12 @@ class Server:
         if self.notice_at is None:
             sim.faults.announce(self._group)
 
-    def _placed(self, placements: Placements) -> None:
+    def _placed(self, placements: QuorumResults) -> None:
         (place,) = placements.ranks
         if self._place is not None and place.quorum_id == self._place.quorum_id:
             return  # it asked again before it was told
         if self._ask is None:
-            self._tell(Broken(place.quorum_id, "given up"))
+            self._tell(QuorumAborted(place.quorum_id, "given up"))
             return
         if placements.number != self._ask.number:
             return  # the keeper breaks that quorum when it hears of the later ask
@@ -143,7 +150,7 @@ class Server:
         self._place, self._is_broken = place, False
         self._to_worker(place)
 
-    def _break(self, broken: Broken) -> None:
+    def _break(self, broken: QuorumAborted) -> None:
         place = self._place
         if place is not None and broken.quorum_id == place.quorum_id and not self._is_broken:
             self._is_broken = True
@@ -165,22 +172,22 @@ class Server:
         if worker is not self._group.worker or not worker.process.alive:
             return
         match message:
-            case Ask():
+            case QuorumRequest():
                 self._num_asks += 1
                 self._ask, self._lost = replace(message, number=self._num_asks), None
                 self._tell(self._ask)
-            case Withdraw():
+            case CancelRequest():
                 self._ask = None
                 self._tell(message)
-            case Broken():
+            case QuorumAborted():
                 self._report(message)
-            case At():
+            case SwitchVote():
                 self._tell(message)
-            case Bye():
+            case Shutdown():
                 self._is_done = True
                 self._tell(message)
 
-    def _report(self, broken: Broken) -> None:
+    def _report(self, broken: QuorumAborted) -> None:
         place = self._place
         if place is not None and place.quorum_id == broken.quorum_id and not self._is_broken:
             self._is_broken = True
@@ -191,9 +198,9 @@ class Server:
         if self._is_done or self.has_left:
             return
         self._lost = why
-        self._tell(Lost(why))
+        self._tell(WorkersLost(why))
         if self._place is not None:
-            self._break(Broken(self._place.quorum_id, why))
+            self._break(QuorumAborted(self._place.quorum_id, why))
 
     def goes_on(self) -> None:
         """The worker was stopped, and is not any more."""
@@ -204,7 +211,7 @@ class Server:
     def give_notice(self, left_s: float) -> None:
         """The node is to be left."""
         self.notice_at = self._world.now + left_s
-        self._tell(Notice(left_s))
+        self._tell(LeaveNotice(left_s))
 
     def _to_worker(self, message: Message) -> None:
         worker = self._group.worker

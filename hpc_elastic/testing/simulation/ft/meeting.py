@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc_elastic.ft.protocol import Placement
+from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.testing.simulation.ft.monitor import Monitor
 from hpc_elastic.testing.simulation.world import World
 
@@ -22,7 +22,7 @@ class Meeting:
     Only neighbours on the ring see that a member closes its connections: the others wait on.
     """
 
-    def __init__(self, placement: Placement, world: World, monitor: Monitor) -> None:
+    def __init__(self, placement: QuorumResult, world: World, monitor: Monitor) -> None:
         self.quorum_id = placement.quorum_id
         self.size = placement.replica_world_size
         self.members: dict[int, Worker] = {}

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hpc_elastic.ft.protocol import Placement
-from hpc_elastic.ft.switch import ANSWER_WITHIN_S
+from hpc_elastic.ft.lighthouse_state import ANSWER_WITHIN_S
+from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.testing.simulation.ft.scenario import Kind, Scenario
 from hpc_elastic.testing.simulation.invariants import InvariantError
 from hpc_elastic.testing.simulation.world import World
@@ -61,7 +61,7 @@ class Monitor:
         self.dropped += bool(live)
         self.check(len(members) > len(live), "a minority formed a quorum", members, live)
 
-    def placed(self, told: dict[str, Placement]) -> None:
+    def placed(self, told: dict[str, QuorumResult]) -> None:
         """All members of a new quorum have been told their places."""
         places = list(told.values())
         size = len(places)

@@ -6,22 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_elastic.ft import recovery
-from hpc_elastic.ft.keeper import Keeper, Send
-from hpc_elastic.ft.protocol import (
-    Ask,
-    At,
-    Confirm,
-    Farewell,
-    Here,
-    Lost,
-    Placements,
-    Propose,
-    SaveFirst,
+from hpc_elastic.ft import quorum
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage, SwitchState
+from hpc_elastic.ft.manager_client import QuorumSteps
+from hpc_elastic.ft.messages import (
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
+    ProposeSwitch,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    SwitchVote,
+    WorkersLost,
 )
-from hpc_elastic.ft.quorum import Standing
-from hpc_elastic.ft.steps import Steps
-from hpc_elastic.ft.switch import State
+from hpc_elastic.ft.quorum import ActiveQuorum
 from hpc_elastic.rendezvous.term import Gate
 from hpc_elastic.testing.simulation.ft.parts import Parts
 
@@ -34,10 +33,10 @@ class StaysOpen(Gate):
         return False
 
 
-class WaitsForNobody(Keeper):
+class WaitsForNobody(LighthouseState):
     """Forms a quorum of those that ask, whoever else lives."""
 
-    def _ask(self, replica: str, ask: Ask, now: float) -> list[Send]:
+    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
         sends = super()._ask(replica, ask, now)
         standing = self._roll.standing
         if standing is not None and not standing.stands:
@@ -45,91 +44,93 @@ class WaitsForNobody(Keeper):
         return sends
 
 
-class TellsNobody(Keeper):
+class TellsNobody(LighthouseState):
     """Notices that a member is lost, and keeps it to itself."""
 
-    def _lost(self, replica: str, lost: Lost, now: float) -> list[Send]:
+    def _lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
         super()._lost(replica, lost, now)
         return []
 
 
-class IgnoresFailures(Keeper):
+class IgnoresFailures(LighthouseState):
     """Lets the others wait for a member whose step failed."""
 
-    def _break(self, why: str, besides: str = "") -> list[Send]:
+    def _break(self, why: str, besides: str = "") -> list[ReplicaMessage]:
         sends = super()._break(why, besides)
         return [] if "step that failed" in why else sends
 
-    def _reported(self, replica: str, broken: Any, now: float) -> list[Send]:
+    def _reported(self, replica: str, broken: Any, now: float) -> list[ReplicaMessage]:
         return []
 
 
-class ConfirmsTooEarly(Keeper):
+class ConfirmsTooEarly(LighthouseState):
     """Confirms a call as soon as one member has agreed to it."""
 
-    def _at(self, replica: str, at: At, now: float) -> list[Send]:
+    def _at(self, replica: str, at: SwitchVote, now: float) -> list[ReplicaMessage]:
         if at.ok and at.number == self._switch.number and self._switch.call:
             self._switch.awaited.intersection_update({replica})
         return super()._at(replica, at, now)
 
 
-class LetsGoAtOnce(Keeper):
+class LetsGoAtOnce(LighthouseState):
     """Does not wait, before it lets a member go, until the others have come to the call."""
 
-    def _ask(self, replica: str, ask: Ask, now: float) -> list[Send]:
+    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
         if replica in self._leaves and self._roll.is_member(replica):
             self._roll.retire(replica)
-            return [Send(replica, Farewell())]
+            return [ReplicaMessage(replica, LeaveGranted())]
         return super()._ask(replica, ask, now)
 
 
-class ForgetsTheLast(Keeper):
+class ForgetsTheLast(LighthouseState):
     """Neither says, with the confirmation, that the newest state leaves, nor sees that it does."""
 
     def _is_unsaved(self, leaving: list[str]) -> bool:
         return False
 
-    def _say(self, step: Propose | Confirm | None, now: float) -> list[Send]:
+    def _say(self, step: ProposeSwitch | ConfirmSwitch | None, now: float) -> list[ReplicaMessage]:
         return [
             replace(s, message=replace(s.message, last=False))
-            if isinstance(s.message, Confirm)
+            if isinstance(s.message, ConfirmSwitch)
             else s
             for s in super()._say(step, now)
         ]
 
 
-class LetsTheLastGo(Keeper):
+class LetsTheLastGo(LighthouseState):
     """Lets go who has to save first."""
 
-    def _advance(self, now: float) -> list[Send]:
+    def _advance(self, now: float) -> list[ReplicaMessage]:
         return [
-            replace(s, message=Farewell()) if isinstance(s.message, SaveFirst) else s
+            replace(s, message=LeaveGranted())
+            if isinstance(s.message, CheckpointBeforeLeave)
+            else s
             for s in super()._advance(now)
         ]
 
 
-class TakesBackAtOnce(Keeper):
+class TakesBackAtOnce(LighthouseState):
     """Does not know, with a new keeper, that a call may have been confirmed to some."""
 
-    def _here(self, replica: str, here: Here, now: float) -> list[Send]:
+    def _here(self, replica: str, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         sends = super()._here(replica, here, now)
-        return [*sends, Send(replica, Propose(here.quorum_id, 0, 0))]
+        return [*sends, ReplicaMessage(replica, ProposeSwitch(here.quorum_id, 0, 0))]
 
-    def _follow(self, now: float) -> list[Send]:
+    def _follow(self, now: float) -> list[ReplicaMessage]:
         return self._break("a member asks for another, after a step that failed")
 
 
-class GreetsNobody(Keeper):
+class GreetsNobody(LighthouseState):
     """Lets a newcomer go ahead before members of the last quorum have come back."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], greet_s=0.0)})
 
 
-class BlamesTheDead(Keeper):
+class BlamesTheDead(LighthouseState):
     """Takes a dead leader for a member, though it had left before."""
 
-    def _adopt(self, here: Here, now: float) -> list[Send]:
+    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         sends = super()._adopt(here, now)
         if self._roll.lost:
             self._standing.over = "the leader is dead"
@@ -137,49 +138,49 @@ class BlamesTheDead(Keeper):
 
 
 def _any_token(
-    quorum_id: int, members: Sequence[str], asks: Mapping[str, Ask]
-) -> dict[str, Placements]:
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+) -> dict[str, QuorumResults]:
     """Equal steps count as equal states."""
     alike = {m: replace(a, lineage="?") for m, a in asks.items()}
-    placed = recovery.place(quorum_id, members, alike)
+    placed = quorum.place(quorum_id, members, alike)
     return {
         m: replace(p, ranks=tuple(replace(r, lineage=asks[m].lineage) for r in p.ranks))
         for m, p in placed.items()
     }
 
 
-class CountsSteps(Keeper):
+class CountsSteps(LighthouseState):
     """Takes members at the same step for equal, whatever their histories are."""
 
     _place = staticmethod(_any_token)
 
 
 def _all_count(
-    quorum_id: int, members: Sequence[str], asks: Mapping[str, Ask]
-) -> dict[str, Placements]:
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+) -> dict[str, QuorumResults]:
     """All members count in the mean, those that heal as well."""
-    placed = recovery.place(quorum_id, members, asks)
+    placed = quorum.place(quorum_id, members, asks)
     return {
         m: replace(p, ranks=tuple(replace(r, cohort_size=r.replica_world_size) for r in p.ranks))
         for m, p in placed.items()
     }
 
 
-class CountsAll(Keeper):
+class CountsAll(LighthouseState):
     """Says that all members contribute while some heal."""
 
     _place = staticmethod(_all_count)
 
 
-class AgreesToAll(Steps):
+class AgreesToAll(QuorumSteps):
     """Says ok to a call that it has begun."""
 
-    def proposed(self, propose: Propose, now: float) -> At | None:  # noqa: D102
+    def proposed(self, propose: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
         at = super().proposed(propose, now)
         return replace(at, ok=True) if at is not None else None
 
 
-class RunsPast(Steps):
+class RunsPast(QuorumSteps):
     """Does not wait at a proposed call."""
 
     @property
@@ -190,15 +191,15 @@ class RunsPast(Steps):
         pass
 
 
-class AdoptsAnything(Keeper):
+class AdoptsAnything(LighthouseState):
     """Goes on with an older quorum of which somebody tells it."""
 
-    def _adopt(self, here: Here, now: float) -> list[Send]:
+    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
         standing = self._roll.standing
         if standing is not None and here.quorum_id != standing.quorum_id:
-            adopted = Standing.adopt(here.quorum_id, here.replica_world_size, now)
+            adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
             self._roll.standing = adopted
-            self._switch.state = State.IDLE
+            self._switch.state = SwitchState.IDLE
             return []
         return super()._adopt(here, now)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_elastic.ft.keeper import Keeper
-from hpc_elastic.ft.steps import Steps
+from hpc_elastic.ft.lighthouse_state import LighthouseState
+from hpc_elastic.ft.manager_client import QuorumSteps
 from hpc_elastic.rendezvous.term import Gate
 
 
@@ -13,8 +13,8 @@ from hpc_elastic.rendezvous.term import Gate
 class Parts:
     """The protocol's classes, and what its adapters must take care of."""
 
-    keeper: type[Keeper] = Keeper
-    steps: type[Steps] = Steps
+    keeper: type[LighthouseState] = LighthouseState
+    steps: type[QuorumSteps] = QuorumSteps
     gate: type[Gate] = Gate
     """Through which passes what a keeper's leader does."""
     fenced_files: bool = True

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.ft.quorum import Rules
+from hpc_elastic.ft.quorum import QuorumRules
 
 
 class Kind(Enum):
@@ -40,7 +40,7 @@ class Scenario:
     kind: Kind
     num_groups: int
     num_late: int
-    rules: Rules
+    rules: QuorumRules
     step_s: float
     heal_s: float
     is_sync: bool
@@ -62,7 +62,7 @@ def draw(rng: random.Random) -> Scenario:
     num_groups = rng.randint(2, 5)
     is_rare = rng.random() < 0.04  # as LocalSGD: calls are far apart
     step_s = rng.uniform(8.0, 20.0) if is_rare else rng.choice((0.05, 0.1, 0.3))
-    rules = Rules(
+    rules = QuorumRules(
         min_replicas=2 if num_groups > 2 and rng.random() < 0.2 else 1,
         wait_for_live_s=60.0 if kind is not Kind.ALL or rng.random() < 0.7 else 3.0,
     )

@@ -1,7 +1,9 @@
 """One random schedule: a few replica groups in virtual time, and all that can go wrong.
 
-The protocol's own classes run here: `ft.keeper` and `ft.steps`, and through them `ft.quorum`,
-`ft.switch`, `ft.departures` and `ft.recovery`. The servers of the groups, the process groups and
+The protocol's own classes run here: `ft.lighthouse_state` and `ft.manager_client`, and through
+them `ft.quorum`,
+`ft.lighthouse_state`, `ft.lighthouse_state` and `ft.quorum`. The servers of the groups, the
+process groups and
 the Manager are models of theirs. All chance comes from one seed, so what fails fails again.
 """
 
@@ -11,7 +13,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_elastic.ft.protocol import Placement
+from hpc_elastic.ft.messages import QuorumResult
 from hpc_elastic.testing.simulation.ft.coordinator import Coordinator
 from hpc_elastic.testing.simulation.ft.faults import Faults
 from hpc_elastic.testing.simulation.ft.group import Group
@@ -72,7 +74,7 @@ class Simulator:
         self._meetings: dict[int, Meeting] = {}
         self._stood = False
 
-    def meeting(self, place: Placement) -> Meeting:
+    def meeting(self, place: QuorumResult) -> Meeting:
         """Return the process group of a quorum."""
         meeting = self._meetings.get(place.quorum_id)
         if meeting is None:

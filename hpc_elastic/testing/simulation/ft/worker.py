@@ -1,4 +1,4 @@
-"""A training process: its steps, and its link (`ft.steps`), as the Manager goes through them."""
+"""A training process: its steps and its link (`ft.manager_client`), as the Manager has them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from hpc_elastic.ft import lineage
-from hpc_elastic.ft.protocol import (
+from hpc_elastic.ft import quorum
+from hpc_elastic.ft.messages import (
     NO_QUORUM,
-    Ask,
-    Broken,
-    Bye,
-    Confirm,
-    Farewell,
+    CancelRequest,
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
     Message,
-    Placement,
-    Propose,
-    SaveFirst,
-    Withdraw,
+    ProposeSwitch,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumResult,
+    Shutdown,
 )
 from hpc_elastic.testing.simulation.ft.meeting import Meeting
 from hpc_elastic.testing.simulation.ft.scenario import Kind
@@ -69,7 +69,7 @@ class Worker:
         """Its script asks after each step whether to save."""
         self.saved: State | None = None
         """As the last that may."""
-        self.place: Placement | None = None
+        self.place: QuorumResult | None = None
         self.fails_next = False
         self.ends_next = False
         self._group = group
@@ -121,21 +121,32 @@ class Worker:
         is_calm = self._world.now >= scenario.calm_after_s
         may_shrink = is_wild and not is_calm and scenario.rules.min_replicas == 1
         shrink_only = may_shrink and self._world.rng.random() < 0.05
-        self._send(Ask(steps.call, state.step, state.lineage, steps.quorum_id, self._failures,
-                       1, shrink_only, self.name, (self.name,),
-                       is_saved=steps.is_saved))  # fmt: skip
+        self._send(
+            QuorumRequest(
+                steps.call,
+                state.step,
+                state.lineage,
+                steps.quorum_id,
+                self._failures,
+                1,
+                shrink_only,
+                self.name,
+                (self.name,),
+                is_saved=steps.is_saved,
+            )
+        )
         if is_wild and self._world.rng.random() < 0.2:
             patience_s = 4.0 * self._world.rng.random()
             self._world.after(patience_s, self.process, self._give_up, self._asks)
 
     def _give_up(self, asks: int) -> None:
         if self.doing is Doing.ASKING and asks == self._asks:
-            self._send(Withdraw())
+            self._send(CancelRequest())
             self._ask()
 
-    def _placed(self, place: Placement) -> None:
+    def _placed(self, place: QuorumResult) -> None:
         if self.doing is not Doing.ASKING:
-            self._send(Broken(place.quorum_id, "a worker had given up waiting for it"))
+            self._send(QuorumAborted(place.quorum_id, "a worker had given up waiting for it"))
             return
         self.steps.enter(place.quorum_id)
         self.place, self.doing = place, Doing.CONFIGURING
@@ -226,7 +237,7 @@ class Worker:
 
     def _commit(self) -> None:
         num, state = len(self._contributors), self.state
-        token = lineage.after_step(state.lineage, self.steps.quorum_id, num)
+        token = quorum.after_step(state.lineage, self.steps.quorum_id, num)
         self.state = State(state.step + 1, token, hash((state.history, self._contributors)))
         self._sim.monitor.has(self.name, self.state)
         self._sim.monitor.commits += 1
@@ -237,7 +248,7 @@ class Worker:
     def _next(self) -> None:
         if self.ends_next:
             self.doing = Doing.OVER
-            self._send(Bye())
+            self._send(Shutdown())
             self._world.after(0.05, self.process, self._leave_meeting)
             return
         if self.saves and self.steps.undecided_next:
@@ -274,7 +285,7 @@ class Worker:
 
     def _report(self, why: str) -> None:
         if self.steps.found_broken(self.steps.quorum_id, why):
-            self._send(Broken(self.steps.quorum_id, why))
+            self._send(QuorumAborted(self.steps.quorum_id, why))
         self._leave_meeting()
 
     def _save(self) -> None:
@@ -314,29 +325,29 @@ class Worker:
         """Its reading thread gets a message."""
         steps = self.steps
         match message:
-            case Placement():
+            case QuorumResult():
                 self._placed(message)
-            case Farewell():
+            case LeaveGranted():
                 self.doing = Doing.OVER
                 self._leave_meeting()
-            case SaveFirst():
+            case CheckpointBeforeLeave():
                 if self.doing is Doing.ASKING:
                     self._save()
-            case Broken():
+            case QuorumAborted():
                 if steps.told_broken(message):
                     self._broke(message)
-            case Propose():
+            case ProposeSwitch():
                 reply = steps.proposed(message, self._world.now)
                 if reply is not None:
                     self._send(reply)
-            case Confirm():
+            case ConfirmSwitch():
                 steps.confirm(message)
         if self.doing is Doing.WAITING and not steps.undecided:
             self._decide()
         if self.doing is Doing.SETTLING and not steps.undecided_next:
             self._settle()
 
-    def _broke(self, broken: Broken) -> None:
+    def _broke(self, broken: QuorumAborted) -> None:
         self._leave_meeting()
         if self.doing is Doing.SERVING:
             self._commit()

@@ -1,0 +1,171 @@
+"""One call of a command that may hang: a dead controller, a GPU's driver, NFS, a wrapper script."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+_REAP_S = 1.0
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    errors: Literal["replace", "surrogateescape"] = "replace",
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, or give it up.
+
+    `subprocess.run` waits for good for one that it has killed and the kernel holds on to. The
+    command has a process group of its own, which is killed as a whole: where it is a shell script,
+    killing the shell alone would leave its child behind.
+
+    Args:
+        argv: The command line.
+        timeout_s: How long it may take; the call lasts `_REAP_S` longer at most.
+        env: Its environment; None: this process's.
+        errors: What becomes of bytes that are no UTF-8; to name files, ``surrogateescape``.
+
+    Returns:
+        Its exit code, and what it has written.
+
+    Raises:
+        OSError: it can not be started.
+        subprocess.TimeoutExpired: it has not answered in time.
+    """
+    process = subprocess.Popen(
+        argv, env=env, text=True, errors=errors, process_group=0,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        output, error_output = process.communicate(timeout=timeout_s)
+    finally:
+        if process.returncode is None:
+            _give_up(process)
+    return subprocess.CompletedProcess(argv, process.returncode, output, error_output)
+
+
+def _give_up(process: subprocess.Popen[str]) -> None:
+    """End a command and all it started, and reap it, unless the kernel holds on to it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_REAP_S)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+# ---- Counts and lengths of time as people read them (pure)
+
+
+_MINUTE, _HOUR = 60, 3600
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun: ``1 node``, ``3 nodes``; ``many`` where an s is not enough."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time, no more exact than is of use: ``4.2 s``, ``3 h 20 min``, ``2 d``."""
+    s = max(0.0, seconds)
+    if s < 9.95:
+        return f"{s:.1f}".removesuffix(".0") + " s"
+    if s < 2 * _MINUTE:
+        return f"{s:.0f} s"
+    if s < 10 * _MINUTE:
+        return _both(round(s), _MINUTE, "min", "s")
+    minutes = round(s / _MINUTE)
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 24 * 60:
+        return _both(minutes, 60, "h", "min")
+    return _both(round(s / _HOUR), 24, "d", "h")
+
+
+def short(seconds: float) -> str:
+    """Return a length of time that may be below a second: ``0.1 ms``, ``4.2 s``."""
+    if seconds < 1e-4:
+        return "0.1 ms"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else duration(round(seconds, 1))
+
+
+def _both(number: int, size: int, large: str, small: str) -> str:
+    many, few = divmod(number, size)
+    return f"{many} {large} {few} {small}" if few else f"{many} {large}"
+
+
+def node_time(node_s: float, like: float | None = None) -> str:
+    """Return node-seconds in a unit that suits them.
+
+    Args:
+        node_s: Them.
+        like: The largest number that stands beside; all of them get its unit.
+    """
+    size = node_s if like is None else like
+    if size < 600:
+        return f"{node_s:.1f} node-s"
+    return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
+
+
+# ---- Where the files that ship with the package lie: config groups and sbatch templates
+# They stand at the top of the clone (``conf/``, ``sbatch_templates/``) and in a wheel inside the
+# package (``hpc_elastic/conf``). In a clone that is on sys.path, by an editable install or by
+# PYTHONPATH, only the former exist, as siblings of the package.
+
+
+Resource = Literal["conf", "sbatch_templates"]
+
+
+def folder(name: Resource) -> Path:
+    """Return the folder of packaged files called ``name``.
+
+    Raises:
+        FileNotFoundError: the installation is incomplete; it should be made anew.
+    """
+    package = Path(__file__).resolve().parent
+    for candidate in (package / name, package.parent / name):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"hpc_elastic has no {name}/ in {package} or beside it: reinstall it")
+
+
+# ---- Waiting for descriptors, whatever their numbers
+# A script's data loaders and a node's many workers open more than 1024 files; select(2) refuses a
+# descriptor beyond that, poll(2) does not.
+
+
+_LONGEST_MS = 2**31 - 1
+"""poll(2) takes an int: 24 days."""
+
+
+class HasFileno(Protocol):
+    """A socket or an open file."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+
+
+def readable(*files: int | HasFileno, timeout_s: float | None = None) -> list[int | HasFileno]:
+    """Return those of these files that can be read, or are at their end, after waiting for one.
+
+    Args:
+        files: Descriptors, or what has one.
+        timeout_s: How long to wait; None: for ever; 0: not at all. More than 24 days (the end of a
+            job without a time limit is a year away) are 24 days.
+    """
+    poll = select.poll()
+    by_number = {f if isinstance(f, int) else f.fileno(): f for f in files}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    timeout_ms = None if timeout_s is None else min(math.ceil(timeout_s * 1000), _LONGEST_MS)
+    return [by_number[number] for number, _ in poll.poll(timeout_ms)]

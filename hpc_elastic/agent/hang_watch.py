@@ -1,0 +1,580 @@
+"""Watches one node's workers for steps that do not come, and looks into them when it is asked.
+
+What is a hang is decided by the leader (`rendezvous.hang_diagnosis`), who asks all nodes; with
+``ft=true``,
+where a replica is alone, by its own agent. When to suspect one stands in `hangwatch`. Looking into
+workers (`looks`) takes a second or two, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_elastic.agent import stacks
+from hpc_elastic.agent.metrics import load_of
+from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
+from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
+from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.worker.shared_page import ReadablePage, WorkerStatus
+
+_log = logging.getLogger(__name__)
+
+_WRITTEN_WITHIN_S = 2.0
+_BUSY_SHARE = 0.5
+"""A main thread that wants a CPU for more of the time than that computes."""
+_STOPPED = "T"
+_DEBUGGED = "t"
+
+Message = dict[str, Any]
+
+
+class HangReporter(Protocol):
+    """The part of `rendezvous.session.Session` that is used here."""
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The step that all ranks may have to save at; None if there is none."""
+
+    @property
+    def stacks(self) -> int:
+        """Not 0: the leader asks what the workers are at; the question's number."""
+
+    def stalled(self, stalled_s: float, limit_s: float) -> None:
+        """Report that workers have made no step for longer than the limit."""
+
+    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
+        """Answer what the workers of this node are at."""
+
+    def failed(self, failures: list[Message]) -> None:
+        """Report failed workers."""
+
+
+@dataclass(frozen=True)
+class WatchedWorker:
+    """One worker of this node.
+
+    Attributes:
+        local_rank: Its rank here.
+        page: Its control page.
+        files: Its logs.
+        dump: Where it writes its stacks.
+    """
+
+    local_rank: int
+    page: ReadablePage
+    files: WorkerFiles
+    dump: Path
+
+
+@dataclass(frozen=True)
+class LoneHangReporter:
+    """What an agent whose workers are a replica of their own does with a hang.
+
+    Attributes:
+        me: The agent.
+        note: Writes an event.
+    """
+
+    me: Agent
+    note: Callable[..., None]
+
+
+class HangWatch:
+    """The watch over the workers of one round.
+
+    Args:
+        leader: The session.
+        workers: The node's.
+        after_s: The setting `launcher.agent.hang_after_s`.
+        place: Where they run.
+        alone: Not None: this agent judges by itself.
+    """
+
+    def __init__(
+        self,
+        leader: HangReporter,
+        workers: Sequence[WatchedWorker],
+        *,
+        after_s: float | None,
+        place: NodeIdentity,
+        alone: LoneHangReporter | None = None,
+    ) -> None:
+        now = time.monotonic()
+        self._leader = leader
+        self._workers = workers
+        self._place = place
+        self._alone = alone
+        self._clocks = [StepClock(after_s, now) for _ in workers]
+        self._answered = 0
+        self._looking: threading.Thread | None = None
+        self._writing: threading.Thread | None = None
+
+    def look(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
+        """Take note of what the workers have published; called several times a second.
+
+        Args:
+            pids: Their processes by local rank; one that has returned may still be there.
+            now: Monotonic seconds.
+            done: Whether all of them have returned; the leader may ask all the same.
+        """
+        proposal = self._leader.proposal
+        for worker, clock in zip(self._workers, self._clocks, strict=True):
+            published = worker.page.read()
+            clock.look(published, now, awaited=_awaits(published, proposal))
+        if self._looking is not None and self._looking.is_alive():
+            return
+        number, due = self._leader.stacks, [c for c in self._clocks if c.is_due(now)]
+        if number != self._answered and number:
+            self._answered = number
+            self._start(lambda: self._answer(number, pids), now)
+        elif due and not done:
+            self._suspect(due[0], pids, now)
+
+    def _suspect(self, clock: StepClock, pids: Mapping[int, int], now: float) -> None:
+        stalled_s, limit_s = clock.stalled_s(now), clock.limit_s or 0.0
+        _log.warning("no step for %.0f s (limit %.0f s)", stalled_s, limit_s)
+        if self._alone is not None:
+            alone = self._alone
+            self._start(lambda: self._judge(alone, pids, stalled_s, limit_s), now)
+            return
+        self._leader.stalled(stalled_s, limit_s)
+        self._asked(now)
+
+    def _start(self, work: Callable[[], None], now: float) -> None:
+        self._asked(now)
+        self._looking = threading.Thread(target=work, name="stacks", daemon=True)
+        self._looking.start()
+
+    def _asked(self, now: float) -> None:
+        for clock in self._clocks:
+            clock.asked(now)
+
+    # ---- the thread that looks --------------------------------------------------------------
+
+    def _answer(self, number: int, pids: Mapping[int, int]) -> None:
+        self._leader.answer_stacks(number, [_message(s) for s in self._look_into(pids)])
+
+    def _judge(
+        self, alone: LoneHangReporter, pids: Mapping[int, int], stalled_s: float, limit_s: float
+    ) -> None:
+        found = [(alone.me, state) for state in self._look_into(pids)]
+        finding = judge(found, patient=stalled_s < PATIENCE * limit_s)
+        if finding is None:
+            return
+        note, round_ = note_of(finding, stalled_s), self._workers[0].files.round
+        alone.note(note.kind, **note.fields)
+        failed = [_message(f) for _, f in failures_of(finding, stalled_s, round_)]
+        self._leader.failed(failed)
+
+    def _look_into(self, pids: Mapping[int, int]) -> list[RankState]:
+        looks = [StackSampler(pids.get(w.local_rank), w.page, w.dump) for w in self._workers]
+        since, loads = time.monotonic(), {pid: load_of(pid) for pid in pids.values()}
+        look_at(looks)
+        wanted_s = _BUSY_SHARE * (time.monotonic() - since)
+        computing = {
+            pid
+            for pid, load_s in loads.items()
+            if _wants_cpu(load_s, load_of(pid), wanted_s) and not stacks.has_gpu(pid)
+        }
+        found = [
+            self._state(worker, look, clock, computes=look.pid in computing)
+            for worker, look, clock in zip(self._workers, looks, self._clocks, strict=True)
+        ]
+        self._write(found, looks)
+        return found
+
+    def _state(
+        self, worker: WatchedWorker, looks: StackSampler, clock: StepClock, *, computes: bool
+    ) -> RankState:
+        seen = WorkerSample(
+            letter=None if looks.pid is None else stacks.process_state(looks.pid),
+            dumps=[main_thread(text) for text in list(looks.texts)],
+            published=worker.page.read(),
+            computes=computes,
+            alive=looks.was_busy or clock.is_alive(time.monotonic()),
+            alone=self._alone is not None,
+        )
+        state, dumps = seen.state, seen.dumps
+        waits = waits_in(dumps[-1]) if dumps and state in ("stands", "moves") else None
+        return RankState(worker.files.rank, worker.local_rank, state, seen.place, waits,
+                         str(worker.files.stack))  # fmt: skip
+
+    def _write(self, found: Sequence[RankState], looks: Sequence[StackSampler]) -> None:
+        """Write the stacks down; wait a little only, for the file system may be what hangs."""
+        if self._writing is not None and self._writing.is_alive():
+            _log.warning("the stacks are not written: those of the time before still are not")
+            return
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        texts = [
+            f"{now} rank {state.rank} on {self._place.host}, process {look.pid}: {state.state}, "
+            f"{state.where}\n{''.join(look.texts[-1:])}\n"
+            for state, look in zip(found, looks, strict=True)
+        ]
+        self._writing = threading.Thread(
+            target=self._append, args=(texts,), name="stack files", daemon=True
+        )
+        self._writing.start()
+        self._writing.join(_WRITTEN_WITHIN_S)
+
+    def _append(self, texts: Sequence[str]) -> None:
+        for worker, text in zip(self._workers, texts, strict=True):
+            try:
+                with worker.files.stack.open("a") as f:
+                    f.write(text)
+            except OSError as e:
+                _log.warning("%s: not written: %s", worker.files.stack, e)
+
+
+@dataclass(frozen=True)
+class WorkerSample:
+    """What was seen of a worker.
+
+    Attributes:
+        letter: Linux's, of its process; None: it is gone.
+        dumps: What its main thread did, one look after the other.
+        published: What it has published.
+        computes: Whether its main thread wants a CPU nearly always, and has no GPU: one that waits
+            for its GPU spins.
+        alive: Whether it was busy meanwhile, or see `StepClock.is_alive`.
+        alone: Whether it is a replica, which is at work as long as it waits for others.
+    """
+
+    letter: str | None
+    dumps: Sequence[tuple[Frame, ...]]
+    published: WorkerStatus
+    computes: bool = False
+    alive: bool = False
+    alone: bool = False
+
+    @property
+    def state(self) -> str:
+        """What a rank is at (see `RankState`)."""
+        if self.letter in (None, "Z"):
+            return "done"
+        if self.letter == _STOPPED:
+            return "stopped"
+        waits = self.alone and self.dumps and is_in_quorum(self.dumps[-1])
+        if self.published.busy or self.published.held or self.alive or waits:
+            return "busy"
+        if self.letter == _DEBUGGED:
+            return "moves"
+        if not self.dumps:
+            return "silent"
+        works = self.computes or moves(self.dumps) or is_at_work(self.dumps[-1])
+        return "moves" if works else "stands"
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people (see `RankState`)."""
+        match self.state:
+            case "stopped":
+                return "stopped by a signal (SIGSTOP, or the like)"
+            case "silent":
+                return f"out of reach: its process is in state {self.letter}, and shows no stack"
+            case "done":
+                return "done"
+            case "busy" if not self.dumps:
+                return "work that is no step"
+        return place(self.dumps[-1] if self.dumps else ())
+
+
+def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -> bool:
+    return before_s is not None and after_s is not None and after_s - before_s > wanted_s
+
+
+def _awaits(worker: WorkerStatus, proposal: Proposal | None) -> bool:
+    """Tell whether a worker waits for its leader's word on the step that it is at."""
+    return proposal is not None and not proposal.confirmed and worker.passed == proposal.step
+
+
+def _message(item: Any) -> Message:
+    fields = asdict(item)
+    fields.pop("time")
+    return {**fields, "age_s": 0.0}
+
+
+def kill_stopped(pids: Sequence[int]) -> None:
+    """Kill workers that are stopped by a signal: no other would end them in time (agent)."""
+    for pid in pids:
+        if stacks.process_state(pid) == _STOPPED:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+# ---- When a worker is taken for hung, and what its stack says (pure)
+# The clock of a worker starts anew with every sign of life: another step, a report of whatever, a
+# boundary, a question whether to save. It stands still while the worker is at a checkpoint of
+# ours, stays at one for the leader, or waits for his word on one; and while this agent itself did
+# not run.
+#
+# The limit is `launcher.agent.hang_after_s`, or 10 times the median step and at least a minute.
+# What comes before the second step (compiling, the first batches) is no measure: there it is ten
+# times the setting, and at least ten minutes; by default nothing before the first step is a hang
+# at all. Nor is what comes after the last one, where the script says which that is
+# (``report(total_steps=...)``).
+
+
+LEAST_S = 60.0
+START_S = 600.0
+TIMES = 10.0
+"""Times the median step; and times the setting, before the second step."""
+_REMEMBERED = 101
+_ASLEEP_S = 5.0
+"""Who looks less often than that was asleep meanwhile."""
+
+
+class StepClock:
+    """One worker's steps; monotonic seconds.
+
+    Args:
+        after_s: The setting: None for the default, 0 for never.
+        now: When the worker was started.
+    """
+
+    def __init__(self, after_s: float | None, now: float) -> None:
+        self._after_s = after_s
+        self._lived = self._looked = self._asked = now
+        self._sign: tuple[object, ...] = ()
+        self._step: int | None = None
+        self._stepped = now
+        self._steps_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._is_over = False
+
+    def look(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
+        """Take note of what the worker has published.
+
+        Args:
+            worker: That.
+            now: The time; to be called several times a second.
+            awaited: Whether it waits for its leader's word.
+        """
+        slept_s = now - self._looked
+        self._looked = now
+        if slept_s > _ASLEEP_S:
+            self._lived += slept_s
+            self._asked += slept_s
+            self._stepped += slept_s
+        step = max((s for s in (worker.step, worker.passed) if s is not None), default=None)
+        sign = (step, worker.boundary, worker.samples, worker.pulse)
+        if sign != self._sign or worker.busy or worker.held or awaited:
+            self._sign, self._lived = sign, now
+        self._note_step(step, now)
+        self._is_over = _is_over(worker, step)
+
+    def _note_step(self, step: int | None, now: float) -> None:
+        if step is None or step == self._step:
+            return
+        if self._step is not None and step > self._step:
+            self._steps_s.append((now - self._stepped) / (step - self._step))
+        self._step, self._stepped = step, now
+
+    def asked(self, now: float) -> None:
+        """The group has been looked into; if it goes on, the next time is a whole limit away."""
+        self._asked = now
+
+    @property
+    def limit_s(self) -> float | None:
+        """No sign of life for so long is suspect; None: nothing is."""
+        if self._after_s == 0 or self._is_over or (self._after_s is None and self._step is None):
+            return None
+        if not self._steps_s:
+            return max(START_S, TIMES * (self._after_s or 0.0))
+        if self._after_s is not None:
+            return self._after_s
+        return max(LEAST_S, TIMES * statistics.median(self._steps_s))
+
+    def is_alive(self, now: float) -> bool:
+        """Tell whether it has shown a sign of life of late, but has not made a step.
+
+        Others wait for it then. One that makes steps is no reason to wait for those that do not.
+        """
+        half_s = (self.limit_s or 0.0) / 2
+        return now - self._lived < half_s <= now - self._stepped
+
+    def stalled_s(self, now: float) -> float:
+        """Return the seconds since the last sign of life."""
+        return now - self._lived
+
+    def is_due(self, now: float) -> bool:
+        """Tell whether the group is to be looked into."""
+        limit_s = self.limit_s
+        return limit_s is not None and now - max(self._lived, self._asked) >= limit_s
+
+
+def _is_over(worker: WorkerStatus, step: int | None) -> bool:
+    return worker.total_steps is not None and step is not None and step >= worker.total_steps
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        """Return it as people read it."""
+        return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
+
+
+_FAULTHANDLER = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+_PY_SPY = re.compile(r"^    (?P<name>.+) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
+_THREAD = re.compile(r"^(Current thread|Thread) ")
+
+
+def main_thread(text: str) -> tuple[Frame, ...]:
+    """Return the frames of a dump's main thread, the innermost first; () if it has none.
+
+    Args:
+        text: As faulthandler writes it, which ends with the main thread (but of more than a hundred
+            threads leaves it out; the current one is taken then), or as ``py-spy dump``, where it
+            is called MainThread.
+    """
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append((line, []))
+        elif threads and (found := _FAULTHANDLER.match(line) or _PY_SPY.match(line)):
+            number = found["line"] or "0"
+            at = int(number) if number.isdigit() else 0
+            function = found["name"].rpartition(".")[2]  # py-spy: decorate.<locals>.wrapper
+            threads[-1][1].append(Frame(found["file"], at, function))
+    named = [frames for head, frames in threads if '"MainThread"' in head or "MainThread" in head]
+    cut = any(line.startswith("...") for line in text.splitlines())
+    current = [frames for head, frames in threads if head.startswith("Current")]
+    last = [frames for _, frames in threads[-1:]]
+    candidates = [*last, *(current if cut else []), *named]
+    return tuple(candidates[-1]) if candidates else ()
+
+
+_COLLECTIVE = re.compile(r"/torch/distributed/")
+_WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context", "__call__", "_call_impl")
+_BACKWARD = re.compile(r"/torch/autograd/")
+_OURS = re.escape(str(Path(__file__).parents[1]))
+_QUORUM = re.compile(rf"^{_OURS}/ft/")
+_WORK = re.compile(
+    r"/torch/(serialization\.py|distributed/checkpoint/|_dynamo/convert_frame"
+    r"|_inductor/(compile_fx|graph|codecache|async_compile))|/triton/compiler/|/safetensors/"
+    rf"|^{_OURS}/checkpoint/"
+)
+"""What takes long without a step: saving, loading and compiling."""
+_NOT_THE_USERS = re.compile(
+    rf"^<|/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^{_OURS}/"
+)
+_LOOKED_AT = 40
+
+
+def waits_in(frames: Sequence[Frame]) -> str | None:
+    """Return what a stack waits for others in: a collective, a backward pass; None: nothing known.
+
+    DistributedDataParallel waits within the backward pass, where Python shows only that.
+    """
+    inner = list(frames[:_LOOKED_AT])
+    users = next((i for i, f in enumerate(inner) if is_users(f)), len(inner))
+    for pattern in (_QUORUM, _COLLECTIVE):
+        names = [f.function for f in inner[:users] if pattern.search(f.file)]
+        names = [name for name in names if name not in _WRAPPERS]
+        if names:
+            return names[-1]
+    return "backward" if any(_BACKWARD.search(f.file) for f in inner[:users]) else None
+
+
+def is_at_work(frames: Sequence[Frame]) -> bool:
+    """Tell whether a stack shows something that may take long and is no step."""
+    return any(_WORK.search(frame.file) for frame in frames[:_LOOKED_AT])
+
+
+def is_in_quorum(frames: Sequence[Frame]) -> bool:
+    """Tell whether a stack waits for other replicas (``ft=true``)."""
+    return any(_QUORUM.search(frame.file) for frame in frames[:_LOOKED_AT])
+
+
+def is_users(frame: Frame) -> bool:
+    """Tell whether a frame is of the user's own code."""
+    return not _NOT_THE_USERS.search(frame.file)
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """Return where a stack stands: the user's innermost frame, or the innermost of all."""
+    users = next((frame for frame in frames if is_users(frame)), None)
+    return str(users or (frames[0] if frames else "an unknown place"))
+
+
+def moves(dumps: Sequence[Sequence[Frame]]) -> bool:
+    """Tell whether stacks that were taken one after the other differ."""
+    return any(tuple(dump) != tuple(dumps[0]) for dump in dumps[1:])
+
+
+# ---- Several looks at each worker of a node, over a second or two
+# All workers are looked at at the same time, and for no longer than `WITHIN_S`: the leader takes
+# a node that does not answer for one that hangs. What is not seen until then is done without.
+
+
+WITHIN_S = 10.0
+"""A fair part of `rendezvous.hang_diagnosis.ANSWER_S`, and room for a look that py-spy fails at."""
+_PAUSES_S = (0.3, 0.5, 0.8)
+"""Between two looks at a stack."""
+_OUT_OF_REACH = ("T", "Z", None)
+
+
+class StackSampler:
+    """The looks at one worker; all attributes grow while it is looked at.
+
+    Args:
+        pid: Its process; None: it is gone.
+        page: Its control page.
+        dump: Where it writes its stacks.
+    """
+
+    def __init__(self, pid: int | None, page: ReadablePage, dump: Path) -> None:
+        self.pid = pid
+        self.texts: list[str] = []
+        """Its stacks, one look after the other."""
+        self.was_busy = False
+        """Whether it was at what takes long: then there are no further stacks."""
+        self._page = page
+        self._dump = dump
+
+    def look(self, deadline: float) -> None:
+        """Look until something is known, or the time is over; monotonic seconds."""
+        for pause_s in (0.0, *_PAUSES_S):
+            time.sleep(pause_s)
+            published = self._page.read()
+            self.was_busy = bool(published.busy or published.held)
+            if self.was_busy or time.monotonic() > deadline:
+                return
+            self._look()
+
+    def _look(self) -> None:
+        if self.pid is None or stacks.process_state(self.pid) in _OUT_OF_REACH:
+            return
+        text = stacks.take(self.pid, self._dump)
+        if text:
+            self.texts.append(text)
+
+
+def look_at(workers: Sequence[StackSampler]) -> None:
+    """Look at all workers, each on a thread of its own; return when all is seen, or in time."""
+    deadline = time.monotonic() + WITHIN_S
+    threads = [
+        threading.Thread(target=worker.look, args=(deadline,), name="stack", daemon=True)
+        for worker in workers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,530 @@
+"""Wires a task together: the session with the leader, torch's agent, the run directory.
+
+One call, `supervise`, lives as long as the task. It returns the task's exit code, and has told the
+leader why this node goes, whatever the reason was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from hpc_elastic.agent.elastic_agent import AgentContext, ElasticAgent
+from hpc_elastic.agent.metrics import Exporter, Observer, Sample
+from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent.preemption import (
+    PreemptionConfig,
+    PreemptionState,
+    PreemptionWatcher,
+    TimeLimitSource,
+    first_spread_s,
+    spread_s,
+)
+from hpc_elastic.agent.preflight import Preflight, keep_away
+from hpc_elastic.agent.replica import Replica, keepers
+from hpc_elastic.agent.signals import SignalPipe
+from hpc_elastic.agent.task_context import Task
+from hpc_elastic.agent.warm_workers import (
+    WarmWorkerPool,
+    allow_connections,
+    prepare_environment,
+    worker_command,
+)
+from hpc_elastic.agent.worker_failures import NodeIdentity
+from hpc_elastic.checkpoint.node_memory import agent_folder
+from hpc_elastic.config.schema import Nproc
+from hpc_elastic.errors import (
+    ConfigError,
+    HpcElasticError,
+    LocalQueueError,
+    RunDirectoryError,
+    SlurmCommandError,
+    SlurmError,
+)
+from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
+from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
+from hpc_elastic.rendezvous.session import Departed, Requeued, Session
+from hpc_elastic.rendezvous.status_writer import StatusWriter
+from hpc_elastic.rendezvous.term import RunFiles
+from hpc_elastic.rendezvous.torch_handler import RoundStores, SlurmRendezvousHandler
+from hpc_elastic.run.directory import RunDir, RunSpec
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.shared_files import Mount
+from hpc_elastic.slurm import requeue
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.combined_requests import CombinedRequests
+from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
+from hpc_elastic.slurm.job_state import TaskState, queue_name
+from hpc_elastic.slurm.requeue import depart, foresee, give_back
+from hpc_elastic.slurm.scheduler import RunTasks, scheduler_of, tasks_of
+from hpc_elastic.slurm.sweep_queue import SweepQueue
+from hpc_elastic.transport import interface
+from hpc_elastic.transport.auth import of_generation
+from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE
+
+_log = logging.getLogger(__name__)
+
+TAKEN = 128 + signal.SIGTERM
+_UNFIT_AWAY_S = 10.0
+_ENDS_AGENT = "SIGINT,SIGHUP,SIGQUIT"
+"""What torch's agent ends by; SIGTERM is a notice."""
+
+
+def supervise(
+    task: Task,
+    caught: SignalPipe,
+    spares: WarmWorkerPool,
+    times: OutputTimes,
+    checks: Preflight | None = None,
+) -> int:
+    """Run the agent of one node until the run has ended or the node is left.
+
+    Args:
+        task: The node's task.
+        caught: The signals that came since the process was started.
+        spares: The first spares; they end with this call.
+        times: Writes down when the workers' output was written.
+        checks: Those of this node, under way; None: it is not checked.
+
+    Returns:
+        0: the run has succeeded; `TAKEN`: the node was left; 1: the run, or this node, has failed.
+    """
+    events = EventLog(task.run.events(task.name), task.name)
+    started = psutil.Process().create_time()
+    events.write(
+        "task", attempt=task.attempt, host=task.slurm.node_name, pid=os.getpid(), started=started
+    )
+    notices = PreemptionState(events)
+    watch = PreemptionWatcher(
+        caught, _terms(task.spec), notices, _scheduler(task, time.time() - started)
+    )
+    watch.start()
+    with agent_folder() as folder:
+        try:
+            return NodeAgent(task, events, folder, notices).run(spares, times, checks)
+        except SignalException as e:
+            _log.warning("this agent is ended: %s", e)
+            events.write("taken", signal=e.sigval.name)
+            return _go(task, events, Reason.SIGNAL)
+        except (RendezvousError, HpcElasticError) as e:
+            events.write("gave up", why=str(e))
+            print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
+            notice = notices.current  # then it is no wonder, and the task is to come back
+            return 1 if notice is None else _go(task, events, notice.reason)
+        finally:
+            spares.close()
+            watch.close()
+            events.append([])
+
+
+def _terms(spec: RunSpec) -> PreemptionConfig:
+    user_signal = signal.Signals[f"SIG{spec.notice_signal}"]
+    return PreemptionConfig(spec.notice_s, spec.grace_s, spec.kill_wait_s, user_signal)
+
+
+def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
+    """Return what can be asked about this task, whose process has that age."""
+    scheduler, end_s = scheduler_of(task.spec), task.slurm.end_time_s
+    all_of_it = _scheduler_of_all(task)
+    told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
+    if end_s is not None:
+        told_left_s = end_s - time.time()
+
+    def time_left_s() -> float | None:
+        if task.spec.launcher == "local":
+            return None
+        if isinstance(all_of_it, CombinedRequests):
+            return all_of_it.time_left_s()
+        job = str(task.slurm.job_id)  # of this task alone, not of its array
+        state = scheduler.tasks([job]).get(queue_name(task.name))
+        return None if state is None else state.time_left_s
+
+    return TimeLimitSource(
+        foresee=lambda: foresee(task.name, all_of_it, attempt=task.attempt),
+        time_left_s=time_left_s,
+        told_left_s=told_left_s,
+        spread_s=spread_s(task.num_in_array),
+        first_spread_s=first_spread_s(task.num_in_array),
+    )
+
+
+def _scheduler_of_all(task: Task) -> requeue.Scheduler:
+    """Return the scheduler of a task that may leave its node together with all others."""
+    return scheduler_of(task.spec, task.run, task.name, task.attempt)
+
+
+def _go(task: Task, events: EventLog, reason: Reason) -> int:
+    """Go back to the queue, if this task is to come back; return its exit code."""
+    known: list[ExitFacts] = []
+    how = depart(
+        task.name, _scheduler_of_all(task), attempt=task.attempt, reason=reason, run=task.run,
+        note=known.append,
+    )  # fmt: skip
+    node = None
+    if task.spec.launcher == "slurm":
+        node = task.slurm.node_name
+        requeue.leave(task.run, task.name, node, SlurmClient())
+    means = _meaning(known[0], node) if known else {}
+    events.write("left", reason=reason.value, how=how.value, **means)
+    return TAKEN
+
+
+def _meaning(facts: ExitFacts, host: str | None) -> dict[str, str]:
+    """Return what is known of a SIGTERM, as fields of the event.
+
+    Args:
+        facts: What the scheduler said.
+        host: The node, if it is one of Slurm's.
+    """
+    if facts.reason is not Reason.SIGNAL:
+        return {}
+    means = meaning(facts)
+    found = {} if means is None else {"means": means.value}
+    if host is None or means not in (None, Meaning.REQUEUED, Meaning.CANCELLED):
+        return found
+    try:
+        node = SlurmClient().out_of_service(host)
+    except SlurmCommandError as e:
+        _log.warning("the state of %s is not known: %s", host, e)
+        return found
+    return {**found, "node": node} if node else found
+
+
+class NodeAgent:
+    """The parts of one task, made in the order in which they need each other."""
+
+    def __init__(
+        self, task: Task, events: EventLog, control: Path, notices: PreemptionState
+    ) -> None:
+        self._task = task
+        self._spec = task.spec
+        self._events = events
+        self._control = control
+        self._notices = notices
+        self._tasks = tasks_of(task.spec)
+        self._sweep = _sweep_of(task)
+        self._interface = _interface(task)
+        self._mount = Mount.of(task.run.path)
+        cpus, is_local = task.slurm.cpus_on_node, task.spec.launcher == "local"
+        self._nproc = num_workers(task.spec.nproc_per_node, cpus, is_local=is_local)
+        self._observer = Observer(self._sample)
+        self._session: Session | None = None
+        self._replica: Replica | None = None
+
+    def run(
+        self, spares: WarmWorkerPool, times: OutputTimes, checks: Preflight | None = None
+    ) -> int:
+        """Return the task's exit code."""
+        early = self._notices.current
+        if early is not None:
+            return _go(self._task, self._events, early.reason)
+        unfit = self._unfit(checks) if checks is not None else None
+        if unfit is not None:
+            return unfit
+        self._prepare_environment()
+        session = self._session = self._open_session()
+        self._notices.connect(session)
+        try:
+            exit_code = self._run_agent(session, spares, times)
+        except SignalException as e:
+            session.leave(f"taken by {e.sigval.name}")
+            raise
+        finally:
+            self._notices.close()
+            session.leave("its agent ended")
+        if session.sent_back is not None:
+            return self._go_back(session.sent_back)
+        if session.leaving is not None:
+            return _go(self._task, self._events, self._why(session.leaving))
+        return exit_code
+
+    def _unfit(self, checks: Preflight) -> int | None:
+        """Leave this node if something is wrong with it; None: it may join."""
+        host = self._task.slurm.node_name
+        for problem in checks.problems():
+            goes = problem.is_nodes and keep_away(problem, self._task, self._tasks)
+            self._events.write(
+                "preflight", check=problem.check, reason=problem.reason, host=host,
+                fit=not problem.is_nodes, excluded=goes,
+            )  # fmt: skip
+            if problem.is_nodes:
+                told = f"hpc_elastic: {host} is not fit to join: {problem.reason}"
+                print(told, file=sys.stderr)
+                return self._go_back(Requeued(_UNFIT_AWAY_S)) if goes else 1
+        return None
+
+    def _why(self, leaving: Departed) -> Reason:
+        """Return why this node is left: a notice from the leader may have come outside a round."""
+        notice = self._notices.current
+        return notice.reason if notice is not None else Reason(leaving.reason)
+
+    def _go_back(self, sent_back: Requeued) -> int:
+        """Give this node back to the queue."""
+        task, delay_s = self._task, sent_back.delay_s
+        self._events.write("given back", delay_s=round(delay_s, 1))
+        try:
+            give_back(
+                task.name, _scheduler_of_all(task), delay_s, attempt=task.attempt, run=task.run
+            )
+        except (HpcElasticError, OSError) as e:
+            _log.error("this node could not be given back, so it ends its task: %s", e)
+            return 1
+        return TAKEN
+
+    def _run_agent(self, session: Session, spares: WarmWorkerPool, times: OutputTimes) -> int:
+        stores = RoundStores(self._interface.address) if self._replica is not None else None
+        handler = SlurmRendezvousHandler(
+            session, self._spec.run_id, self._spec.rendezvous.join_timeout_s, stores=stores
+        )
+        workplace = AgentContext(
+            place=NodeIdentity(self._task.name, self._task.slurm.node_name, self._task.logs),
+            control=self._control,
+            run=self._task.run,
+            stopped=partial(self._events.write, "stopped", attempt=self._task.attempt),
+            settings=self._spec.agent,
+            notices=self._notices,
+            trains=partial(self._events.write_behind, "trains", attempt=self._task.attempt),
+            saves_itself=self._spec.launcher == "slurm",
+            replica=self._replica,
+            times=times,
+            events=self._events,
+            observer=self._observer,
+        )
+        spares.resize(self._nproc if self._spec.agent.spares else 0)
+        agent = ElasticAgent(self._worker_spec(handler), handler, workplace, spares)
+        exporter = self._exporter()
+        try:
+            agent.run()
+        finally:
+            exporter.close()
+        verdict = session.verdict
+        return 0 if verdict is not None and verdict.status == "succeeded" else 1
+
+    def _worker_spec(self, handler: SlurmRendezvousHandler) -> WorkerSpec:
+        entrypoint, *args = worker_command(self._task)
+        return WorkerSpec(
+            role="default",
+            local_world_size=self._nproc,
+            rdzv_handler=handler,
+            entrypoint=entrypoint,
+            args=tuple(args),
+            max_restarts=self._spec.max_restarts,
+            monitor_interval=self._spec.agent.monitor_interval_s,
+        )
+
+    def _open_session(self) -> Session:
+        task, slurm = self._task, self._task.slurm
+        me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
+        office = self._office(self._tasks, task.run.secret.read_bytes())
+        candidacy = LeaderCandidate(self._interface.address, office, self._tasks.is_running)
+        if self._spec.ft:
+            self._replica = Replica(me, self._control, self._spec.max_nodes)
+        return Session(me, candidacy, progress=self._observer.progress, group=self._replica)
+
+    def _office(self, tasks: RunTasks, secret: bytes) -> LeaderContext:
+        """Return what this node would lead the run with."""
+        run, spec, events = self._task.run, self._spec, self._events
+        settings = spec.rendezvous
+        return LeaderContext(
+            rules=RoundRules(
+                spec.min_nodes, spec.max_nodes, spec.max_restarts,
+                settings.start_timeout_s, settings.last_call_s,
+                grow=spec.grow, grow_after_s=spec.grow_after_s,
+                min_wait_s=spec.min_wait_s,
+                max_attempts_without_progress=spec.max_attempts_without_progress,
+                max_requeues=spec.max_requeues,
+                ft=spec.ft, in_sweep=self._sweep is not None,
+            ),
+            liveness=HeartbeatConfig.of(
+                settings.heartbeat_s, settings.lost_after_s, spec.max_nodes,
+                self._mount.refreshed_stale_s,
+            ),
+            secret=of_generation(secret, spec.generation),
+            register=DecisionLog(run.rdzv, secret),
+            make_journal=partial(StatusWriter, run, spec.run_id, events),
+            world=RunScheduler(run, tasks, RoundStores(self._interface.address), self._sweep),
+            notices=RunFiles(run),
+            make_keeper=keepers(spec.min_nodes),
+            generation=spec.generation,
+            pace=LeaderTiming.of(self._mount),
+        )  # fmt: skip
+
+    def _exporter(self) -> Exporter:
+        task = self._task
+        labels = (self._spec.run_id, task.name, task.slurm.node_name)
+        port = self._spec.agent.metrics_port
+
+        def look() -> Sample:
+            self._events.append([])
+            return self._observer.look()
+
+        file = task.run.metrics(task.name)
+        return Exporter(file, labels, look, port, is_local=self._mount.is_local)
+
+    def _sample(self) -> Sample:
+        """Return what is known of this node beside its workers."""
+        session = self._session
+        round_ = session.placed if session is not None else None
+        noticed = self._notices.current is not None
+        task = Sample(requeues=self._task.attempt, notices=int(noticed), group_nodes=0)
+        if round_ is None:
+            return task
+        return replace(
+            task, group_nodes=round_.group_size, group_workers=round_.world_size,
+            rounds=round_.number, restarts=round_.restarts,
+        )  # fmt: skip
+
+    def _prepare_environment(self) -> None:
+        allow_connections()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", self._interface.name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", self._interface.name)
+        os.environ[DIRECTORY_VARIABLE] = str(self._control)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _ENDS_AGENT
+        prepare_environment(self._task, self._nproc)
+
+
+def _sweep_of(task: Task) -> SweepQueue | None:
+    """Return the queue of the runs that were submitted with this one; None if it was alone."""
+    if task.spec.launcher != "slurm":
+        return None
+    queue = SweepQueue(task.run, task.spec, task.slurm.partition, SlurmClient())
+    try:
+        return queue if queue.num_runs > 1 else None
+    except (OSError, RunDirectoryError) as e:
+        _log.warning("the other runs of the sweep are not known: %s", e)
+        return None
+
+
+def num_workers(wanted: Nproc, cpus: int, *, is_local: bool = False) -> int:
+    """Return how many workers a node runs.
+
+    Args:
+        wanted: A number; ``gpu``: one a GPU; ``cpu``: one a CPU; ``auto``: one a GPU, or one
+            where there is none.
+        cpus: The CPUs that Slurm gave the task on this node.
+        is_local: The node is a process of ``launcher=local``.
+
+    Raises:
+        ConfigError: ``gpu`` on a node where torch sees none.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if wanted == "gpu" and gpus == 0:
+        remedy = "set launcher.gpus_per_node"
+        if is_local:
+            remedy = "give a number or cpu, or leave it at auto"
+        raise ConfigError("nproc_per_node", wanted, f"torch sees no GPU on this node: {remedy}")
+    return cpus if wanted == "cpu" else max(1, gpus)
+
+
+def _interface(task: Task) -> interface.Interface:
+    if task.spec.launcher == "local":
+        return interface.LOOPBACK
+    name = task.slurm.node_name
+    return interface.find(name, task.spec.interface, lambda: SlurmClient().node_address(name))
+
+
+# ---- What the leader of a run reaches beyond the run directory: the scheduler, and torch's store
+
+
+_FAILURES = (SlurmError, LocalQueueError, OSError)
+
+
+class RunScheduler:
+    """The `LeaderScheduler` of one run. A scheduler that fails is logged, and ends nothing."""
+
+    def __init__(
+        self, run: RunDir, tasks: RunTasks, stores: RoundStores, sweep: SweepQueue | None = None
+    ) -> None:
+        self._run = run
+        self._tasks = tasks
+        self._sweep = sweep
+        self.make_store = stores.make
+
+    def view(self) -> Mapping[str, TaskState] | None:
+        """Ask how the tasks of the run are; None where nobody knows."""
+        try:
+            return self._tasks.view()
+        except OSError as e:  # the submission's files, which name the jobs
+            _log.warning("the run's tasks can not be looked up: %s", e)
+            return None
+
+    def cancel_pending(self) -> None:
+        """Take back the run's tasks that are still in the queue; others may start in its place."""
+        try:
+            self._tasks.cancel_pending()
+        except _FAILURES as e:
+            _log.warning("pending tasks of the run were not cancelled: %s", e)
+        self._let_others_start(ends=True)
+
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+        """Ask whether other runs of the sweep hold the nodes that this one lacks."""
+        try:
+            return None if self._sweep is None else self._sweep.waits_in_vain(lost)
+        except (SlurmError, OSError, RunDirectoryError) as e:
+            _log.warning("the other runs of the sweep can not be looked up: %s", e)
+            return None
+
+    def let_others_start(self, lost: Iterable[str]) -> None:
+        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
+        self._let_others_start(lost)
+
+    def _let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
+        try:
+            if self._sweep is not None:
+                self._sweep.let_others_start(lost, ends=ends)
+        except (SlurmError, OSError, RunDirectoryError) as e:
+            _log.warning("other runs of the sweep may start late: %s", e)
+
+    def postpone_pending(self, delay_s: float) -> None:
+        """Let none of the run's queued tasks start for a while."""
+        try:
+            self._tasks.postpone_pending(delay_s)
+        except _FAILURES as e:
+            _log.warning("pending tasks of the run were not postponed: %s", e)
+
+    def clear_holds(
+        self,
+        tasks: Iterable[str],
+        unseen: Mapping[str, str],
+        failed_on: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Let tasks that were lost or have left come back soon, by requeue or replacement."""
+        try:
+            self._tasks.bring_back(self._run, tasks, unseen, failed_on)
+        except _FAILURES as e:
+            _log.warning("tasks of the run may come back late, or not at all: %s", e)
+
+    def readmit(self, tasks: Iterable[str]) -> None:
+        """Let tasks start on the nodes that they were lost with, where these are rid of them."""
+        try:
+            self._tasks.readmit(self._run, tasks)
+        except _FAILURES as e:
+            _log.warning("tasks of the run avoid nodes that may be well again: %s", e)
+
+    def exclude(self, hosts: Iterable[str], why: str) -> None:
+        """Keep the run's tasks away from nodes that are blamed for something."""
+        try:
+            self._tasks.exclude(self._run, hosts, why)
+        except _FAILURES as e:
+            _log.warning("the run may start on %s again: %s", ", ".join(hosts), e)
+
+    def log_of(self, task: str, attempt: int) -> str | None:
+        """Return where an attempt's log is."""
+        return str(self._run.attempt(task, attempt) / "agent.log")

@@ -1,0 +1,97 @@
+"""Which node of which run a task is, by the array file and what Slurm tells it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.errors import HpcElasticError, RunDirectoryError
+from hpc_elastic.run.directory import AGENT_LOG, ArrayFiles, RunDir, RunSpec
+from hpc_elastic.slurm import scheduler
+from hpc_elastic.slurm.environment import SlurmEnvironment
+
+
+@dataclass(frozen=True)
+class Task:
+    """One node of one run, in one attempt."""
+
+    run: RunDir
+    spec: RunSpec
+    slot: int
+    slurm: SlurmEnvironment
+
+    in_gang: bool = False
+    num_in_array: int = 1
+    """How many tasks the array has, of all its runs."""
+    superseded: bool = False
+    """Whether the run was resumed since, with other tasks."""
+
+    @property
+    def name(self) -> str:
+        """``<array job id>_<index>``, as squeue prints it; ``<job id>.<node id>`` in a gang."""
+        return self.slurm.task_name
+
+    @property
+    def attempt(self) -> int:
+        """How often Slurm has requeued this task."""
+        return self.slurm.restart_count
+
+    @property
+    def logs(self) -> Path:
+        """Where this attempt's logs go."""
+        return self.run.attempt(self.name, self.attempt)
+
+    @property
+    def agent_log(self) -> Path:
+        """The log of this attempt's agent."""
+        return self.logs / AGENT_LOG
+
+
+def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
+    """Look up which node of which run this task is.
+
+    Raises:
+        RunDirectoryError: the array file or the run directory can not be read.
+        SlurmEnvironmentError: a variable that the task will need is malformed.
+        HpcElasticError: this process is no task of that array.
+    """
+    require_readable(slurm)
+    try:
+        content = json.loads(array.read_text())
+        runs, in_gang = content["runs"], bool(content.get("gang"))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise RunDirectoryError(f"{array}: not readable on {slurm.node_name}: {e}") from e
+    job_id, index = _place(slurm, in_gang=in_gang)
+    if index >= len(runs):
+        raise HpcElasticError(f"{array} has {len(runs)} tasks, not {index}")
+    files = ArrayFiles.of(array)
+    if files.job_id is None:  # submitted by hand
+        files.submitted_as(str(job_id))
+    if in_gang:
+        scheduler.record(files, slurm)
+    run = RunDir(Path(runs[index]["dir"]))
+    spec = run.load()
+    superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
+    return Task(run, spec, int(runs[index]["slot"]), slurm, in_gang, len(runs), superseded)
+
+
+def require_readable(slurm: SlurmEnvironment) -> None:
+    """Read once what the agent will read later, far from where an error could be explained.
+
+    Raises:
+        SlurmEnvironmentError: names the variable, its value and what is expected.
+    """
+    _ = slurm.task_name, slurm.restart_count, slurm.node_name, slurm.cpus_on_node
+    _ = slurm.step_id, slurm.end_time_s, slurm.hosts
+
+
+def _place(slurm: SlurmEnvironment, *, in_gang: bool) -> tuple[int, int]:
+    """Return (job id, index in the array file) of this task."""
+    if in_gang:
+        if slurm.array_job_id is not None:
+            raise HpcElasticError("not a gang's job: submit the script without --array")
+        return slurm.job_id, slurm.node_id
+    if slurm.array_task_id is None or slurm.array_job_id is None:
+        raise HpcElasticError("not an array task: submit the script with its #SBATCH --array line")
+    return slurm.array_job_id, slurm.array_task_id

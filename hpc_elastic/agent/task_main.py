@@ -1,0 +1,201 @@
+"""What a task does first: it finds its run, opens its log, and hands over to `agent/node_agent`."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from logging.handlers import QueueHandler
+from pathlib import Path
+from queue import SimpleQueue
+
+from hpc_elastic.agent import preflight
+from hpc_elastic.agent.output_times import OutputTimes
+from hpc_elastic.agent.signals import SignalPipe
+from hpc_elastic.agent.task_context import Task, find_task
+from hpc_elastic.agent.warm_workers import first_spares, uncollected
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run.directory import Submission, task_name
+from hpc_elastic.shared_files import is_there
+from hpc_elastic.slurm import scheduler
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.environment import SlurmEnvironment
+
+_LOOK_S = 0.5
+"""Between two looks for the run's end, while this node gets ready: torch's import takes seconds."""
+
+
+def start(argv: Sequence[str], caught: SignalPipe) -> int:
+    """Run the agent of one node; return its exit code.
+
+    Args:
+        argv: The arguments of `hpc_elastic.agent`.
+        caught: The signals that came since the process was started.
+    """
+    parser = argparse.ArgumentParser(prog="python -m hpc_elastic.agent")
+    parser.add_argument("array", type=Path, help="<sweep>/.hpc_elastic/array-<k>.json")
+    arguments = parser.parse_args(argv)
+    try:
+        task = find_task(arguments.array, SlurmEnvironment.from_env(os.environ))
+        if task.superseded or task.run.is_over:
+            why = "was resumed with other tasks" if task.superseded else "has ended"
+            print(f"{task.run.path}: the run {why}; nothing to do")
+            return 0
+        task.logs.mkdir(parents=True, exist_ok=True)
+        log = _log_to(task.agent_log)
+    except (HpcElasticError, OSError) as e:
+        print(f"hpc_elastic: {e}", file=sys.stderr)
+        return 1
+    times = OutputTimes([task.agent_log, Submission(Path(task.spec.submission)).log(task.name)])
+    times.start()
+    try:
+        return _run(task, caught, times)
+    finally:
+        log.close()
+        times.close()
+
+
+def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
+    print(f"{task.run.path}: logs of this task are in {task.logs}")
+    spares = first_spares(task)  # they import torch while this process does
+    checks = preflight.begin(task) if task.spec.agent.preflight else None
+    with uncollected(), _unless_it_ends(task):
+        from hpc_elastic.agent.node_agent import supervise
+
+    exit_code = supervise(task, caught, spares, times, checks)
+    if task.in_gang:
+        _leave_gang(task)
+    return exit_code
+
+
+@contextlib.contextmanager
+def _unless_it_ends(task: Task) -> Iterator[None]:
+    """End this process at once if its run ends meanwhile: no agent has heard of this node yet."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_S):
+            with contextlib.suppress(OSError):
+                if task.run.is_over:
+                    os.write(1, f"{task.run.path}: the run has ended\n".encode())
+                    os._exit(0)
+
+    if not task.in_gang:  # its first nodes see to the end of the job
+        threading.Thread(target=look, name="run's end", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _leave_gang(task: Task) -> None:
+    """See that the gang's job ends with its run, whatever became of the batch script."""
+    try:
+        scheduler.mark_end(task.logs, task.slurm)
+        has_result = is_there(task.run.result)
+    except OSError as e:  # the run has ended as it has ended
+        logging.getLogger(__name__).warning("the job of the gang may outlive its run: %s", e)
+        return
+    if 0 < task.slurm.node_id < scheduler.DEPUTIES and has_result:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cancellation is sent to us as well
+        first = task_name(str(task.slurm.job_id), 0, gang=True)
+        scheduler.end_if_orphaned(task.name, task.run.attempt(first, task.attempt), SlurmClient())
+
+
+def _log_to(path: Path) -> BackgroundLog:
+    with path.open("a"):
+        pass  # an error is to be told at once
+    logging.getLogger().setLevel(logging.INFO)
+    return BackgroundLog(partial(_handlers, path))
+
+
+def _handlers(path: Path) -> list[logging.Handler]:
+    file = logging.FileHandler(path, delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    errors = logging.StreamHandler()
+    errors.setLevel(logging.ERROR)
+    return [file, errors]
+
+
+# ---- The log of an agent, written on a thread of its own
+# Its file is on the shared file system. Who logs only hands over: the event loop that keeps the
+# heartbeats may neither wait for that file, nor for the lock of a thread that does.
+
+
+_JOIN_S = 2.0
+"""A file system that hangs does not keep the task from its end."""
+_MOST = 10_000
+"""So many records wait for one that hangs; those that come then are lost."""
+
+_Queue = SimpleQueue[logging.LogRecord | None]
+
+
+class BackgroundLog:
+    """Writes what the process logs, from now on (agent, once).
+
+    Args:
+        make_handlers: Makes what writes it; again in a process that is forked.
+    """
+
+    def __init__(self, make_handlers: Callable[[], Sequence[logging.Handler]]) -> None:
+        self._make_handlers = make_handlers
+        self._handlers = make_handlers()
+        self._queue: _Queue = SimpleQueue()
+        self._hands_over = _HandsOver(self._queue)
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+        logging.getLogger().addHandler(self._hands_over)
+        os.register_at_fork(after_in_child=self._go_on_in_child)
+
+    def close(self) -> None:
+        """Write what was handed over, within `_JOIN_S`; what is logged later is written at once."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            atexit.unregister(logging.shutdown)  # it would wait for the handler that hangs
+        else:
+            self._replace_by(self._handlers)
+
+    def _write(self) -> None:
+        while (record := self._queue.get()) is not None:
+            for handler in self._handlers:
+                if record.levelno >= handler.level:
+                    _handle(handler, record)
+
+    def _go_on_in_child(self) -> None:
+        """The thread is not there, and may have held a lock of what it wrote to."""
+        if self._hands_over in logging.getLogger().handlers:
+            self._replace_by(self._make_handlers())
+
+    def _replace_by(self, handlers: Sequence[logging.Handler]) -> None:
+        root = logging.getLogger()
+        for handler in handlers:
+            root.addHandler(handler)
+        root.removeHandler(self._hands_over)
+
+
+def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
+    try:
+        handler.handle(record)
+    except Exception:  # a file that could not be opened; the next record tries again
+        handler.handleError(record)
+
+
+class _HandsOver(QueueHandler):
+    """Hands a record over as text, with its traceback."""
+
+    def __init__(self, records: _Queue) -> None:
+        super().__init__(records)
+        self._records = records
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Lose it where too many wait."""
+        if self._records.qsize() < _MOST:
+            self._records.put(record)

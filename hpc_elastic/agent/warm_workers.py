@@ -1,0 +1,573 @@
+"""Spares: one process per worker slot of a node that has imported torch ahead of its use.
+
+A restart of the worker group costs an interpreter's start and `import torch` in every worker, which
+is most of it. A spare has done both: it is started with the worker's own command line, imports what
+`launcher.agent.preload` names (`hpc_elastic.agent.warm_workers`), and then blocks in a read. To
+make it a worker, the agent sends it what a new process would inherit, and closes the socket:
+
+    spare to agent   {"failed": {module: why}, "holds_gpu": bool} in a line, when it has imported
+    agent to spare   {"env": {...}} as JSON up to the end of the stream, and with its first byte the
+                     descriptors of the worker's stdout and stderr
+
+The end of the stream with nothing before it means that the agent is gone or has no use for it. One
+that still imports when it is needed is used all the same: it is further along than a new process.
+
+What a process reads once, when it starts, can not be handed over: `prewarm.fits` says when a spare
+differs there, and a new process is started instead.
+
+All calls come from the agent's main thread: Linux ends a child with the *thread* that started it
+(PR_SET_PDEATHSIG, which every worker asks for).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic._util import readable
+from hpc_elastic.agent.signals import name_of
+from hpc_elastic.agent.task_context import Task
+from hpc_elastic.config.schema import Nproc
+from hpc_elastic.shared_files import read_json
+from hpc_elastic.slurm.environment import GPUS, listed_gpus
+from hpc_elastic.worker.shared_page import SPARE_VARIABLE
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+_END_S = 5.0
+"""A killed spare is waited for at most this long; one that hangs in the kernel is left behind."""
+
+
+@dataclass
+class _WarmWorker:
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    env: dict[str, str]
+    cwd: Path | None
+    ready: bool = False
+    told: bytes = b""
+
+    def report(self) -> dict[str, Any] | None:
+        """Return what it tells when it has imported, once; None before and after."""
+        if self.ready:
+            return None
+        with contextlib.suppress(OSError):  # BlockingIOError: nothing new
+            self.told += self.channel.recv(1 << 16)
+        if not self.told.endswith(b"\n"):
+            return None
+        self.ready = True
+        return dict(json.loads(self.told))
+
+    def send(self, env: Mapping[str, str], outputs: Sequence[int]) -> bool:
+        """Make it a worker; False if it can not take all at once, which would block the agent."""
+        message = json.dumps({"env": dict(env)}).encode()
+        with self.channel:
+            try:
+                return socket.send_fds(self.channel, [message], list(outputs)) == len(message)
+            except OSError:
+                return False
+
+    def end(self) -> None:
+        """Kill it; it holds nothing that is worth a goodbye."""
+        self.channel.close()
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
+
+
+class WarmWorkerPool:
+    """The spares of one node, by worker slot.
+
+    Args:
+        slots: Workers of the node; 0 keeps no spares.
+        command: The workers' whole command line.
+        num_warming: How many may import at a time while the workers train.
+    """
+
+    def __init__(self, slots: int, command: Sequence[str], *, num_warming: int = 1) -> None:
+        self._slots = slots
+        self._command = tuple(command)
+        self._num_warming = num_warming
+        self._spares: dict[int, _WarmWorker] = {}
+        self._missing: list[int] = []
+        self._dead: list[int] = []
+        """Exit codes of those that nobody was told of."""
+        self._warned: set[str] = set()
+
+    def fill(self, *, paced: bool) -> None:
+        """Start a spare for every slot that has none.
+
+        Args:
+            paced: The workers train: let them have the CPU, and start few at a time; `tend` starts
+                the others. Without it all start at once, at full speed.
+        """
+        self._missing = [slot for slot in range(self._slots) if slot not in self._spares]
+        if paced:
+            self._look()
+            return
+        while self._missing:
+            self._start(self._missing.pop(0), paced=False)
+
+    def tend(self) -> list[int]:
+        """Hear what the spares tell, bury the dead, and start the next ones.
+
+        Returns:
+            The exit codes of those that have ended by themselves since the last call.
+        """
+        self._look()
+        dead, self._dead = self._dead, []
+        return dead
+
+    def _look(self) -> None:
+        for slot, spare in list(self._spares.items()):
+            keep = self._hear(spare)
+            if (code := spare.process.poll()) is not None:
+                _log.warning("the spare of slot %d ended by itself, with exit code %d", slot, code)
+                self._dead.append(code)
+            if not keep or code is not None:
+                self._spares.pop(slot).end()
+        warming = sum(not spare.ready for spare in self._spares.values())
+        while self._missing and warming < self._num_warming:
+            self._start(self._missing.pop(0), paced=True)
+            warming += 1
+
+    def resize(self, slots: int) -> None:
+        """Keep spares for so many slots from now on."""
+        self._slots = slots
+        for slot in [slot for slot in self._spares if slot >= slots]:
+            self._spares.pop(slot).end()
+
+    def await_imports(self, timeout_s: float) -> bool:
+        """Wait for so long at most; return whether all spares have imported, or died."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._look()
+            if all(spare.ready for spare in self._spares.values()):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the spares there are."""
+        return [spare.process.pid for spare in self._spares.values()]
+
+    def take(
+        self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
+        """Make the spare of a slot a worker.
+
+        Args:
+            slot: The worker's local rank.
+            command: Its command line.
+            env: Its whole environment.
+            outputs: Descriptors for its stdout and stderr; the spare gets copies.
+
+        Returns:
+            The worker's process; None where a new one must be started.
+        """
+        spare = self._spares.pop(slot, None)
+        self._missing = [other for other in self._missing if other != slot]
+        if spare is None:
+            return None
+        self._hear(spare)
+        if self._usable(spare, command, env) and spare.send(env, outputs):
+            state = "had imported" if spare.ready else "was still importing"
+            _log.info("slot %d: process %d, which %s", slot, spare.process.pid, state)
+            return spare.process
+        if (code := spare.process.poll()) is not None:
+            self._dead.append(code)
+        _log.info("slot %d: its spare can not be used, a new process is started", slot)
+        spare.end()
+        return None
+
+    def close(self) -> None:
+        """End all spares."""
+        self._missing = []
+        while self._spares:
+            self._spares.popitem()[1].end()
+
+    def _usable(self, spare: _WarmWorker, command: Sequence[str], env: Mapping[str, str]) -> bool:
+        lives = spare.process.poll() is None
+        same = tuple(command) == self._command and spare.cwd == _cwd()
+        return lives and same and fits(spare.env, env)
+
+    def _start(self, slot: int, *, paced: bool) -> None:
+        """Start a spare as torch starts a worker; one that can not be started is done without."""
+        env, cwd = dict(os.environ), _cwd()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as e:
+            _log.warning("no spare for slot %d: %s", slot, e)
+            return
+        how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**env, SPARE_VARIABLE: how},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except OSError as e:
+            ours.close()
+            _log.warning("no spare for slot %d: %s", slot, e)
+            return
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._spares[slot] = _WarmWorker(process, ours, env, cwd)
+
+    def _hear(self, spare: _WarmWorker) -> bool:
+        """Log what a spare tells, each thing once; return whether it may be kept."""
+        report = spare.report()
+        if report is None:
+            return True
+        for module, why in report["failed"].items():
+            self._warn(f"launcher.agent.preload: {module} is not imported ahead: {why}")
+        if report["holds_gpu"]:
+            self._warn("launcher.agent.preload: a module opens the GPU; such spares are not kept")
+        return not report["holds_gpu"]
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", text)
+
+
+def ending(exit_code: int) -> str:
+    """Return how a process ended (pure): ``SIGKILL``, or ``exit code 1``."""
+    return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _cwd() -> Path | None:
+    """Return the working directory; None if it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
+# ---- What a spare does until it becomes a worker: import ahead, then wait (see
+# `agent/warm_workers`) Nothing of it may show later: the worker goes on as a process that was
+# started just then. Imports run in the main thread, since modules keep thread-local state; their
+# output is kept, and comes first in the worker's log.
+#
+# Imports must not slow the training beside them, and an ordinary user can not take back a higher
+# nice value, nor SCHED_IDLE (sched(7)): a spare rests between imports, and is SCHED_BATCH, which
+# wakes up without pushing others aside and can be taken back.
+#
+# Before any training the agent imports torch too, and is needed first: where no CPU is free
+# meanwhile, a spare begins after it, or is a worker by then that has imported nothing, which
+# costs no more.
+
+
+_OUTPUTS = (1, 2)
+_REST = 2.0
+"""Seconds of rest for each second of CPU time."""
+_SLICE_S = 0.005
+_WINDOW_S = 0.2
+"""Over so long a spare sees whether a CPU is free."""
+_ALONG = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
+"""The first optimizer of a process imports the former, which takes as long as torch itself."""
+_READ_AT_START = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMPY_"),
+    *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "TORCH", "PYTORCH_"),
+)
+_READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""The agent sets such variables for each worker; they are read when a process group is made."""
+
+
+def fits(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Tell whether a process started with one environment can take over another one."""
+    return _read_at_start(before) == _read_at_start(now)
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+    }
+
+
+def warn_of_late_variables(before: Mapping[str, str]) -> None:
+    """Name the variables that the script sets for its own `import torch`, which came before it.
+
+    The choice of GPUs is in time: it is read when the first one is used.
+    """
+    was, now = _read_at_start(before), _read_at_start(os.environ)
+    changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
+    late = sorted(name for name in changed if not name.startswith("CUDA_"))
+    if late:
+        print(
+            f"hpc_elastic: the script sets {', '.join(late)}, but this process had imported torch "
+            "before: set them in launcher.env, or set launcher.agent.spares=false",
+            file=sys.stderr,
+        )
+
+
+def wait_for_use(how: str, modules: list[str]) -> None:
+    """Import the modules, then block until the agent makes this process a worker.
+
+    Ends the process if the agent has no use for it.
+
+    Args:
+        how: The descriptor of the socket to the agent, and ``paced`` or ``at once``.
+        modules: What to import; one that can not be imported is told to the agent.
+    """
+    number, _, pace = how.partition(" ")
+    channel = socket.socket(fileno=int(number))
+    channel.set_inheritable(False)
+    _keep_output()
+    with uncollected(), _in_the_background(channel) if pace == "paced" else _later(channel):
+        failed = _import_ahead(modules, channel)
+    with channel:
+        with contextlib.suppress(OSError):  # handed over before, and the socket closed since
+            report = {"failed": failed, "holds_gpu": _holds_gpu()}
+            channel.sendall(json.dumps(report).encode() + b"\n")
+        env, outputs = _receive(channel)
+    _take_environment(env)
+    for descriptor, output in zip(_OUTPUTS, outputs, strict=True):
+        _go_on_in(descriptor, output)
+
+
+def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
+    """Import modules, until this process is needed; return why which of them can not be imported.
+
+    What is left then may be nothing that the user's script wants.
+    """
+    failed = {}
+    for name in (each for module in modules for each in (module, *_ALONG.get(module, ()))):
+        if _is_needed(channel):
+            break
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as e:
+            if name in modules:
+                failed[name] = f"{type(e).__name__}: {e}"
+    return failed
+
+
+def _is_needed(channel: socket.socket, wait_s: float = 0.0) -> bool:
+    return bool(readable(channel, timeout_s=wait_s))
+
+
+def _holds_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the collector from what is imported, here and later: its looks take a tenth of a second.
+
+    All that there is then is taken for what lasts as long as the process (`gc.freeze`).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
+def _later(channel: socket.socket) -> Iterator[None]:
+    """Begin once a CPU is free, or the agent, which imports as well, does without; or at need."""
+    agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    with contextlib.suppress(OSError):  # a kernel that does not count
+        looked = time.monotonic(), _wanted_s(agent), _free_s(cpus)
+        while not _is_needed(channel, _WINDOW_S):
+            before, looked = looked, (time.monotonic(), _wanted_s(agent), _free_s(cpus))
+            passed, wanted, free = (now - then for now, then in zip(looked, before, strict=True))
+            if free > 0.8 * passed or wanted < 0.5 * passed:
+                break
+    yield
+
+
+def _wanted_s(pid: int) -> float:
+    """Return how long a main thread has run, or was ready to (proc(5), schedstat)."""
+    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return (int(ran) + int(waited)) / 1e9
+
+
+def _free_s(cpus: Collection[str]) -> float:
+    """Return how long these CPUs were idle, or busy with niced processes (proc(5), stat)."""
+    ticks = 0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *times = line.split()
+        if name in cpus:
+            _, niced, _, idle, waits = map(int, times[:5])
+            ticks += niced + idle + waits
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+class _Rests(MetaPathFinder):
+    """Finds nothing, and rests before each import in proportion to what the last ones took."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._needed = False
+        self._since = time.thread_time()
+
+    def find_spec(self, *_: object) -> None:
+        spent = time.thread_time() - self._since
+        if self._needed or spent < _SLICE_S:
+            return
+        self._needed = _is_needed(self._channel, spent * _REST)
+        self._since = time.thread_time()
+
+
+@contextlib.contextmanager
+def _in_the_background(channel: socket.socket) -> Iterator[None]:
+    """Leave the CPU to others, until the agent needs this process."""
+    ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
+    if ordinary:
+        _set_policy(os.SCHED_BATCH)
+    rests = _Rests(channel)
+    sys.meta_path.insert(0, rests)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(rests)
+        if ordinary:
+            _set_policy(os.SCHED_OTHER)
+
+
+def _set_policy(policy: int) -> None:
+    """Set it for every thread: those that an import has started have their parent's."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
+
+
+def _keep_output() -> None:
+    for descriptor in _OUTPUTS:
+        kept = os.memfd_create("hpc_elastic-spare")
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def _go_on_in(descriptor: int, output: int) -> None:
+    """Turn stdout or stderr to the worker's, and write what was kept there."""
+    kept = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.dup2(output, descriptor)
+    os.close(output)
+    while kept:
+        kept = kept[os.write(descriptor, kept) :]
+
+
+def _receive(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
+    first, outputs, _, _ = socket.recv_fds(channel, 1 << 16, len(_OUTPUTS))
+    if not first:
+        os._exit(0)
+    message = bytearray(first)
+    with contextlib.suppress(ConnectionResetError):  # closed before our report was read
+        for part in iter(partial(channel.recv, 1 << 16), b""):
+            message += part
+    return json.loads(message)["env"], outputs
+
+
+def _take_environment(env: dict[str, str]) -> None:
+    """Change what differs; the rest stays as C libraries may have seen it."""
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    for name, value in env.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+# ---- What a task prepares before torch is imported: its workers' environment, and the first spares
+# The agent imports torch itself, which takes seconds. Spares that are started before that import
+# it at the same time, so a node is ready that much earlier.
+
+
+_OPEN_FILES = 65_536
+_THREADS = "OMP_NUM_THREADS"
+_GIVEN_THREADS = os.environ.get(_THREADS)
+"""The user's own, before anything is set here."""
+_CPUS_PER_SPARE = 8
+"""While the workers train, one spare may import at a time for each so many CPUs."""
+
+
+def worker_command(task: Task) -> tuple[str, ...]:
+    """Return the command line of this task's workers."""
+    return (sys.executable, "-u", "-m", "hpc_elastic.agent.worker_main", str(task.run.path))
+
+
+def first_spares(task: Task) -> WarmWorkerPool:
+    """Start the spares of a task, in the environment of its workers as far as they depend on it."""
+    wanted = task.spec.nproc_per_node
+    num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
+    prepare_environment(task, num_workers)
+    num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_SPARE)
+    slots = num_workers if task.spec.agent.spares else 0
+    spares = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
+    spares.fill(paced=False)
+    return spares
+
+
+def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
+    """Return how many workers a node will run, most likely, without asking torch (pure).
+
+    Args:
+        wanted: As for `supervise.num_workers`.
+        cpus: The CPUs that Slurm gave the task on this node.
+        env: The task's environment, in which Slurm says which GPUs are its own.
+        num_devices: GPUs of the machine.
+    """
+    if isinstance(wanted, int):
+        return wanted
+    if wanted == "cpu":
+        return cpus
+    gpus = len(listed_gpus(env[GPUS])) if GPUS in env else num_devices
+    return max(1, min(gpus, num_devices))
+
+
+def _num_gpu_devices() -> int:
+    return sum(bool(re.fullmatch(r"nvidia\d+", device.name)) for device in Path("/dev").iterdir())
+
+
+def prepare_environment(task: Task, num_workers: int) -> None:
+    """Set what a process reads when it starts; may be repeated for another number of workers."""
+    cpus = min(task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
+    share = task.spec.agent.omp_num_threads or max(1, cpus // num_workers)
+    os.environ[_THREADS] = _GIVEN_THREADS or str(share)
+    os.environ.update(task.spec.env)
+
+
+def allow_connections() -> None:
+    """Let this process have as many open files as a leader may need, within the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+
+
+def is_training(status: Path) -> bool:
+    """Tell whether a run has a group that trains, by what its leader last wrote."""
+    try:
+        return (read_json(status) or {}).get("phase") == "training"
+    except (OSError, ValueError):
+        return False

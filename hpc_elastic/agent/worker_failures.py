@@ -1,0 +1,189 @@
+"""Failed workers as the run's report shows them: what, where, and the traceback."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpc_elastic.agent.signals import name_of
+from hpc_elastic.worker.shared_page import WorkerStatus
+
+_MAX_REPORTED = 8
+_MAX_MESSAGE = 2_000
+_MAX_TRACEBACK = 10_000
+"""Together less than a frame of `rendezvous.wire`, were every character an escaped one."""
+
+_TAIL_LINES = 20
+_REMEDY = (
+    "A run succeeds once its function has returned on every rank: return from the function instead "
+    "of calling sys.exit() or os._exit(). A script that handles SIGTERM itself may set a flag and "
+    "save; the node's agent ends the process."
+)
+
+
+class ProcessFailure(Protocol):
+    """The part of torch's ProcessFailure that is read here."""
+
+    @property
+    def local_rank(self) -> int:
+        """The worker's rank on its node."""
+
+    @property
+    def exitcode(self) -> int:
+        """Its exit code; negative: the signal that has ended it."""
+
+
+@dataclass(frozen=True)
+class EndedWorker:
+    """A worker that has ended by itself.
+
+    Attributes:
+        local_rank: Its rank on its node.
+        exitcode: As in `ProcessFailure`.
+    """
+
+    local_rank: int
+    exitcode: int
+
+
+@dataclass(frozen=True)
+class WorkerFiles:
+    """The files of one worker in one round."""
+
+    folder: Path
+    round: int
+    rank: int
+
+    @property
+    def out(self) -> Path:
+        """Its standard output."""
+        return self._file("out")
+
+    @property
+    def err(self) -> Path:
+        """Its standard error."""
+        return self._file("err")
+
+    @property
+    def error(self) -> Path:
+        """What it wrote of its own failure."""
+        return self._file("error.json")
+
+    @property
+    def stack(self) -> Path:
+        """Its stacks, whenever its group was looked into."""
+        return self._file("stack.txt")
+
+    def _file(self, suffix: str) -> Path:
+        return self.folder / f"round-{self.round}.rank-{self.rank}.{suffix}"
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """Where an agent's workers run."""
+
+    task: str
+    host: str
+    logs: Path
+
+
+def earliest(failures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the failures of one node that its report has room for, the oldest first."""
+    return sorted(failures, key=lambda f: -float(f["age_s"]))[:_MAX_REPORTED]
+
+
+def has_succeeded(exit_code: int, worker: WorkerStatus) -> bool:
+    """Tell whether a worker that has ended has succeeded: its function returned, and then it ended.
+
+    An exit code of 0 alone shows nothing: ``sys.exit(0)`` and ``os._exit(0)`` end a process so.
+    """
+    return exit_code == 0 and worker.returned
+
+
+def has_stopped_short(worker: WorkerStatus) -> bool:
+    """Tell whether a worker has said how many steps there are, and that it has not made them."""
+    step, total = worker.step, worker.total_steps
+    return step is not None and total is not None and step < total
+
+
+def told_exit_code(files: WorkerFiles) -> int | None:
+    """Return the exit code of a worker that has written down its failure; None if it has not.
+
+    Its process may live on for a while: threads are waited for, and exit handlers run.
+    """
+    code = _told_by_worker(files.error).get("exit_code")
+    return code if isinstance(code, int) else None
+
+
+def has_just_exited(failure: Mapping[str, Any]) -> bool:
+    """Tell whether a worker has ended with an exit code, and no error."""
+    return failure["signal"] is None and failure["exception"] in (None, "SystemExit")
+
+
+def describe(
+    failure: ProcessFailure,
+    files: WorkerFiles,
+    place: NodeIdentity,
+    progress: WorkerStatus | None = None,
+) -> dict[str, Any]:
+    """Return the fields of `rendezvous.log_entry.Failure`, with its age in place of its time.
+
+    Args:
+        failure: How the worker has ended.
+        files: Its files.
+        place: Where it ran.
+        progress: What it has last published; None if unknown.
+    """
+    told = _told_by_worker(files.error)
+    died_of = name_of(-failure.exitcode) if failure.exitcode < 0 else None
+    how = f"ended by {died_of}" if died_of else _how_it_exited(failure.exitcode, told, progress)
+    return {
+        "task": place.task,
+        "host": place.host,
+        "rank": files.rank,
+        "local_rank": failure.local_rank,
+        "age_s": max(0.0, time.time() - float(told.get("time", time.time()))),
+        "message": str(told.get("message", how))[:_MAX_MESSAGE],
+        "exception": told.get("exception"),
+        "traceback": str(told.get("traceback") or _tail(files.err))[-_MAX_TRACEBACK:] or None,
+        "exit_code": None if died_of else failure.exitcode,
+        "signal": died_of,
+        "phase": told.get("phase", "run"),
+        "log": str(files.err),
+        "remedy": _REMEDY if failure.exitcode == 0 else None,
+        "round": files.round,
+    }
+
+
+def _how_it_exited(code: int, told: Mapping[str, Any], progress: WorkerStatus | None) -> str:
+    step = progress.step if progress is not None else None
+    at = "" if step is None else f" at step {step}"
+    if progress is not None and progress.returned:
+        when = "after its function had returned"
+    elif told.get("phase") == "import":
+        when = "while its script was imported"
+    else:
+        when = "before its function returned"
+    handled = f", while it handled {told['while_handling']}" if told.get("while_handling") else ""
+    return f"exited with code {code}{at} {when}{handled}"
+
+
+def _told_by_worker(error_file: Path) -> dict[str, Any]:
+    """Return what the worker itself wrote of its failure; nothing if it had no chance to."""
+    try:
+        told = json.loads(error_file.read_text())["hpc_elastic"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-_TAIL_LINES:])

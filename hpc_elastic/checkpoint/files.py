@@ -1,0 +1,432 @@
+"""Writes safetensors files: in large blocks, each checksummed, and synced.
+
+The format is safetensors' own (8 bytes of length, a JSON header, then the data), which any reader
+knows; its `save_file` makes a copy of everything and takes longer than the disk. The header is
+filled up with spaces, so that the data begins at a page. A type that safetensors lacks stands as
+bytes there; the manifest names it.
+
+Reference: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry
+from hpc_elastic.checkpoint.sharding import ShardPiece, dtype_of
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+_AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
+"""Names of tensors that could be those of pieces, or of the format's own entry."""
+
+Watch = Callable[[int], None]
+"""Is told after each block how many bytes it had; what it raises ends the writing."""
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where each piece stands in the file's data."""
+
+    pieces: tuple[ShardPiece, ...]
+    """In the file's order: no piece needs to be padded to be aligned, the largest come first."""
+    begins: tuple[int, ...]
+    """Bytes from the beginning of the data."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    """What a rank saves, held still: nobody changes it while it is written."""
+
+    layout: FileLayout
+    data: Sequence[memoryview]
+    """The bytes of the pieces, in their order; cut anywhere."""
+    values: Mapping[str, Any]
+    rank_values: Mapping[str, Any] = field(default_factory=dict)
+    keep: object = None
+    """Owns the memory of the data."""
+
+
+def lay_out(pieces: Iterable[ShardPiece]) -> FileLayout:
+    """Give each piece its place."""
+    ordered = sorted(pieces, key=lambda p: (-dtype_of(p.dtype).itemsize, -p.num_bytes))
+    begins, end = [], 0
+    for piece in ordered:
+        begins.append(end)
+        end += piece.num_bytes
+    return FileLayout(tuple(ordered), tuple(begins), end)
+
+
+def write_part(
+    folder: Path,
+    rank: int,
+    image: HostSnapshot,
+    *,
+    sync: bool = True,
+    watch: Watch = lambda _: None,
+) -> RankPart:
+    """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
+
+    Args:
+        folder: Exists; has no such files yet.
+        rank: Whose part it is.
+        image: What to write.
+        sync: Whether both are to survive a loss of power.
+        watch: See `Watch`.
+
+    Raises:
+        OSError: the folder can not be written, or is full.
+    """
+    shard = folder / f"shard-{rank}.safetensors"
+    data = [memoryview(header_of(image.layout)), *image.data]
+    entry = _write(shard, data, sync=sync, watch=watch)
+    part = RankPart(
+        rank=rank,
+        files=(entry,),
+        tensors=_entries(image.layout, shard.name),
+        values=image.values if rank == 0 else {},
+        rank_values=image.rank_values,
+    )
+    write_text(folder / f"part-{rank}.json", part.to_json(), sync=sync)
+    return part
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Create a small file, complete or not at all."""
+    staged = path.with_name(f".{path.name}.new")
+    with staged.open("xb") as f:
+        f.write(text.encode())
+        if sync:
+            f.flush()
+            os.fsync(f.fileno())
+    staged.rename(path)
+
+
+def header_of(layout: FileLayout) -> bytes:
+    """Return a safetensors file up to its data."""
+    header = {
+        chunk_name(piece): {
+            **_form(piece),
+            "data_offsets": [begin, begin + piece.num_bytes],
+        }
+        for piece, begin in zip(layout.pieces, layout.begins, strict=True)
+    }
+    if len(header) < len(layout.pieces):
+        raise CheckpointError("two pieces of a checkpoint have one name: a tensor is planned twice")
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-(len(text) + 8) // PAGE_BYTES) * PAGE_BYTES - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def chunk_name(piece: ShardPiece) -> str:
+    """Return a piece's name in its file: its tensor's, and its place if it is not all of it.
+
+    No two pieces have the same. A whole tensor whose own name looks like that of a piece, or is the
+    one that the format keeps for itself, gets an empty place.
+    """
+    if piece.sizes != piece.shape:
+        return f"{piece.fqn}[{','.join(map(str, piece.offsets))}]"
+    return f"{piece.fqn}[]" if _AMBIGUOUS.fullmatch(piece.fqn) else piece.fqn
+
+
+def _form(piece: ShardPiece) -> dict[str, Any]:
+    if piece.dtype in _NAMES:
+        return {"dtype": _NAMES[piece.dtype], "shape": piece.sizes}
+    return {"dtype": "U8", "shape": [piece.num_bytes]}
+
+
+def _entries(layout: FileLayout, file: str) -> dict[str, TensorEntry]:
+    chunks: dict[str, list[Chunk]] = {}
+    forms: dict[str, ShardPiece] = {}
+    for piece in layout.pieces:
+        chunk = Chunk(piece.offsets, piece.sizes, file, chunk_name(piece))
+        chunks.setdefault(piece.fqn, []).append(chunk)
+        forms[piece.fqn] = piece
+    return {
+        fqn: TensorEntry(piece.shape, piece.dtype, tuple(chunks[fqn]))
+        for fqn, piece in forms.items()
+    }
+
+
+def _write(path: Path, data: Iterable[memoryview], *, sync: bool, watch: Watch) -> FileEntry:
+    checksum, num_bytes = xxhash.xxh3_64(), 0
+    file = BlockFile(path, direct=sync)
+    try:
+        for block in _blocks(data):
+            checksum.update(block)
+            file.write(block)
+            num_bytes += len(block)
+            watch(len(block))
+        file.finish(sync=sync)
+    finally:
+        file.close()
+    return FileEntry(path.name, num_bytes, f"xxh3_64:{checksum.hexdigest()}")
+
+
+def _blocks(data: Iterable[memoryview]) -> Iterator[memoryview]:
+    for view in data:
+        for begin in range(0, len(view), BLOCK_BYTES):
+            yield view[begin : begin + BLOCK_BYTES]
+
+
+# ---- A new file that is written in large blocks, past the page cache where that is allowed
+# Through the page cache, a checkpoint costs seconds of CPU time per GiB, which the steps
+# meanwhile pay for, and turns out what the training reads. Direct writes (`O_DIRECT` of open(2))
+# cost next to none, but want whole pages at page boundaries, in the file and in memory. What lies
+# otherwise goes through a buffer here, and so do small pieces.
+
+
+BLOCK_BYTES = 16 << 20
+"""Written at once."""
+PAGE_BYTES = 4096
+"""No device asks for more."""
+_SMALL_BYTES = 1 << 20
+"""Smaller pieces of memory are gathered before they are written."""
+
+
+class BlockFile:
+    """A file that did not exist before, open for writing from its beginning on."""
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        """Create the file.
+
+        Args:
+            path: Of the file.
+            direct: Whether to write past the page cache, if the file system can (tmpfs can not).
+
+        Raises:
+            OSError: it exists, or can not be created.
+        """
+        memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._buffer = memoryview(memory)
+        self._held = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._direct = False
+        if direct:
+            with contextlib.suppress(OSError):
+                self._set_direct(on=True)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes; the last of them may stay in the buffer.
+
+        Raises:
+            OSError: no space is left, for example.
+        """
+        while data:
+            if self._takes_at_once(data):
+                self._flush()
+                part = data[: min(len(data), BLOCK_BYTES) // PAGE_BYTES * PAGE_BYTES]
+                self._put(part)
+            else:
+                part = data[: BLOCK_BYTES - self._held]
+                self._buffer[self._held : self._held + len(part)] = part
+                self._held += len(part)
+                if self._held == BLOCK_BYTES:
+                    self._flush()
+            data = data[len(part) :]
+
+    def finish(self, *, sync: bool) -> None:
+        """Write what is left.
+
+        Args:
+            sync: Whether the file is to survive a loss of power.
+
+        Raises:
+            OSError: as `write`.
+        """
+        whole = self._held // PAGE_BYTES * PAGE_BYTES
+        self._put(self._buffer[:whole])
+        if whole < self._held:
+            self._set_direct(on=False)
+            self._put(self._buffer[whole : self._held])
+        self._held = 0
+        if sync:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file, without what is left in the buffer."""
+        os.close(self._fd)
+
+    def _takes_at_once(self, data: memoryview) -> bool:
+        """Tell whether a piece can be written from where it is."""
+        if len(data) < _SMALL_BYTES:
+            return False
+        return not self._direct or (self._held % PAGE_BYTES == 0 and _is_at_page(data))
+
+    def _flush(self) -> None:
+        self._put(self._buffer[: self._held])
+        self._held = 0
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except OSError as e:
+                if e.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._set_direct(on=False)  # it wants more than whole pages
+
+    def _set_direct(self, *, on: bool) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
+        if wanted != flags:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
+        self._direct = on
+
+
+def _is_at_page(data: memoryview) -> bool:
+    if data.readonly:
+        return False
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE_BYTES == 0
+
+
+# ---- Where the tensors of a safetensors file lie, and reading pieces of them (without torch)
+# Files are read with pread(2), not mapped: a file that is cut short while it is read is an error
+# then, not a SIGBUS, and network file systems are asked for large pieces.
+
+
+_MAX_HEADER_BYTES = 100 << 20
+"""As in the safetensors library."""
+_MOST_AT_ONCE = 1 << 30
+"""Linux reads a little less than 2 GiB in one call."""
+
+
+class ShardFile:
+    """One safetensors file, open for reading by several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and read its header.
+
+        Raises:
+            CheckpointCorruptError: it is no undamaged safetensors file, or can not be read.
+        """
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise CheckpointCorruptError(f"{path} can not be opened: {e.strerror}") from e
+        try:
+            self.tensors = _tensors(*self._header())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            self.close()
+            raise CheckpointCorruptError(f"{path} has no safetensors header: {e!r}") from e
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer of bytes from the file.
+
+        Args:
+            buffer: Contiguous and writable, of bytes.
+            offset: Where to begin in the file, in bytes.
+
+        Raises:
+            CheckpointCorruptError: the file is shorter than that, or can not be read.
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(self._fd, [buffer[done : done + _MOST_AT_ONCE]], offset + done)
+            except OSError as e:
+                raise CheckpointCorruptError(f"{self.path} can not be read: {e}") from e
+            if not got:
+                end = offset + len(buffer)
+                raise CheckpointCorruptError(f"{self.path} ends before byte {end}")
+            done += got
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _header(self) -> tuple[dict[str, dict[str, Any]], int, int]:
+        size = os.fstat(self._fd).st_size
+        length = bytearray(8)
+        self.read_into(memoryview(length), 0)
+        header_bytes = int.from_bytes(length, "little")
+        if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {header_bytes} bytes in a file of {size}")
+        text = bytearray(header_bytes)
+        self.read_into(memoryview(text), 8)
+        return json.loads(text), 8 + header_bytes, size
+
+
+def _tensors(
+    header: Mapping[str, Mapping[str, Any]], begin: int, size: int
+) -> dict[str, tuple[int, int]]:
+    """Return the first byte of each tensor and the one after its last, by name."""
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        if not 0 <= first <= last <= size - begin:
+            raise ValueError(f"{name} would lie at bytes {first} to {last} of {size - begin}")
+        found[name] = (begin + first, begin + last)
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The bytes of a stored box that hold a part of it: rows of the same length, end to end.
+
+    Attributes:
+        dim: The dimension that the rows are counted along: the part is one element long along
+            those before it.
+        offset: Of the first row in the box, in bytes.
+        num_bytes: Of one row.
+        count: Number of rows.
+        exact: Whether the rows hold nothing but the part.
+    """
+
+    dim: int
+    offset: int
+    num_bytes: int
+    count: int
+    exact: bool
+
+
+def rows_of(
+    sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], itemsize: int
+) -> Rows:
+    """Find a part of a stored box (pure).
+
+    Args:
+        sizes: Of the stored box, which is in row-major order.
+        starts: Where the part begins in the box.
+        lengths: Of the part; none is 0.
+        itemsize: Bytes of an element.
+    """
+    dim = next((d for d, length in enumerate(lengths) if length > 1), max(len(lengths) - 1, 0))
+    strides = [prod(sizes[d + 1 :]) * itemsize for d in range(len(sizes))]
+    before = zip(starts[: dim + 1], strides, strict=False)
+    return Rows(
+        dim=dim,
+        offset=sum(start * stride for start, stride in before),
+        num_bytes=strides[dim] if strides else itemsize,
+        count=lengths[dim] if lengths else 1,
+        exact=tuple(lengths[dim + 1 :]) == tuple(sizes[dim + 1 :]),
+    )

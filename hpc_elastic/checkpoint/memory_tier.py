@@ -1,0 +1,257 @@
+"""Near memory first: saves in the nodes' memory, and only every k-th in the shared directory.
+
+    Checkpointer("checkpoints", state, tiers=Tiers(shared_every=10))
+
+A save goes to ``/dev/shm`` of the node, and from there at once to a worker on the next node
+(`replication`), so that it survives the loss of a node; two neighbours lost at once take it with
+them, and the run goes on from the shared directory. A restore takes the newest step that is
+complete in the memory of all nodes together (`replication`), if it is newer than the newest in the
+directory.
+
+A node's memory holds up to three steps of its own ranks, and of its neighbour's: two that are
+kept and one that is written. Where that does not fit on every node, all saves go to the directory.
+With ``when_busy="skip"`` ranks may skip different steps, and fewer of those in memory are complete.
+
+Saves in memory belong to a directory of checkpoints by the number in its ``.memory-id``: one that
+is removed and made again does not find those of its predecessor.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from hpc_elastic.checkpoint.collectives import RankGroup, gather, gather_all
+from hpc_elastic.checkpoint.manifest import Manifest, RankPart
+from hpc_elastic.checkpoint.node_memory import (
+    NUM_KEPT,
+    MemorySave,
+    NodeMemory,
+    base_folder,
+    free_bytes,
+)
+from hpc_elastic.checkpoint.replication import (
+    CopyGathering,
+    Needed,
+    NodeDirectory,
+    Peer,
+    Receiver,
+    choose_neighbour,
+    derive_key,
+    meet,
+    push,
+    told_words,
+)
+from hpc_elastic.errors import CheckpointError, ConfigError
+from hpc_elastic.run import fencing
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.transport.addresses import own_addresses
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where saves go.
+
+    Attributes:
+        memory: A folder on a memory file system, or a local disk; by default the folder of the
+            node's agent in ``/dev/shm``.
+        shared_every: The first save of a process goes to the shared directory, and every so many
+            after it; at least 1. Urgent ones always do, and so does the newest one as soon as
+            the group is about to change.
+        copies: Whether each save goes to a neighbour node, too.
+    """
+
+    memory: Path | None = None
+    shared_every: int = 10
+    copies: bool = True
+
+    def __post_init__(self) -> None:
+        if self.shared_every < 1:
+            raise ConfigError("tiers.shared_every", self.shared_every, "give at least 1")
+
+
+class MemoryTier:
+    """The saves of one directory in the memory of all nodes, as one worker sees them."""
+
+    def __init__(self, tiers: Tiers, directory: Path, group: RankGroup, num_bytes: int) -> None:
+        """Meet the other ranks (every rank; collective).
+
+        Args:
+            tiers: The user's wishes, the same on every rank.
+            directory: The shared directory of checkpoints; it exists.
+            group: All ranks.
+            num_bytes: What this rank's part of a save will probably take.
+
+        Raises:
+            ConfigError: the memory folder can not be used.
+            CheckpointError: another rank's can not.
+        """
+        self._tiers = tiers
+        self._group = group
+        self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())
+        self._saves: dict[int, MemorySave] = {}
+        self._num_bytes = num_bytes
+        words = told_words(group, directory)
+        error: Exception | None = None
+        try:
+            base = base_folder(tiers.memory)
+            self._memory = NodeMemory.of(base, words[0], directory)
+            self._key = derive_key(_run_secret(), words[1:])
+            self._receiver = Receiver(self._memory, self._key, own_addresses())
+        except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
+            error = e
+        if not group.all_say(error is None):
+            raise error or CheckpointError("another rank can not use its memory; its log says why")
+        self._peers = meet(group, *self._receiver.address)
+        self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
+        self._neighbour = choose_neighbour(self._peers, group.rank) if tiers.copies else None
+        self.active = self._fits(num_bytes)
+
+    def shared_due(self, number: int, *, urgent: bool) -> bool:
+        """Tell whether a save goes to the shared directory.
+
+        Args:
+            number: How many this process has made before it.
+            urgent: Whether the group is about to end.
+        """
+        return urgent or not self.active or number % self._tiers.shared_every == 0
+
+    def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
+        """Store this rank's part of a save here and with the neighbour (in any thread).
+
+        A copy that fails is only logged.
+
+        Args:
+            step: What is saved.
+            write: Writes the part into a folder.
+
+        Raises:
+            OSError: there is no room, say. Nothing is left of the part.
+        """
+        if not self.active:
+            return
+        self._memory.prune(step)
+        save = MemorySave(step, self._token, self._group.world_size)
+        folder, rank = self._memory.make(save), self._group.rank
+        if (folder / f"part-{rank}.json").exists():
+            return
+        room = free_bytes(folder)
+        if room < self._num_bytes:  # at the job's limit, memory files would end the job
+            why = f"a part of {self._num_bytes} bytes has no room in memory, only {room} are left"
+            raise OSError(errno.ENOSPC, why, str(folder))
+        try:
+            part = write(folder)
+            self._num_bytes = sum(file.num_bytes for file in part.files)
+        except BaseException:
+            for path in (folder / f"shard-{rank}.safetensors", folder / f"part-{rank}.json"):
+                path.unlink(missing_ok=True)
+            raise
+        if self._neighbour is not None:
+            self._copy(save, folder, self._neighbour)
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete in all nodes' memory together, newest first.
+
+        Collective. Whether they are good is seen by `gather`.
+        """
+        index, _ = self._nodes.share(self._group.rank)
+        mine = self._memory.saves() if index == 0 else {}
+        rows = [(s.step, s.token, s.world_size, r) for s, ranks in mine.items() for r in ranks]
+        self._saves = {s.step: s for s in complete(gather_all(self._group, rows, 4))}
+        return sorted(self._saves, reverse=True)
+
+    def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
+        """Bring a step together (every rank; collective).
+
+        Args:
+            step: One of `steps`, the same on every rank.
+            needed: Tells which files of the checkpoint this rank will read.
+
+        Returns:
+            The folder and the manifest; the files that are needed are there, and verified. None,
+            on every rank, if that can not be; why is logged.
+        """
+        save = self._saves[step]
+        manifest = CopyGathering(self._group, self._nodes, self._memory, save).run(needed)
+        return None if manifest is None else (self._memory.path(save), manifest)
+
+    def forget_newer(self, step: int) -> None:
+        """Remove the saves of later steps than the one that was restored (every rank).
+
+        Args:
+            step: -1 if nothing was restored.
+        """
+        self._memory.forget_newer(step)
+
+    def close(self) -> None:
+        """Take no more copies. What is in memory stays."""
+        self._receiver.close()
+
+    def _copy(self, save: MemorySave, folder: Path, to: Peer) -> None:
+        try:
+            push((to.address, to.port), self._key, save, folder, self._group.rank)
+        except (OSError, CheckpointError) as e:
+            _log.warning(
+                "step %d is in this node's memory only; no copy on that of rank %d (%s): %s",
+                save.step, to.rank, to.address, e,
+            )  # fmt: skip
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Find out together whether all nodes have room for what may come."""
+        room = free_bytes(self._memory.folder) + self._memory.num_bytes()
+        rows = gather(self._group, [num_bytes, room])
+        missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
+        if missing is not None and self._group.rank == 0:
+            node, needed, has = missing
+            _log.warning(
+                "checkpoints do not fit into memory: node %d has room for %d bytes there, and may "
+                "need %d; all of them go to the shared directory", node, has, needed,
+            )  # fmt: skip
+        return missing is None
+
+
+def complete(rows: Iterable[Sequence[int]]) -> list[MemorySave]:
+    """Return the saves of which every rank's part is somewhere, in order (pure).
+
+    Args:
+        rows: Step, token, world size and rank of each part that a node has.
+    """
+    found: dict[MemorySave, set[int]] = {}
+    for step, token, world_size, rank in rows:
+        found.setdefault(MemorySave(step, token, world_size), set()).add(rank)
+    return sorted(s for s, ranks in found.items() if ranks >= set(range(s.world_size)))
+
+
+def lacking_room(
+    nodes: NodeDirectory, rows: Sequence[Sequence[int]], *, copies: bool
+) -> tuple[int, int, int] | None:
+    """Return the first node that has too little room; None if there is none (pure).
+
+    Args:
+        nodes: Where the ranks are.
+        rows: For each rank, the bytes of its part, and the room on its node.
+        copies: Whether nodes keep those of a neighbour, too.
+
+    Returns:
+        The node, what it may need and what it has, in bytes.
+    """
+    numbers = sorted(set(nodes.of_rank))
+    own = {node: sum(rows[rank][0] for rank in nodes.ranks(node)) for node in numbers}
+    for i, node in enumerate(numbers):
+        steps = own[node] + (own[numbers[i - 1]] if copies else 0)
+        needed, room = (NUM_KEPT + 1) * steps, min(rows[rank][1] for rank in nodes.ranks(node))
+        if needed > room:
+            return node, needed, room
+    return None
+
+
+def _run_secret() -> bytes:
+    """Return the secret of the run; nothing outside of one."""
+    record = fencing.own_record()
+    return RunDir(record.parent.parent).secret.read_bytes() if record else b""

@@ -1,0 +1,306 @@
+"""Checkpoints in the memory of a node: their folders, what is good in them, and the room for them.
+
+    <folder>/step-<step>-<token>-<world size>/part-<rank>.json
+                                              shard-<rank>.safetensors
+
+A rank's part file is written last: its files are complete if it is there. No node knows whether a
+save is complete, since it has the files of its own ranks and of a neighbour's; that is found out
+together, when a checkpoint is restored. Without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.checkpoint.manifest import RankPart
+from hpc_elastic.checkpoint.store import file_problem
+from hpc_elastic.errors import CheckpointCorruptError, ConfigError
+from hpc_elastic.shared_files import write_atomic
+from hpc_elastic.worker import shared_page
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "hpc_elastic-"
+NUM_KEPT = 2
+"""Steps that are kept while another is written: of the last one, other ranks may still be writing
+their parts."""
+
+_log = logging.getLogger(__name__)
+
+WORD_BITS = 60
+"""Long numbers are told as words of so many bits, which fit into a tensor's int64."""
+
+_IDENTITY = ".memory-id"
+_DIRECTORY = "directory"
+_SAVE = re.compile(r"step-(\d+)-([0-9a-f]+)-(\d+)")
+_PART = re.compile(r"part-(\d+)\.json")
+_OWNER = "owner"
+
+
+@dataclass(frozen=True, order=True)
+class MemorySave:
+    """One save of one worker group.
+
+    Attributes:
+        step: Optimizer steps that it holds.
+        token: Tells the group from all others; at least 0, below 2^63.
+        world_size: Ranks that have a part of it.
+    """
+
+    step: int
+    token: int
+    world_size: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return f"step-{self.step:08d}-{self.token:x}-{self.world_size}"
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The saves in one node's memory.
+
+    Attributes:
+        folder: On a memory file system; all workers of the node have the same.
+    """
+
+    folder: Path
+
+    @classmethod
+    def of(cls, base: Path, number: int, directory: Path) -> NodeMemory:
+        """Return the memory of a directory of checkpoints; that of removed directories goes.
+
+        Args:
+            base: See `base_folder`.
+            number: The directory's `identity`.
+            directory: Its path.
+        """
+        memory = cls(base / f"{number:015x}")
+        memory.folder.mkdir(exist_ok=True)
+        write_atomic(memory.folder / _DIRECTORY, str(directory.absolute()))
+        for name in _names(base):
+            if name != memory.folder.name:
+                _remove_if_orphaned(base / name)
+        return memory
+
+    def saves(self) -> dict[MemorySave, list[int]]:
+        """Return the ranks whose files are here, for each save."""
+        found = {}
+        for name in _names(self.folder):
+            m = _SAVE.fullmatch(name)
+            if m:
+                ranks = [_PART.fullmatch(n) for n in _names(self.folder / name)]
+                save = MemorySave(int(m[1]), int(m[2], 16), int(m[3]))
+                found[save] = sorted(int(r[1]) for r in ranks if r)
+        return found
+
+    def path(self, save: MemorySave) -> Path:
+        """Return the folder of a save; it may not exist."""
+        return self.folder / save.name
+
+    def make(self, save: MemorySave) -> Path:
+        """Return the folder of a save, which exists."""
+        path = self.path(save)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def good_parts(self, save: MemorySave, ranks: Iterable[int]) -> dict[int, RankPart]:
+        """Read the parts of some ranks, and check their files.
+
+        Returns:
+            Those that are good; what is wrong with the others is logged.
+        """
+        good = {}
+        for rank in ranks:
+            try:
+                part = RankPart.from_json((self.path(save) / f"part-{rank}.json").read_text())
+            except (OSError, UnicodeDecodeError, CheckpointCorruptError) as e:
+                _log.warning("step %d in memory, rank %d: %s", save.step, rank, e)
+                continue
+            problems = [file_problem(self.path(save), file) for file in part.files]
+            for problem in filter(None, problems):
+                _log.warning("step %d in memory: %s", save.step, problem)
+            if part.rank == rank and not any(problems):
+                good[rank] = part
+        return good
+
+    def prune(self, step: int) -> None:
+        """Remove what nobody will need once a step is saved."""
+        older = sorted({save.step for save in self.saves() if save.step < step}, reverse=True)
+        kept = older[:NUM_KEPT]
+        self._remove(save for save in self.saves() if save.step < step and save.step not in kept)
+
+    def forget_newer(self, step: int) -> None:
+        """Remove the saves of later steps, whose history was given up."""
+        self._remove(save for save in self.saves() if save.step > step)
+
+    def num_bytes(self) -> int:
+        """Return how much memory the saves take."""
+        files = (file for save in self.saves() for file in self.path(save).glob("*"))
+        total = 0
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += file.stat().st_size
+        return total
+
+    def _remove(self, saves: Iterable[MemorySave]) -> None:
+        for save in saves:
+            shutil.rmtree(self.path(save), ignore_errors=True)
+
+
+def _remove_if_orphaned(folder: Path) -> None:
+    """Remove the memory of a directory that is there no more, or was made anew."""
+    with contextlib.suppress(OSError):
+        directory = Path((folder / _DIRECTORY).read_text())
+        known = directory.is_absolute() and directory.parent.is_dir()
+        if known and f"{read_identity(directory):015x}" != folder.name:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def identity(directory: Path) -> int:
+    """Return the number of a directory of checkpoints; it gets one if it has none (rank 0)."""
+    number = read_identity(directory)
+    if number < 0:
+        number = secrets.randbits(WORD_BITS)
+        write_atomic(directory / _IDENTITY, f"{number:015x}\n")
+    return number
+
+
+def read_identity(directory: Path) -> int:
+    """Return the number of a directory of checkpoints; -1 if it has none.
+
+    Raises:
+        OSError: it can not be read, so nobody knows.
+    """
+    try:
+        return int((directory / _IDENTITY).read_text(), 16) % (1 << WORD_BITS)
+    except (FileNotFoundError, ValueError):
+        return -1
+
+
+def base_folder(wanted: Path | None = None) -> Path:
+    """Return where this node's workers keep checkpoints in memory; it exists, for this user only.
+
+    In a run it is in the folder of the node's agent: it survives the workers, and goes with the
+    agent. Outside of one it is in ``/dev/shm``, and survives everything but a reboot.
+
+    Args:
+        wanted: Another place.
+
+    Raises:
+        ConfigError: it can not be made, or belongs to somebody else.
+    """
+    control_folder = os.environ.get(shared_page.DIRECTORY_VARIABLE)
+    if wanted is not None:
+        folder = Path(wanted)
+    elif control_folder is not None:
+        folder = Path(control_folder) / "checkpoints"
+    else:
+        folder = SHARED_MEMORY / f"{PREFIX}{os.getuid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = folder.stat().st_uid
+    except OSError as e:
+        remedy = f"checkpoints can not be kept there ({e.strerror}): give another folder"
+        raise ConfigError("tiers.memory", str(folder), remedy) from e
+    if owner != os.getuid():
+        remedy = f"it belongs to user {owner}: give another folder"
+        raise ConfigError("tiers.memory", str(folder), remedy)
+    return folder
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how much may be written to a memory folder: what is free there, and in the machine."""
+    stat = os.statvfs(folder)
+    limits = [stat.f_bavail * stat.f_frsize, *_available(), *_left_in_cgroup()]
+    return max(0, min(limits))
+
+
+@contextmanager
+def agent_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder in memory that goes with this process (every agent, at its start).
+
+    Folders of agents that were killed are removed first. An agent holds a lock on a file in its
+    folder: it ends with the process, however that ends, and in other containers, too.
+
+    Args:
+        parent: Where; ``/dev/shm`` by default, or the folder for temporary files if there is none.
+    """
+    if parent is None:
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    remove_leftovers(parent)
+    # Locked before it has its name, so that nobody takes it for a leftover.
+    hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    with (hidden / _OWNER).open("w") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        folder = hidden.rename(parent / hidden.name.lstrip("."))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the folders of this user's agents that live no more."""
+    for name in _names(parent):
+        folder = parent / name
+        if not name.startswith(PREFIX):
+            continue
+        try:
+            with (folder / _OWNER).open("r+") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _log.info("removing %s, which a killed agent left", folder)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # it lives; it is not ours; it is no agent's; another one removes it
+            continue
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _available() -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        m = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+        if m:
+            yield int(m[1]) * 1024
+
+
+def _left_in_cgroup() -> Iterator[int]:
+    """Yield what the limits of this process's control groups leave: memory files count there.
+
+    Cached files are not counted as used: the kernel drops them if memory is short.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = Path("/sys/fs/cgroup") / controllers
+                for group in [root / path.strip("/"), *(root / path.strip("/")).parents]:
+                    yield from _left_in(group)
+                    if group == root:
+                        break
+
+
+def _left_in(group: Path) -> Iterator[int]:
+    names = ("memory.max", "memory.current", r"^inactive_file (\d+)")
+    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_inactive_file (\d+)")
+    for limit, usage, cached in (names, old_names):
+        with contextlib.suppress(OSError, ValueError):
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            m = re.search(cached, (group / "memory.stat").read_text(), re.M)
+            yield left + (int(m[1]) if m else 0)

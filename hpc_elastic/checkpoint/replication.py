@@ -1,0 +1,623 @@
+"""Copies of a rank's files to a worker on another node, over TCP, beside the training.
+
+The process group is not used: its operations belong to the training's thread. Each worker has a
+`Receiver`; `push` connects to one, and both prove that they know the group's key (HMAC, RFC 2104)
+over nonces of both, before anything else is read. After that every message is signed with its
+direction and number. Messages are JSON, of bounded size; names of files are checked, and the
+contents of files are compared with the checksums in the signed message. What was received is taken
+for complete once the part file is there, which is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+
+from hpc_elastic.checkpoint.collectives import RankGroup, Route, gather, tell
+from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
+from hpc_elastic.checkpoint.node_memory import (
+    WORD_BITS,
+    MemorySave,
+    NodeMemory,
+    free_bytes,
+    identity,
+)
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+TIMEOUT_S = 30.0
+"""Nothing heard for so long ends a connection."""
+_CONNECT_TIMEOUT_S = 5.0
+_PROOF_TIMEOUT_S = 5.0
+"""A client that has not proved in time that it knows the key gives up its place."""
+_MAX_MESSAGE_BYTES = 256 << 20
+_MAX_CONNECTIONS = 8
+_BLOCK_BYTES = 4 << 20
+_NONCE_BYTES = 16
+_MAC_BYTES = 32
+_GREETING = b"hpc_elastic copies 1\n"
+_FILE = re.compile(r"shard-\d+[A-Za-z0-9_.-]*")
+
+_log = logging.getLogger(__name__)
+
+
+def derive_key(secret: bytes, words: Sequence[int]) -> bytes:
+    """Return the key of a group.
+
+    Args:
+        secret: The run's; nothing outside of a run.
+        words: Random numbers of 60 bits that the group has agreed on.
+    """
+    drawn = b"".join(word.to_bytes(8, "big") for word in words)
+    return hmac.digest(secret, b"checkpoint copies|" + drawn, "sha256")
+
+
+class CopyAuthenticationError(CheckpointError):
+    """The other side does not know the group's key, or a message was changed on its way."""
+
+
+def push(address: tuple[str, int], key: bytes, save: MemorySave, folder: Path, rank: int) -> None:
+    """Copy a rank's files of a save to a worker on another node.
+
+    Args:
+        address: Of its `Receiver`.
+        key: The group's.
+        save: Which save.
+        folder: Where the files are.
+        rank: Whose files.
+
+    Raises:
+        OSError: there is no connection, or it broke.
+        CheckpointError: the other side refused; it says why.
+    """
+    text = (folder / f"part-{rank}.json").read_text()
+    with socket.create_connection(address, _CONNECT_TIMEOUT_S) as sock:
+        channel = _Channel.as_client(sock, key)
+        channel.send({"save": [save.step, save.token, save.world_size], "part": text})
+        for file in RankPart.from_json(text).files:
+            with (folder / file.name).open("rb") as f:
+                if sock.sendfile(f, count=file.num_bytes) != file.num_bytes:
+                    raise CheckpointCorruptError(f"{folder / file.name} was cut short")
+        answer = channel.receive()
+    if answer.get("problem") is not None:
+        raise CheckpointError(f"the neighbour did not take the copy: {answer['problem']}")
+
+
+class Receiver:
+    """Takes the copies that other workers push, in threads of its own."""
+
+    def __init__(self, memory: NodeMemory, key: bytes, addresses: Iterable[str]) -> None:
+        """Begin to listen.
+
+        Args:
+            memory: Where copies are kept.
+            key: The group's.
+            addresses: Numeric ones; the first that is this machine's is taken.
+
+        Raises:
+            OSError: none is.
+        """
+        self._memory = memory
+        self._key = key
+        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._is_closed = False
+        self._socket = _listen(addresses)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        threading.Thread(target=self._accept, name="checkpoint-copies", daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more copies."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError as e:
+                if self._is_closed:
+                    return
+                _log.warning("no copy can be taken for now: %s", e)
+                time.sleep(0.1)  # too many open files
+                continue
+            if not self._places.acquire(blocking=False):
+                sock.close()
+                continue
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        """Serve a connection, which has a place, in a thread of its own."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="checkpoint-copy", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as e:
+            _log.warning("a copy is not taken: %s", e)
+            sock.close()
+            self._places.release()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            with sock:
+                channel = _Channel.as_server(sock, self._key)
+                channel.send({"problem": self._take(sock, channel.receive())})
+        except (OSError, ValueError, CheckpointError) as e:
+            _log.debug("a copy was not received: %s", e)
+        finally:
+            self._places.release()
+
+    def _take(self, sock: socket.socket, message: dict[str, Any]) -> str | None:
+        """Receive the files that a message announces; say what went wrong, if anything."""
+        try:
+            save = _save_of(message["save"])
+            part = RankPart.from_json(message["part"])
+            _check(save, part)
+            folder = self._memory.make(save)
+            num_bytes = sum(file.num_bytes for file in part.files)
+            if num_bytes > free_bytes(folder):
+                return f"{folder} has no room for {num_bytes} bytes"
+            for file in part.files:
+                _receive_file(sock, folder / file.name, file)
+            _create(folder / f"part-{part.rank}.json", message["part"].encode())
+            self._memory.prune(save.step)
+        except (CheckpointCorruptError, KeyError, TypeError, ValueError, OSError) as e:
+            return f"{type(e).__name__}: {e}"
+        return None
+
+
+@dataclass
+class _Channel:
+    """A connection whose both sides have proved that they know the key."""
+
+    sock: socket.socket
+    key: bytes
+    me: bytes
+    peer: bytes
+    counts: dict[bytes, int] = field(default_factory=dict)
+
+    @classmethod
+    def as_client(cls, sock: socket.socket, key: bytes) -> _Channel:
+        """Prove that we know the key, and see that the server does."""
+        sock.settimeout(TIMEOUT_S)
+        greeting = _receive(sock, len(_GREETING) + _NONCE_BYTES)
+        if not greeting.startswith(_GREETING):
+            raise CopyAuthenticationError("this is no receiver of copies")
+        nonces = greeting[len(_GREETING) :] + secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(nonces[_NONCE_BYTES:] + _mac(key, b"client", nonces))
+        _compare(_receive(sock, _MAC_BYTES), _mac(key, b"server", nonces))
+        return cls(sock, _mac(key, b"session", nonces), b"client", b"server")
+
+    @classmethod
+    def as_server(cls, sock: socket.socket, key: bytes) -> _Channel:
+        """See that the client knows the key, and prove that we do."""
+        sock.settimeout(TIMEOUT_S)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(_GREETING + nonce)
+        answer = _receive(sock, _NONCE_BYTES + _MAC_BYTES, within_s=_PROOF_TIMEOUT_S)
+        nonces = nonce + answer[:_NONCE_BYTES]
+        _compare(answer[_NONCE_BYTES:], _mac(key, b"client", nonces))
+        sock.sendall(_mac(key, b"server", nonces))
+        return cls(sock, _mac(key, b"session", nonces), b"server", b"client")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one signed message."""
+        body = json.dumps(message).encode()
+        if len(body) > _MAX_MESSAGE_BYTES:
+            raise CheckpointError(f"a message of {len(body)} bytes is too long")
+        self.sock.sendall(len(body).to_bytes(8, "big") + self._sign(self.me, body) + body)
+
+    def receive(self) -> dict[str, Any]:
+        """Receive one signed message."""
+        head = _receive(self.sock, 8 + _MAC_BYTES)
+        length = int.from_bytes(head[:8], "big")
+        if length > _MAX_MESSAGE_BYTES:
+            raise CopyAuthenticationError(f"a message of {length} bytes is too long")
+        body = _receive(self.sock, length)
+        _compare(head[8:], self._sign(self.peer, body))
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            raise CopyAuthenticationError("a message is no object")
+        return message
+
+    def _sign(self, side: bytes, body: bytes) -> bytes:
+        number = self.counts[side] = self.counts.get(side, 0) + 1
+        return _mac(self.key, side, number.to_bytes(8, "big") + body)
+
+
+def _listen(addresses: Iterable[str]) -> socket.socket:
+    error = OSError("no address was given")
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            return socket.create_server((address, 0), family=family, backlog=64)
+        except OSError as e:
+            error = e
+    raise error
+
+
+def _mac(key: bytes, purpose: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, purpose + b"|" + data, "sha256")
+
+
+def _compare(found: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise CopyAuthenticationError("a signature does not match")
+
+
+def _receive(sock: socket.socket, num_bytes: int, within_s: float | None = None) -> bytes:
+    """Receive so many bytes; with ``within_s`` all of them within that time."""
+    data, until = bytearray(), time.monotonic() + (within_s or 0.0)
+    while len(data) < num_bytes:
+        if within_s is not None:
+            sock.settimeout(max(until - time.monotonic(), 0.001))
+        got = sock.recv(min(num_bytes - len(data), _BLOCK_BYTES))
+        if not got:
+            raise ConnectionError("the other side hung up")
+        data += got
+    sock.settimeout(TIMEOUT_S)
+    return bytes(data)
+
+
+def _receive_file(sock: socket.socket, path: Path, file: FileEntry) -> None:
+    """Receive one file; it has its name once it is complete and as it should be."""
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    checksum, left, block = xxhash.xxh3_64(), file.num_bytes, memoryview(bytearray(_BLOCK_BYTES))
+    try:
+        with staged.open("xb") as f:
+            while left:
+                got = sock.recv_into(block[: min(left, _BLOCK_BYTES)])
+                if not got:
+                    raise ConnectionError("the other side hung up")
+                checksum.update(block[:got])
+                f.write(block[:got])
+                left -= got
+        if f"xxh3_64:{checksum.hexdigest()}" != file.checksum:
+            raise CheckpointCorruptError(f"{path.name} was changed on its way")
+        staged.rename(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _create(path: Path, data: bytes) -> None:
+    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    staged.write_bytes(data)
+    staged.rename(path)
+
+
+def _save_of(numbers: Any) -> MemorySave:
+    if len(numbers) != 3 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers):
+        raise ValueError(f"{numbers!r:.80} is no save")
+    return MemorySave(*numbers)
+
+
+def _check(save: MemorySave, part: RankPart) -> None:
+    """Refuse a part whose files would have other names than a checkpoint's."""
+    if not 0 <= part.rank < save.world_size:
+        raise ValueError(f"rank {part.rank} of {save.world_size}")
+    for file in part.files:
+        if not _FILE.fullmatch(file.name) or not 0 <= file.num_bytes < 1 << 63:
+            raise ValueError(f"{file.name!r:.80} is no name of a shard")
+
+
+# ---- Bring together a save that lies in the memory of several nodes (every rank; collective)
+# Every step of this is taken by all ranks with the same knowledge, so that none waits for another
+# in vain: an error of one rank is kept until the vote at the end, and it goes on taking part till
+# then.
+#
+# 1. Each node checks what it has of the save; the ranks tell each other what is good.
+# 2. The parts, which are small, are told to all, and merged. Each rank says which files it needs.
+# 3. Each file goes from the first node that has it to those that need it and lack it.
+
+
+Needed = Callable[[Manifest], Collection[str]]
+"""Tells which files of a checkpoint this rank has to read."""
+
+_GATHERED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class NodeDirectory:
+    """Which ranks are on one node, the same on every rank.
+
+    Attributes:
+        of_rank: Number of each rank's node.
+    """
+
+    of_rank: tuple[int, ...]
+
+    def ranks(self, node: int) -> list[int]:
+        """Return the ranks of a node."""
+        return [rank for rank, where in enumerate(self.of_rank) if where == node]
+
+    def first(self, node: int) -> int:
+        """Return the first rank of a node, which acts for it."""
+        return self.of_rank.index(node)
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Return the place of a rank among those of its node, and their number."""
+        mine = self.ranks(self.of_rank[rank])
+        return mine.index(rank), len(mine)
+
+    def union(self, rows: Sequence[Sequence[int]]) -> dict[int, set[int]]:
+        """Return, for each node, the places at which one of its ranks has no zero.
+
+        Args:
+            rows: One for each rank.
+        """
+        found: dict[int, set[int]] = {node: set() for node in sorted(set(self.of_rank))}
+        for node, row in zip(self.of_rank, rows, strict=True):
+            found[node] |= {i for i, number in enumerate(row) if number}
+        return found
+
+
+class CopyGathering:
+    """One save that is being brought together."""
+
+    def __init__(
+        self, group: RankGroup, nodes: NodeDirectory, memory: NodeMemory, save: MemorySave
+    ) -> None:
+        self._group = group
+        self._nodes = nodes
+        self._memory = memory
+        self._save = save
+        self._node = nodes.of_rank[group.rank]
+        self._acts = nodes.first(self._node) == group.rank
+        self._problem: str | None = None
+
+    def run(self, needed: Needed) -> Manifest | None:
+        """Bring it together.
+
+        Returns:
+            Its manifest, if every rank has what it needs, verified, in its node's folder of the
+            save; else None, on every rank.
+        """
+        mine = self._check_mine()
+        rows = gather(self._group, [int(r in mine) for r in range(self._save.world_size)])
+        held = self._nodes.union(rows)
+        lost = set(range(self._save.world_size)).difference(*held.values())
+        if lost:
+            self._say(f"no node has the files of ranks {sorted(lost)[:8]}")
+            return None
+        parts = self._tell_parts(mine, held)
+        try:
+            manifest = merge(
+                parts, step=self._save.step, world_size=self._save.world_size, created=time.time()
+            )
+        except CheckpointError as e:
+            self._say(str(e))
+            return None
+        return manifest if self._fetch(manifest, parts, held, needed) else None
+
+    def _check_mine(self) -> dict[int, RankPart]:
+        """Read and check this rank's share of what its node has."""
+        ranks = self._memory.saves().get(self._save, [])
+        index, count = self._nodes.share(self._group.rank)
+        wanted = [rank for rank in ranks if rank < self._save.world_size]
+        return self._memory.good_parts(self._save, wanted[index::count])
+
+    def _tell_parts(
+        self, mine: Mapping[int, RankPart], held: Mapping[int, Collection[int]]
+    ) -> list[RankPart]:
+        """Tell each part to all, by the first rank that has checked it."""
+        rows = gather(self._group, [int(r in mine) for r in range(self._save.world_size)])
+        teller = {
+            part: next(rank for rank, row in enumerate(rows) if row[part])
+            for part in range(self._save.world_size)
+        }
+        parts: dict[int, RankPart] = {}
+        for rank in sorted(set(teller.values())):
+            told = {p: mine[p].to_json() for p, by in teller.items() if by == rank and p in mine}
+            text = tell(self._group, rank, json.dumps(told).encode())
+            parts |= {int(p): RankPart.from_json(part) for p, part in json.loads(text).items()}
+        return [parts[rank] for rank in sorted(parts)]
+
+    def _fetch(
+        self,
+        manifest: Manifest,
+        parts: Sequence[RankPart],
+        held: Mapping[int, set[int]],
+        needed: Needed,
+    ) -> bool:
+        files = [(part.rank, file) for part in parts for file in part.files]
+        wanted = self._needs(manifest, [file for _, file in files], needed)
+        lacking = {
+            node: [i for i in wanted[node] if files[i][0] not in ranks]
+            for node, ranks in held.items()
+        }
+        num_bytes = sum(files[i][1].num_bytes for i in lacking[self._node])
+        folder = self._memory.make(self._save)
+        if self._acts and num_bytes > free_bytes(folder):
+            self._problem = f"{folder} has no room for {num_bytes} bytes from other nodes"
+        if not self._agreed():
+            return False
+        for i, (rank, file) in enumerate(files):
+            source = next(node for node, ranks in held.items() if rank in ranks)
+            sinks = [self._nodes.first(node) for node, them in lacking.items() if i in them]
+            route = Route(self._group, self._nodes.first(source), sinks)
+            if route.is_mine:
+                self._carry(route, folder / file.name, file)
+        if not self._agreed():
+            return False
+        self._keep_parts(parts, folder, lacking)
+        return True
+
+    def _needs(
+        self, manifest: Manifest, files: Sequence[FileEntry], needed: Needed
+    ) -> dict[int, set[int]]:
+        """Tell, for each node, which files its ranks need."""
+        names: Collection[str] = ()
+        try:
+            names = needed(manifest)
+        except CheckpointError as e:
+            self._problem = str(e)
+        rows = gather(self._group, [int(file.name in names) for file in files])
+        return self._nodes.union(rows)
+
+    def _carry(self, route: Route, path: Path, file: FileEntry) -> None:
+        """Take part in bringing one file to the nodes that lack it.
+
+        What fails here is noted, and the other ranks get the blocks that they wait for.
+        """
+        checksum, lacks = xxhash.xxh3_64(), self._group.rank in route.sinks
+        staged = path.with_name(f".{path.name}.new") if lacks else path
+        with ExitStack() as stack:
+            f: BinaryIO | None = None
+            with self._noted():
+                if lacks or self._group.rank == route.source:
+                    f = stack.enter_context(staged.open("wb" if lacks else "rb"))
+            for block in _blocks(file.num_bytes):
+                data = memoryview(block.numpy())  # type: ignore[arg-type]
+                with self._noted():
+                    if f is not None and not lacks:
+                        f.readinto(data)  # type: ignore[attr-defined]
+                route.carry(block)
+                checksum.update(data)
+                with self._noted():
+                    if f is not None and lacks:
+                        f.write(data)
+        if lacks and f"xxh3_64:{checksum.hexdigest()}" != file.checksum:
+            self._problem = f"{file.name} was changed on its way"
+        elif lacks:
+            with self._noted():
+                staged.rename(path)
+
+    def _keep_parts(
+        self, parts: Sequence[RankPart], folder: Path, lacking: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Note that this node has now all files of a rank, for the next loss of a node."""
+        for part in parts:
+            path = folder / f"part-{part.rank}.json"
+            complete = all((folder / file.name).exists() for file in part.files)
+            if self._acts and lacking[self._node] and complete and not path.exists():
+                with suppress(OSError):
+                    staged = path.with_name(f".{path.name}.new")
+                    staged.write_text(part.to_json())
+                    staged.rename(path)
+
+    def _agreed(self) -> bool:
+        if self._problem is not None:
+            _log.warning("step %d in memory: %s", self._save.step, self._problem)
+        agreed = self._group.all_say(self._problem is None)
+        if not agreed and self._problem is None:
+            self._say("another rank could not bring it together; its log says why")
+        return agreed
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep an error for the vote."""
+        try:
+            yield
+        except OSError as e:
+            self._problem = str(e)
+
+    def _say(self, why: str) -> None:
+        _log.warning("step %d in memory is passed over: %s", self._save.step, why)
+
+
+def _blocks(num_bytes: int) -> Iterator[torch.Tensor]:
+    """Give memory for so many bytes, block by block; it is the same each time."""
+    buffer = torch.empty(min(num_bytes, _GATHERED_BYTES), dtype=torch.uint8)
+    for begin in range(0, num_bytes, _GATHERED_BYTES):
+        yield buffer[: num_bytes - begin]
+
+
+# ---- The workers of a group as each other's neighbours: their nodes and addresses
+# A node is known by the group rank that torch's agent gives its workers, and outside of one by
+# the name of the host.
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A worker as the others know it."""
+
+    rank: int
+    node: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
+    """Return the worker that keeps copies of a rank's saves; None if there is one node (pure).
+
+    It is on the next node, in the order of the nodes' numbers.
+    """
+    me = peers[rank]
+    nodes = sorted({peer.node for peer in peers})
+    if len(nodes) == 1:
+        return None
+    following = nodes[(nodes.index(me.node) + 1) % len(nodes)]
+    there = sorted((p for p in peers if p.node == following), key=lambda peer: peer.local_rank)
+    return there[me.local_rank % len(there)]
+
+
+def told_words(group: RankGroup, directory: Path) -> list[int]:
+    """Return numbers of rank 0: the directory's, and five random ones (every rank; collective).
+
+    Raises:
+        CheckpointError: rank 0 can not give the directory a number.
+    """
+    words, error = [-1] * 6, None
+    if group.rank == 0:
+        try:
+            words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
+        except OSError as e:
+            error = e
+    words = gather(group, words)[0]
+    if words[0] < 0:
+        raise CheckpointError(f"rank 0 can not write to {directory}: {error or 'see its log'}")
+    return words
+
+
+def meet(group: RankGroup, address: str, port: int) -> list[Peer]:
+    """Tell all ranks where this one is, and return where they are (every rank; collective).
+
+    Args:
+        group: All ranks.
+        address: Numeric, on which this worker listens.
+        port: On which it does.
+    """
+    number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
+    words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
+    local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
+    rows = gather(group, [_node_number(), local_rank, port, version, *words])
+    order = list(dict.fromkeys(row[0] for row in rows))
+    return [
+        Peer(rank, order.index(row[0]), row[1], _address(row[3], row[4:]), row[2])
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _node_number() -> int:
+    """Return a number that the workers of this node have in common, and those of no other."""
+    group_rank = os.environ.get("GROUP_RANK")
+    if group_rank is not None:
+        return int(group_rank)
+    machine = f"{socket.gethostname()}|{os.environ.get('SLURM_NODEID', '')}"
+    return int.from_bytes(blake2b(machine.encode(), digest_size=7).digest())
+
+
+def _address(version: int, words: Sequence[int]) -> str:
+    number = sum(word << (WORD_BITS * i) for i, word in enumerate(words))
+    kind = ipaddress.IPv6Address if version == 6 else ipaddress.IPv4Address
+    return str(kind(number))

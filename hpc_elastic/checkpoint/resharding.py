@@ -1,0 +1,360 @@
+"""Read a checkpoint back into the present state, under any world size and mesh.
+
+torch.distributed.checkpoint plans: which part of which stored box belongs where. It gets its
+metadata from our manifest, never from a pickle, and reads through `ManifestReader`, which serves
+`torch.distributed.checkpoint.load` as well. Only the bytes that are needed are read, straight into
+the tensor where that is contiguous in memory.
+
+`load` of the module `state` calls, for each object of the state: `targets` (which tensors to fill:
+the present ones, or new ones for a fresh optimizer), then `read`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from hpc_elastic.checkpoint.files import Rows, ShardFile, rows_of
+from hpc_elastic.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry
+from hpc_elastic.checkpoint.sharding import dtype_name, dtype_of, local
+from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+
+BLOCK_BYTES = 16 << 20
+"""Large pieces are read in blocks of this size, several at a time."""
+_MOST_THREADS = 4
+
+
+def read(manifest: Manifest, folder: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors from a checkpoint, in place (every rank for itself; no communication).
+
+    Args:
+        manifest: Of the checkpoint.
+        folder: Where its files are.
+        into: Tensors by the names of the manifest, DTensors of any mesh among them.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, or has another shape or type there.
+        CheckpointCorruptError: a file is not what the manifest says. Tensors may be half filled.
+    """
+    reader = ManifestReader(manifest, folder)
+    planner, plan = _plan(reader, manifest, into)
+    with torch.no_grad():
+        reader.read_data(plan, planner)
+
+
+def files_needed(manifest: Manifest, into: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the files that `read` would read on this rank.
+
+    Raises:
+        CheckpointError: as `read`.
+    """
+    reader = ManifestReader(manifest, Path())
+    _, plan = _plan(reader, manifest, into)
+    return {reader.chunk(item).file for item in plan.items if 0 not in item.lengths}
+
+
+def targets(
+    manifest: Manifest,
+    wanted: Iterable[str],
+    present: Mapping[str, torch.Tensor],
+    like: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return a tensor to fill for each name.
+
+    Args:
+        manifest: Of the checkpoint.
+        wanted: Names of tensors in it.
+        present: What there is already; it is used.
+        like: The parameter that a new tensor belongs to: one of the parameter's shape gets its
+            device, and its shards if it is a DTensor. Others are made on the CPU.
+
+    Raises:
+        CheckpointError: a tensor is not in the checkpoint, differs in shape or type, or belongs
+            to a sharded parameter of another shape, so that nobody knows its shards.
+    """
+    return {
+        fqn: present[fqn] if fqn in present else _new(fqn, _entry(manifest, fqn), like.get(fqn))
+        for fqn in wanted
+    }
+
+
+def like_parameters(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], prefix: str
+) -> dict[str, torch.Tensor]:
+    """Return the parameter that each tensor of a saved optimizer state belongs to.
+
+    torch numbers the parameters over all groups, in their order.
+
+    Args:
+        optimizer: The present one; it may be fresh.
+        saved: Its saved state dict, decoded; only the keys matter.
+        prefix: What the names of its tensors begin with, such as ``optimizer``.
+
+    Raises:
+        CheckpointError: it had other groups, or another number of parameters in one.
+    """
+    groups = saved.get("param_groups", [])
+    then, now = ([len(g["params"]) for g in part] for part in (groups, optimizer.param_groups))
+    if then != now:
+        raise CheckpointError(
+            f"{prefix}: the saved optimizer has {then} parameters in its groups, the present one "
+            f"{now}: make it for the same parameters in the same groups"
+        )
+    parameters = {
+        number: parameter
+        for group, mine in zip(groups, optimizer.param_groups, strict=True)
+        for number, parameter in zip(group["params"], mine["params"], strict=True)
+    }
+    return {
+        f"{prefix}/state/{number}/{key}": parameters[number]
+        for number, state in saved.get("state", {}).items()
+        if number in parameters
+        for key in state
+        if key != "step"  # torch moves it to where this optimizer wants it
+    }
+
+
+class ManifestReader(StorageReader):
+    """Reads our checkpoints for torch.distributed.checkpoint.
+
+        dcp.load(state, storage_reader=ManifestReader.of(folder))
+
+    Names are those of the manifest (``model/net.0.weight``); values that are no tensors are not
+    offered, because torch.distributed.checkpoint would unpickle them.
+    """
+
+    @classmethod
+    def of(cls, folder: Path) -> ManifestReader:
+        """Return a reader of a checkpoint's folder, ``.../step-00000100``.
+
+        Raises:
+            CheckpointError: there is no undamaged manifest.
+        """
+        try:
+            text = (folder / MANIFEST).read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointCorruptError(f"{folder / MANIFEST} can not be read: {e}") from e
+        return cls(Manifest.from_json(text), folder)
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self._manifest = manifest
+        self._folder = folder
+        self._chunks = {
+            (fqn, chunk.offsets): chunk
+            for fqn, entry in manifest.tensors.items()
+            for chunk in entry.chunks
+        }
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the manifest as torch.distributed.checkpoint has it."""
+        return Metadata({fqn: _metadata(e) for fqn, e in self._manifest.tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what was planned; all is done when this returns."""
+        with ExitStack() as stack:
+            names = sorted({self.chunk(item).file for item in plan.items})
+            files = {n: stack.enter_context(closing(ShardFile(self._folder / n))) for n in names}
+            pieces = [p for item in plan.items for p in self._pieces(item, files, planner)]
+            pieces.sort(key=lambda piece: (piece.file.path, piece.offset))
+            _read_all(pieces)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def chunk(self, item: ReadItem) -> Chunk:
+        """Return the stored box that a planned item is read from."""
+        index = item.storage_index
+        return self._chunks[index.fqn, tuple(index.offset or ())]
+
+    def _pieces(
+        self, item: ReadItem, files: Mapping[str, ShardFile], planner: LoadPlanner
+    ) -> Iterable[_Piece]:
+        """Return what is to be read for one planned item, cut into blocks."""
+        if item.type is not LoadItemType.TENSOR or 0 in item.lengths:
+            return []
+        chunk, fqn = self.chunk(item), item.storage_index.fqn
+        dtype = dtype_of(self._manifest.tensors[fqn].dtype)
+        starts = tuple(item.storage_offsets)
+        rows = rows_of(chunk.sizes, starts, tuple(item.lengths), dtype.itemsize)
+        file = files[chunk.file]
+        begin = _begin(file, chunk, dtype.itemsize) + rows.offset
+        target = planner.resolve_tensor(item).detach()[(0,) * rows.dim]
+        inner = slice(rows.dim + 1, None)
+        whole = _Piece(
+            file, begin, rows, chunk.sizes[inner], starts[inner],
+            target if target.dim() else target.unsqueeze(0), dtype,
+        )  # fmt: skip
+        return whole.blocks()
+
+    # The rest of torch's interface has nothing to do here.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: one reader is for one checkpoint."""
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: the manifest says it all."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Refuse to be found by a path: a reader is made from a manifest."""
+        return False
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some rows of a stored box, and the memory that they belong in."""
+
+    file: ShardFile
+    offset: int
+    rows: Rows
+    inner: tuple[int, ...]
+    """Sizes of a stored row."""
+    starts: tuple[int, ...]
+    """Where in a row the wanted part begins."""
+    target: torch.Tensor
+    dtype: torch.dtype
+
+    def blocks(self) -> Iterable[_Piece]:
+        """Cut it into pieces that can be read at the same time."""
+        at_once = max(1, BLOCK_BYTES // self.rows.num_bytes)
+        for first in range(0, self.rows.count, at_once):
+            target = self.target[first : first + at_once]
+            yield replace(self, offset=self.offset + first * self.rows.num_bytes, target=target)
+
+    def read(self) -> None:
+        """Fill the memory."""
+        target = self.target
+        in_order = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+        if self.rows.exact and target.device.type == "cpu" and in_order:
+            self.file.read_into(_bytes_of(target), self.offset)
+            return
+        count = target.shape[0]
+        on_gpu = target.device.type == "cuda"
+        scratch = torch.empty((count, *self.inner), dtype=self.dtype, pin_memory=on_gpu)
+        self.file.read_into(_bytes_of(scratch), self.offset)
+        for dim, start in enumerate(self.starts, start=1):
+            scratch = scratch.narrow(dim, start, target.shape[dim])
+        target.copy_(scratch)
+
+
+def _plan(
+    reader: ManifestReader, manifest: Manifest, into: Mapping[str, torch.Tensor]
+) -> tuple[LoadPlanner, LoadPlan]:
+    for fqn, tensor in into.items():
+        _compare(fqn, manifest.tensors.get(fqn), tensor)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(into), reader.read_metadata(), is_coordinator=False)
+    return planner, planner.create_local_plan()
+
+
+def _read_all(pieces: Sequence[_Piece]) -> None:
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="hpc-elastic-read") as pool:
+        for _ in pool.map(_read_one, pieces):
+            pass
+
+
+def _read_one(piece: _Piece) -> None:
+    with torch.no_grad():  # a setting of each thread
+        piece.read()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _begin(file: ShardFile, chunk: Chunk, itemsize: int) -> int:
+    """Return where a chunk begins in its file."""
+    begin, end = file.tensors.get(chunk.name, (0, -1))
+    if end - begin != prod(chunk.sizes) * itemsize:
+        found = f"{end - begin} bytes of it" if chunk.name in file.tensors else "none"
+        raise CheckpointCorruptError(
+            f"{file.path} should hold {chunk.name}{list(chunk.sizes)}, but has {found}"
+        )
+    return begin
+
+
+def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_of(entry.dtype)),
+        torch.Size(entry.shape),
+        [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+    )
+
+
+def _entry(manifest: Manifest, fqn: str) -> TensorEntry:
+    entry = manifest.tensors.get(fqn)
+    if entry is None:
+        raise CheckpointError(f"{fqn} is not in the checkpoint of step {manifest.step}")
+    return entry
+
+
+def _compare(fqn: str, entry: TensorEntry | None, tensor: torch.Tensor) -> None:
+    if entry is None:
+        raise CheckpointError(f"{fqn} is not in the checkpoint")
+    now = dtype_name(tensor.dtype)
+    if tuple(tensor.shape) != entry.shape:
+        raise CheckpointError(
+            f"{fqn} has shape {list(entry.shape)} in the checkpoint, but {list(tensor.shape)} now: "
+            "build the model with the settings that it was saved with"
+        )
+    mine = local(tensor)
+    if any(stride == 0 < size - 1 for size, stride in zip(mine.shape, mine.stride(), strict=True)):
+        raise CheckpointError(
+            f"{fqn} is an expanded view, several of its elements are one in memory: put "
+            "tensor.clone() into the state"
+        )
+    if now != entry.dtype:
+        raise CheckpointError(
+            f"{fqn} is {entry.dtype} in the checkpoint, but {now} now: convert the model to "
+            f"{entry.dtype} before it is restored"
+        )
+
+
+def _new(fqn: str, entry: TensorEntry, parameter: torch.Tensor | None) -> torch.Tensor:
+    dtype = dtype_of(entry.dtype)
+    same = parameter is not None and tuple(parameter.shape) == entry.shape
+    if parameter is None or (prod(entry.shape) == 1 and not same):
+        return torch.empty(entry.shape, dtype=dtype)
+    if not isinstance(parameter, DTensor):
+        return torch.empty(entry.shape, dtype=dtype, device=parameter.device if same else "cpu")
+    if not same:
+        raise CheckpointError(
+            f"{fqn}{list(entry.shape)} belongs to a sharded parameter of shape "
+            f"{list(parameter.shape)}, so its shards are not known: let the optimizer make its "
+            "state before restore(), or put torch.distributed.checkpoint.state_dict's helpers "
+            "into the checkpoint's state"
+        )
+    return DTensor.from_local(
+        torch.empty_like(local(parameter), dtype=dtype), parameter.device_mesh,
+        parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -1,0 +1,348 @@
+"""``hpc-elastic cancel``: end a run, its waiting tasks too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpc_elastic.cli import options
+from hpc_elastic.errors import (
+    CheckpointNotFoundError,
+    RunDirectoryError,
+    SlurmError,
+    SubmissionError,
+)
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import is_there
+
+if TYPE_CHECKING:
+    from hpc_elastic.checkpoint.store import Cleaning, Item
+
+
+_CANCEL_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic cancel last
+  hpc-elastic cancel multirun/2030-01-31/12-00-00/3 --yes
+
+\b
+--json prints one object:
+  run_id, run   the run's id and directory
+  result        how it had ended before: "succeeded", "failed", or null
+  cancelled     the tasks that were cancelled, by name
+  left          those of them that have not ended in time
+"""
+
+
+@click.command(epilog=_CANCEL_EXAMPLES)
+@options.run
+@click.option("-y", "--yes", is_flag=True, help="Do not ask, on a terminal either.")
+@click.option(
+    "--wait-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
+    help="Wait so long for the tasks to end. [default: 30 s more than they may take]",
+)  # fmt: skip
+@options.as_json
+def cancel_command(run: Path, yes: bool, wait_s: float | None, as_json: bool) -> int:
+    """End a run for good: its tasks that run, and those that wait.
+
+    Other runs of the same sweep go on. The tasks get what scancel would give them: SIGTERM, and
+    SIGKILL after KillWait (30 s, where the cluster has not set it otherwise). In that time the run
+    saves a checkpoint at one step, so that `hpc-elastic resume` goes on from there; a script that
+    does not ask should_checkpoint has its own last one.
+
+    A task that is being requeued at this very moment does not come back. The command returns when
+    all tasks are gone. On a terminal it asks first.
+
+    The exit code is 1 if tasks are left after the time, or it was not confirmed. A run that has
+    ended already is left as it is, with exit code 0.
+    """
+    return cancel_run(run, yes=yes, wait_s=wait_s, as_json=as_json)
+
+
+def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> int:
+    """Cancel a run and say what came of it.
+
+    Returns:
+        0 if no task of it is left, else 1.
+    """
+    from hpc_elastic.launcher import control
+
+    standing = control.look(run)
+    done = control.nothing_to_do(standing)
+    if done is not None:
+        print(json.dumps(control.cancel_as_json(standing, None), indent=2) if as_json else done)
+        return 0
+    if not yes and sys.stdin.isatty() and not click.confirm(_question(standing), err=True):
+        click.echo("not cancelled", err=True)
+        if as_json:
+            print(json.dumps(control.cancel_as_json(standing, None), indent=2))
+        return 1
+    bound = control.bound_s(standing.spec) if wait_s is None else wait_s
+    if not as_json:
+        print(f"cancelling {standing.spec.run_id}: {standing}", flush=True)
+    left = control.cancel(standing, wait_s=bound, warn=lambda text: click.echo(text, err=True))
+    if as_json:
+        print(json.dumps(control.cancel_as_json(standing, left), indent=2))
+        return 1 if left else 0
+    if left:
+        names = ", ".join(f"{task.task} ({task.state} {task.node})".strip() for task in left)
+        click.echo(f"still there after {bound:g} s: {names}; they were told to end", err=True)
+        return 1
+    result = control.read_result(standing.run)
+    if result is not None:
+        print(f"its tasks are gone; it {result} before it was cancelled")
+        return 0
+    print(f"cancelled; to go on from its last checkpoint: hpc-elastic resume {options.quoted(run)}")
+    return 0
+
+
+def _question(standing: object) -> str:
+    from hpc_elastic.launcher.control import CancelTarget
+
+    assert isinstance(standing, CancelTarget)
+    return f"Cancel {standing.spec.run_id}: {standing}?"
+
+
+# ---- ``hpc-elastic resume``: let a run that has stopped go on from its last checkpoint
+
+
+_RESUME_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic resume last
+  hpc-elastic resume last nodes=2:8 launcher.partition=low launcher.time=12:00:00
+  hpc-elastic resume multirun/2030-01-31/12-00-00/3 launcher.exclude=node17
+
+\b
+--json prints one object:
+  run_id, run, launcher   as at the submission; run is the directory
+  generation              how often the run was resumed
+  nodes, job_ids          what was asked for, and under which jobs
+  log                     launcher=local: the output of the process that goes on
+"""
+
+
+@click.command(epilog=_RESUME_EXAMPLES)
+@options.run
+@click.argument("overrides", nargs=-1, metavar="[OVERRIDE]...")
+@options.as_json
+def resume_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Let a run that has stopped go on, in the same run directory, and return at once.
+
+    For a run that has failed, was cancelled, or whose tasks are all gone. It goes on from its last
+    good checkpoint, as after any other loss of all its nodes: logs, events and rounds go on to be
+    written and counted, in new tasks. What it has spent of its restarts is forgotten, and so are
+    the nodes that it avoided: launcher.exclude=... names some.
+
+    OVERRIDE is nodes=..., nproc_per_node=... or launcher.KEY=..., as at the submission; what is
+    not given stays as it was. The config that the training reads, and its code, stay as they were:
+    other overrides are refused.
+
+    A run that still has tasks, or has succeeded, is refused. If this command is interrupted, the
+    run can be resumed again.
+    """
+    return resume_run(run, overrides, as_json=as_json)
+
+
+def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Resume a run, and print how to watch it.
+
+    Raises:
+        HpcElasticError: it was not resumed; see `hpc_elastic.launcher.control`.
+    """
+    from hpc_elastic.cli.submit import print_run
+
+    local = RunDir(run).load().launcher == "local"
+    told = _locally(run, overrides) if local else _in_slurm(run, overrides)
+    if as_json:
+        print(json.dumps(told, indent=2))
+        return 0
+    where = f"output in {told['log']}" if local else f"job {' '.join(told['job_ids'])}"
+    print(f"resumed with nodes={told['nodes']} ({where})")
+    print_run(told["run_id"], run)
+    return 0
+
+
+def _in_slurm(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from hpc_elastic.launcher.control import resume, resume_as_json
+
+    resumption, submitted = resume(run, overrides)
+    return resume_as_json(resumption, submitted.handle.job_ids, log=None)
+
+
+def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from hpc_elastic.launcher import detach
+
+    def work(tell: Callable[[dict[str, Any]], None]) -> None:
+        from hpc_elastic.launcher import session
+        from hpc_elastic.launcher.control import resume, resume_as_json
+        from hpc_elastic.launcher.local import terminated_as_interrupt
+
+        with terminated_as_interrupt():
+            resumption, submitted = resume(run, overrides)
+            with session.let_go_on_failure(submitted.handle):
+                log = detach.log_of(resumption.prepared.plan)
+                detach.leave_terminal(log)
+                tell(resume_as_json(resumption, submitted.handle.job_ids, log=log))
+            session.wait(submitted)
+
+    told = detach.in_background(work)
+    if "error" in told or not told:
+        raise SubmissionError(str(told.get("error", "it ended; its traceback is above")))
+    return told
+
+
+# ---- ``hpc-elastic clean``: remove old checkpoints of a run, and what aborted saves have left
+
+
+_CLEAN_EXAMPLES = """
+\b
+Examples:
+  hpc-elastic clean last --keep-last 1 --dry-run
+  hpc-elastic clean multirun/2030-01-31/12-00-00/3 --keep-last 2
+  hpc-elastic clean last --keep-last 1 --directory /scratch/me/checkpoints
+
+\b
+--json prints one object:
+  directory     of the checkpoints
+  kept          the good steps that stay, newest first
+  damaged       what is wrong with those that were read and are not good, by step
+  removed       [{"folder", "num_bytes"}]; with --dry-run, what would be removed
+  left          of these, what could not be removed
+  freed_bytes   together
+  dry_run       whether nothing was done
+"""
+
+
+@click.command(epilog=_CLEAN_EXAMPLES)
+@options.run
+@click.option(
+    "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
+    help="Keep the newest N checkpoints that are good. 0 keeps none, and needs --yes.",
+)  # fmt: skip
+@click.option(
+    "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR",
+    help="Where the run's checkpoints are. [default: where it has saved]",
+)  # fmt: skip
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
+@click.option("-y", "--yes", is_flag=True, help="With --keep-last 0: really remove all.")
+@options.as_json
+def clean_command(
+    run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
+) -> int:
+    """Remove a run's checkpoints that are older than the newest N good ones.
+
+    A checkpoint counts as good only after all its bytes were read and their checksums are right, so
+    that a damaged one is never kept in place of a good one. Where fewer than N are good, none is
+    removed. What aborted saves have left goes as well. Checkpoints in the nodes' memory are left
+    alone, and so are those that are newer than the oldest one kept: a run that goes on restores one
+    of these. Checkpointer(keep_every=...) is not known here: what it keeps for ever goes, too.
+
+    The exit code is 1 if something could not be removed.
+    """
+    _require_meant(run, keep_last, yes=yes or dry_run)
+    cleaning, left = clean(run, directory, keep_last=keep_last, dry_run=dry_run)
+    if as_json:
+        print(json.dumps(_clean_as_json(cleaning, left, dry_run=dry_run), indent=2))
+    else:
+        _print_clean(cleaning, left, dry_run=dry_run)
+    return 1 if left else 0
+
+
+def _require_meant(run: Path, keep_last: int, *, yes: bool) -> None:
+    if keep_last == 0 and not yes:
+        what = "removes every checkpoint: the run could not be resumed"
+        raise click.UsageError(f"--keep-last 0 {what}. Add --yes if that is meant")
+    if keep_last == 0 and _goes_on(run):
+        remedy = "keep at least one, or cancel the run first"
+        raise RunDirectoryError(f"{run} goes on, and restores its newest checkpoint: {remedy}")
+
+
+def clean(
+    run: Path, directory: Path | None, *, keep_last: int, dry_run: bool
+) -> tuple[Cleaning, list[Item]]:
+    """Remove what may go.
+
+    Returns:
+        What was to go, and what of it is left.
+
+    Raises:
+        CheckpointNotFoundError: the run has no directory of checkpoints.
+        CheckpointError: it can not be read.
+    """
+    from hpc_elastic.checkpoint import store
+    from hpc_elastic.run import fencing
+
+    RunDir(run).load()
+    folder = directory or _only_directory(RunDir(run))
+    try:
+        last = fencing.last_record(RunDir(run).rdzv)
+    except OSError as e:
+        raise RunDirectoryError(f"{RunDir(run).rdzv}: {e.strerror}") from e
+    is_over = store.fenced_by(last, run_goes_on=_goes_on(run))
+    found = store.plan(folder, keep_last=keep_last, is_over=is_over)
+    return found, [] if dry_run else store.remove(found)
+
+
+def _only_directory(run: RunDir) -> Path:
+    """Return where the run's checkpoints are, or what aborted saves have left of them."""
+    from hpc_elastic.checkpoint.store import directories
+
+    try:
+        found = directories(run) or [d for d in [run.checkpoints] if d.is_dir()]
+    except OSError as e:
+        raise RunDirectoryError(f"{e.filename or run.path}: {e.strerror}") from e
+    if not found:
+        remedy = "if its script saves elsewhere, say so with --directory DIR"
+        raise CheckpointNotFoundError(f"{run.path} has no checkpoints: {remedy}")
+    if len(found) > 1:
+        which = f"choose one with --directory DIR: {', '.join(map(str, found))}"
+        raise CheckpointNotFoundError(f"{run.path} saves to several directories; {which}")
+    return found[0]
+
+
+def _goes_on(run: Path) -> bool:
+    """Tell whether the run may have a task; where Slurm does not say, it may."""
+    from hpc_elastic.slurm.scheduler import live_tasks
+
+    try:
+        return bool(live_tasks(RunDir(run).load()).left())
+    except (SlurmError, RunDirectoryError) as e:
+        if not is_there(RunDir(run).spec):
+            raise
+        click.echo(f"taken for a run that goes on: {e}", err=True)
+        return True
+
+
+def _clean_as_json(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> dict[str, Any]:
+    return {
+        "directory": str(cleaning.directory),
+        "kept": cleaning.kept,
+        "damaged": {str(step): problem for step, problem in cleaning.damaged.items()},
+        "removed": [{"folder": str(i.folder), "num_bytes": i.num_bytes} for i in cleaning.going],
+        "left": [str(item.folder) for item in left],
+        "freed_bytes": _freed(cleaning, left),
+        "dry_run": dry_run,
+    }
+
+
+def _freed(cleaning: Cleaning, left: list[Item]) -> int:
+    return sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
+
+
+def _print_clean(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> None:
+    verb = "would remove" if dry_run else "removed"
+    for item in cleaning.going:
+        print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")
+    for step, problem in cleaning.damaged.items():
+        print(f"damaged: step {step}: {problem}")
+    kept = ", ".join(map(str, cleaning.kept)) or "none"
+    would = "would be freed" if dry_run else "freed"
+    print(f"kept as good: {kept}; {_freed(cleaning, left) / 1e6:,.1f} MB {would}")
+    for item in left:
+        click.echo(f"could not be removed: {item.folder}", err=True)

@@ -1,0 +1,306 @@
+"""One dataclass of `hpc_elastic.config.schema` from one mapping of the composed config.
+
+The dataclass is the schema: a field's name is the key, its annotation the type. Every error is
+collected, so that a user sees all that is wrong at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hpc_elastic.config.schema import NodeRange, Nproc
+from hpc_elastic.errors import ConfigError, near_miss
+
+T = TypeVar("T")
+type_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""Annotations, evaluated once: that takes longer than all else that is read of a run."""
+UNSET = "???"
+"""OmegaConf's mark of a key without a value; ours take their default then."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value under its dotted key, and whether it was typed on the command line."""
+
+    key: str
+    value: Any
+    typed: bool = False
+
+    def refuse(self, remedy: str) -> ConfigError:
+        """Return the error that names this key and value."""
+        return ConfigError(self.key, self.value, remedy)
+
+
+Parser = Callable[[Given], object]
+
+
+@dataclass
+class GroupReader:
+    """Reads groups of settings and collects what is wrong with them.
+
+    Attributes:
+        typed: The dotted keys whose values stand on the command line.
+        parsers: Keys that are more than their annotation says.
+        elsewhere: Where a key that does not exist here does exist: the remedy to give.
+        errors: What was refused so far.
+    """
+
+    typed: frozenset[str] = frozenset()
+    parsers: Mapping[str, Parser] = field(default_factory=dict)
+    elsewhere: Callable[[str], str | None] = lambda key: None
+    errors: list[ConfigError] = field(default_factory=list)
+
+    def given(self, key: str, value: object) -> Given:
+        """Pair a value with where it came from."""
+        return Given(key, value, key in self.typed)
+
+    def attempt(self, parse: Callable[[], T]) -> T | None:
+        """Return what ``parse`` returns; None if it refuses, which is recorded."""
+        try:
+            return parse()
+        except ConfigError as e:
+            self.errors.append(e)
+            return None
+
+    def group(self, cls: type[T], raw: object, path: str) -> T:
+        """Return the dataclass with all values that could be read, defaults for the rest."""
+        if raw is None or raw == UNSET:
+            raw = {}
+        if not isinstance(raw, Mapping):
+            self.errors.append(ConfigError(path, raw, "allowed is a mapping of keys to values"))
+            raw = {}
+        hints = type_hints(cls)
+        for name in raw:
+            if name not in hints:
+                self.errors.append(self._unknown(f"{path}.{name}", raw[name], hints))
+        values: dict[str, Any] = {
+            name: self._field(hint, self.given(f"{path}.{name}", raw[name]))
+            for name, hint in hints.items()
+            if name in raw and raw[name] != UNSET
+        }
+        return cls(**values)
+
+    def _field(self, hint: object, given: Given) -> object:
+        if isinstance(hint, type) and is_dataclass(hint):
+            return self.group(hint, given.value, given.key)
+        return self.attempt(lambda: convert(hint, given, self.parsers.get(given.key)))
+
+    def _unknown(self, key: str, value: object, hints: Mapping[str, Any]) -> ConfigError:
+        group, _, name = key.rpartition(".")
+        hint = self.elsewhere(key) or near_miss(name, hints)
+        return ConfigError(key, value, f"no such key{hint or f'; {group} has ' + ', '.join(hints)}")
+
+
+def convert(hint: object, given: Given, parser: Parser | None = None) -> object:
+    """Return the value as its annotation wants it, through the key's own parser if it has one.
+
+    Raises:
+        ConfigError: it can not be read as that.
+    """
+    optional = type(None) in get_args(hint)
+    if given.value is None:
+        if optional:
+            return None
+        if (empty := get_origin(hint)) in (list, dict):
+            return empty()
+    if parser is not None:
+        return parser(given)
+    if get_origin(hint) is Literal:
+        return choice(given, get_args(hint))
+    if optional:
+        hint = _only(hint)
+        return convert(hint, given)
+    return _CONVERTERS[hint](given)
+
+
+def _only(hint: object) -> object:
+    """Return X of ``X | None``."""
+    assert get_origin(hint) in (Union, types.UnionType)
+    (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
+    return inner
+
+
+def choice(given: Given, allowed: tuple[str, ...]) -> str:
+    """Return one of a few words.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if given.value in allowed and isinstance(given.value, str):
+        return given.value
+    hint = near_miss(str(given.value), allowed)
+    raise given.refuse(f"allowed is {' or '.join(allowed)}{hint}")
+
+
+def boolean(given: Given) -> bool:
+    """Return a truth value; texts are not guessed at."""
+    if not isinstance(given.value, bool):
+        raise given.refuse("allowed is true or false")
+    return given.value
+
+
+def integer(given: Given) -> int:
+    """Return a whole number, which may stand in quotes."""
+    value = given.value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value.strip()):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise given.refuse("allowed is a whole number")
+    return value
+
+
+def number(given: Given) -> float:
+    """Return a finite number, which may stand in quotes."""
+    try:
+        value = math.nan if isinstance(given.value, bool) else float(given.value)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise given.refuse("allowed is a number")
+    return value
+
+
+def text(given: Given) -> str:
+    """Return one line of text.
+
+    A number from YAML is refused: what was written may be lost (``0123`` is 83 there).
+    """
+    value = given.value
+    if isinstance(value, int) and not isinstance(value, bool) and given.typed:
+        value = str(value)
+    if isinstance(value, bool | int | float):
+        raise given.refuse("allowed is a text; put it in quotes, so that YAML leaves it as it is")
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise given.refuse("allowed is a text of one line, not empty")
+    return value
+
+
+def texts(given: Given) -> list[str]:
+    """Return a list of texts; a text of a list may have several lines."""
+    if not isinstance(given.value, list | tuple):
+        raise given.refuse("allowed is a list of texts, such as ['one', 'two']")
+    for item in given.value:
+        if not isinstance(item, str):
+            raise given.refuse(f"allowed is a list of texts; {item!r} is none, put it in quotes")
+    return list(given.value)
+
+
+_CONVERTERS: dict[object, Parser] = {
+    bool: boolean,
+    int: integer,
+    float: number,
+    str: text,
+    list[str]: texts,
+}
+
+
+# ---- The forms of ``nodes``, ``time`` and ``nproc_per_node``
+# YAML 1.1 reads an unquoted ``1:16`` as the base-60 number 76 and ``24:00:00`` as 86400. What
+# reaches us is then a plain integer, and nobody can tell which of the two was written. Such an
+# integer is refused if it comes from YAML; quoted, or given on the command line (where Hydra's
+# own grammar makes a text of ``1:16``), it means itself. Source: https://yaml.org/type/int.html
+
+
+BASE = 60
+NODES = "a count such as 4 or a range such as '1:16', at least 1"
+TIME = "minutes, 'MM:SS', 'HH:MM:SS', 'D-HH', 'D-HH:MM', 'D-HH:MM:SS' or 'UNLIMITED'"
+NPROC_WORDS = ("auto", "gpu", "cpu")
+
+_TIME = re.compile(r"\d+|\d+:[0-5]?\d(:[0-5]?\d)?|\d+-\d+(:[0-5]?\d){0,2}")
+
+
+def parse_nodes(value: object, *, from_yaml: bool, key: str = "nodes") -> NodeRange:
+    """Return how many nodes ``4``, ``'4'`` or ``'1:16'`` allows.
+
+    Args:
+        value: As composed by Hydra.
+        from_yaml: Whether YAML may have read a range as a base-60 number.
+        key: The name to use in messages.
+
+    Raises:
+        ConfigError: not such a form, a number below 1, min above max, or an ambiguous integer.
+    """
+    if from_yaml and isinstance(value, int) and value > BASE and value % BASE:
+        raise ConfigError(key, value, _ambiguous_nodes(key, value))
+    m = re.fullmatch(r"(\d+)(?::(\d+))?", _text(value))
+    if m is None:
+        raise ConfigError(key, value, f"allowed is {NODES}")
+    low, high = int(m[1]), int(m[2] or m[1])
+    if low < 1:
+        raise ConfigError(key, value, f"allowed is {NODES}")
+    if low > high:
+        raise ConfigError(key, value, f"min is above max; write {key}: '{high}:{low}'")
+    return NodeRange(low, high)
+
+
+def _ambiguous_nodes(key: str, number: int) -> str:
+    """Say what YAML did to ``a:b``, and how both readings are written."""
+    low, high = divmod(number, BASE)
+    exact = f"{key}: '{number}' for exactly {number} nodes"
+    if low > high:
+        why = f"a range of nodes has the smaller number first; write {key}: '{high}:{low}' for that"
+    else:
+        why = f"write {key}: '{low}:{high}' for {low} to {high} nodes"
+    return f"unquoted in YAML, {low}:{high} is the base-60 number {number}; {why}, or {exact}"
+
+
+def parse_time(value: object, *, from_yaml: bool, key: str = "launcher.time") -> str:
+    """Return a wall time in a form that sbatch takes.
+
+    Args:
+        value: As composed by Hydra; an integer means minutes.
+        from_yaml: Whether YAML may have read ``24:00:00`` as a base-60 number.
+        key: The name to use in messages.
+
+    Raises:
+        ConfigError: not one of Slurm's forms, zero, or an ambiguous integer.
+    """
+    if from_yaml and isinstance(value, int) and value >= BASE:
+        raise ConfigError(key, value, _ambiguous_time(key, value))
+    text = _text(value)
+    if text.upper() == "UNLIMITED":
+        return "UNLIMITED"
+    if not _TIME.fullmatch(text) or not text.strip("0:-"):
+        raise ConfigError(key, value, f"allowed is {TIME}")
+    return text
+
+
+def _ambiguous_time(key: str, number: int) -> str:
+    """Say what YAML did to a clock time, and how both readings are written."""
+    minutes, seconds = divmod(number, BASE)
+    clock = f"{minutes}:{seconds:02}"
+    if minutes >= BASE:
+        clock = f"{minutes // BASE}:{minutes % BASE:02}:{seconds:02}"
+    name = key.rpartition(".")[2]
+    return (
+        f"unquoted in YAML, {clock} is the base-60 number {number}; write {name}: '{clock}' "
+        f"for that clock time, or {name}: '{number}' for {number} minutes"
+    )
+
+
+def parse_nproc(value: object, *, key: str = "nproc_per_node") -> Nproc:
+    """Return how many workers a node gets.
+
+    Raises:
+        ConfigError: neither a count of at least 1 nor one of the three words.
+    """
+    if value == "auto" or value == "gpu" or value == "cpu":
+        return value
+    text = _text(value)
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
+        return int(text)
+    hint = near_miss(text, NPROC_WORDS)
+    raise ConfigError(key, value, f"allowed is a count of at least 1, auto, gpu or cpu{hint}")
+
+
+def _text(value: object) -> str:
+    """Return what a person may have written for a text or a whole number; empty for the rest."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return ""
+    return str(value).strip()

@@ -1,0 +1,427 @@
+"""The whole tree: which launcher, every key, and what the keys demand of each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.config.parse import (
+    UNSET,
+    Given,
+    GroupReader,
+    Parser,
+    boolean,
+    integer,
+    number,
+    parse_nodes,
+    parse_nproc,
+    parse_time,
+    text,
+    texts,
+    type_hints,
+)
+from hpc_elastic.config.sbatch_flags import gpus_in_gres, sbatch_flags, srun_args
+from hpc_elastic.config.schema import LocalSettings, NodeRange, Nproc, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, near_miss
+
+Backend = SlurmSettings | LocalSettings
+BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
+TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+
+
+def resolve(
+    config: Mapping[str, Any],
+    *,
+    overrides: Sequence[str] = (),
+    sweep_params: Mapping[str, Any] | None = None,
+) -> RunSettings:
+    """Return the settings of one run, checked.
+
+    Args:
+        config: The composed config as a plain container, interpolations resolved; keys of the
+            user's own are not looked at. ``???`` and absent keys take their defaults.
+        overrides: The run's Hydra overrides, such as ``nodes=76``. A value given there was never
+            read by YAML.
+        sweep_params: ``hydra.sweeper.params``. Hydra turns them into overrides, but they come
+            from YAML.
+
+    Raises:
+        ConfigError: something can not work. It lists all that is wrong, one a line; its ``key``
+            and ``value`` are the first one's.
+    """
+    launcher = config.get("launcher")
+    backend = _backend(launcher)
+    keys = {key: value for key, value in dict(launcher or {}).items() if key != "backend"}
+    typed = _typed(overrides, sweep_params or {})
+    reader = GroupReader(typed, PARSERS, elsewhere=lambda key: _elsewhere(key, backend))
+
+    nodes = reader.attempt(lambda: _nodes(config.get("nodes"), typed="nodes" in typed))
+    nproc = reader.attempt(lambda: _nproc(config.get("nproc_per_node")))
+    ft = reader.attempt(lambda: _ft(config.get("ft")))
+    settings = reader.group(BACKENDS[backend], keys, "launcher")
+    if not reader.errors and nodes:
+        reader.errors.extend(_contradictions(nodes, settings, ft=bool(ft)))
+    if reader.errors or nodes is None or nproc is None or ft is None:
+        raise _joined(reader.errors)
+    return RunSettings(nodes, nproc, settings, ft)
+
+
+def as_config(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings as the config tree that resolves to them again.
+
+    To be merged into the config that is frozen for the workers: no key of ours is ``???`` in it.
+    """
+    low, high = settings.nodes.min, settings.nodes.max
+    backend = next(name for name, cls in BACKENDS.items() if isinstance(settings.launcher, cls))
+    return {
+        "nodes": str(low) if low == high else f"{low}:{high}",
+        "nproc_per_node": settings.nproc_per_node,
+        "ft": settings.ft,
+        "launcher": {**asdict(settings.launcher), "backend": backend},
+    }
+
+
+def _backend(launcher: object) -> str:
+    backend = launcher.get("backend") if isinstance(launcher, Mapping) else None
+    if isinstance(backend, str) and backend in BACKENDS:
+        return backend
+    remedy = "choose one with +launcher=slurm or +launcher=local"
+    if backend is None:
+        raise ConfigError("launcher", launcher, f"no launcher of hpc_elastic is chosen; {remedy}")
+    hint = near_miss(str(backend), BACKENDS)
+    raise ConfigError("launcher.backend", backend, f"allowed is slurm or local{hint}; {remedy}")
+
+
+def _typed(overrides: Sequence[str], sweep_params: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys whose values were typed on the command line, as literals."""
+    typed: dict[str, bool] = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        key = key.lstrip("+").partition("@")[0]
+        typed[key] = "${" not in value and not _is_param(key, value, sweep_params)
+    return frozenset(key for key, literal in typed.items() if literal)
+
+
+def _is_param(key: str, value: str, sweep_params: Mapping[str, Any]) -> bool:
+    """Tell whether an override is a number that YAML read as a parameter of the sweep."""
+    param = sweep_params.get(key)
+    return isinstance(param, int) and str(param) == value
+
+
+def _nodes(value: object, *, typed: bool) -> NodeRange:
+    if value is None or value == UNSET:
+        return NodeRange(1, 1)
+    return parse_nodes(value, from_yaml=not typed)
+
+
+def _nproc(value: object) -> Nproc:
+    return "auto" if value is None or value == UNSET else parse_nproc(value)
+
+
+def _ft(value: object) -> bool:
+    return False if value is None or value == UNSET else boolean(Given("ft", value))
+
+
+def _elsewhere(key: str, backend: str) -> str | None:
+    """Say where a key that does not exist under this name and launcher does exist."""
+    name = key.rpartition(".")[2]
+    if name in TOP_LEVEL:
+        return f"; it stands at the top level: {name}=..."
+    for place in _keys(BACKENDS[backend], "launcher"):
+        if place.rpartition(".")[2] == name:
+            return f" (did you mean {place}?)"
+    for other in BACKENDS.keys() - {backend}:
+        if key in _keys(BACKENDS[other], "launcher"):
+            return f" with launcher={backend}; it belongs to launcher={other}"
+    return None
+
+
+def _keys(cls: type[Any], path: str) -> Iterator[str]:
+    """Yield the dotted key of every field, groups included."""
+    hints = type_hints(cls)
+    for field in fields(cls):
+        yield f"{path}.{field.name}"
+        if is_dataclass(inner := hints[field.name]) and isinstance(inner, type):
+            yield from _keys(inner, f"{path}.{field.name}")
+
+
+def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
+    """Yield what single keys allow, but not together."""
+    if ft and settings.grow == "never":
+        remedy = "with ft=true a node that comes is always admitted: leave it out"
+        yield ConfigError("launcher.grow", settings.grow, remedy)
+    rendezvous = settings.rendezvous
+    if rendezvous.lost_after_s <= rendezvous.heartbeat_s:
+        remedy = f"must be above launcher.rendezvous.heartbeat_s ({rendezvous.heartbeat_s:g})"
+        yield ConfigError("launcher.rendezvous.lost_after_s", rendezvous.lost_after_s, remedy)
+    if settings.agent.stop_timeout_s >= rendezvous.start_timeout_s:
+        remedy = (
+            f"must be below launcher.rendezvous.start_timeout_s ({rendezvous.start_timeout_s:g})"
+        )
+        yield ConfigError("launcher.agent.stop_timeout_s", settings.agent.stop_timeout_s, remedy)
+    if isinstance(settings, LocalSettings):
+        yield from _too_few("launcher.max_agents", settings.max_agents, nodes)
+    else:
+        if not settings.gang:  # else the min part is no part of the array
+            yield from _too_few("launcher.array_parallelism", settings.array_parallelism, nodes)
+        yield from _slurm_contradictions(settings)
+
+
+def _too_few(key: str, limit: int | None, nodes: NodeRange) -> Iterator[ConfigError]:
+    if limit is not None and limit < nodes.min:
+        yield ConfigError(key, limit, f"must be at least {nodes.min}, the min of the key nodes")
+
+
+def _slurm_contradictions(settings: SlurmSettings) -> Iterator[ConfigError]:
+    box = settings.container
+    if box.image and not box.runtime:
+        remedy = "needs launcher.container.runtime=apptainer or pyxis"
+        yield ConfigError("launcher.container.image", box.image, remedy)
+    if box.runtime and not box.image:
+        remedy = "needs launcher.container.image=..."
+        yield ConfigError("launcher.container.runtime", box.runtime, remedy)
+    for name in ("mounts", "args"):
+        if getattr(box, name) and not box.runtime:
+            remedy = "needs launcher.container.runtime and launcher.container.image"
+            yield ConfigError(f"launcher.container.{name}", getattr(box, name), remedy)
+    for flag in settings.sbatch:
+        if settings.mem is not None and flag in ("mem-per-cpu", "mem-per-gpu"):
+            remedy = f"contradicts launcher.mem={settings.mem}; give only one of them"
+            yield ConfigError(f"launcher.sbatch.{flag}", settings.sbatch[flag], remedy)
+    if settings.exclusive and settings.sbatch.get("oversubscribe"):
+        remedy = "contradicts launcher.exclusive=true; give only one of them"
+        yield ConfigError("launcher.sbatch.oversubscribe", True, remedy)
+    gres = settings.sbatch.get("gres")
+    if gpus_in_gres(gres) is not None and settings.gpus_per_node is not None:
+        remedy = f"contradicts launcher.gpus_per_node={settings.gpus_per_node}; give only one"
+        yield ConfigError("launcher.sbatch.gres", gres, remedy)
+
+
+def _joined(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return one error that says them all."""
+    first = ConfigError(errors[0].key, errors[0].value, "")
+    first.args = ("\n".join(map(str, errors)),)
+    return first
+
+
+# ---- The keys below ``launcher`` that have a form or a range of their own, as one table
+
+
+WORKER_VARIABLES = frozenset(
+    [
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+    ]
+)
+"""What the agent sets for each worker, beside all of TORCHELASTIC_*."""
+
+
+def _bounded(read: Callable[[Given], float], low: float, *, above: bool = False) -> Parser:
+    """Return a parser of numbers that are at least ``low``, or above it."""
+
+    def parse(given: Given) -> float:
+        value = read(given)
+        if value < low or (above and value == low):
+            kind = "whole number" if read is integer else "number"
+            bound = f"above {low:g}" if above else f"of at least {low:g}"
+            raise given.refuse(f"allowed is a {kind} {bound}")
+        return value
+
+    return parse
+
+
+def _matching(pattern: str, allowed: str) -> Callable[[Given], str]:
+    """Return a parser of texts of one form."""
+
+    def parse(given: Given) -> str:
+        value = str(given.value) if isinstance(given.value, int) else given.value
+        if isinstance(given.value, bool) or not re.fullmatch(pattern, str(value)):
+            raise given.refuse(f"allowed is {allowed}")
+        return str(value)
+
+    return parse
+
+
+def _gpus(given: Given) -> int | str:
+    value = _GPUS(given)
+    return int(value) if value.isdigit() else value
+
+
+def _existing_file(given: Given) -> str:
+    path = text(given)
+    if not Path(path).is_file():
+        raise given.refuse(f"no such file (looked for {Path(path).absolute()})")
+    return path
+
+
+def _time(given: Given) -> str:
+    return parse_time(given.value, from_yaml=not given.typed, key=given.key)
+
+
+def _environment(given: Given) -> dict[str, str]:
+    if not isinstance(given.value, Mapping):
+        raise given.refuse("allowed is a mapping of variable names to texts")
+    return {
+        _variable(Given(f"{given.key}.{name}", value), name): _variable_value(
+            Given(f"{given.key}.{name}", value)
+        )
+        for name, value in given.value.items()
+    }
+
+
+def _variable(given: Given, name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise given.refuse("not a variable name: letters, digits and _, no digit first")
+    if name in WORKER_VARIABLES or name.startswith("TORCHELASTIC_"):
+        raise given.refuse("the agent sets this variable for each worker; leave it out")
+    return name
+
+
+def _variable_value(given: Given) -> str:
+    """Numbers pass as they are printed; true and null have no one spelling in an environment."""
+    value = given.value
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or "\0" in str(value):
+        raise given.refuse("allowed is a text or a number; put it in quotes")
+    return str(value)
+
+
+def _mounts(given: Given) -> list[str]:
+    for mount in texts(given):
+        if not re.fullmatch(r"[^,:\s][^,:\n]*(:[^,:\n]+){0,2}", mount):
+            raise given.refuse(f"{mount!r} is not of the form SOURCE[:TARGET[:OPTIONS]]")
+    return texts(given)
+
+
+def _modules(given: Given) -> list[str]:
+    for module in texts(given):
+        if not all(part.isidentifier() for part in module.split(".")):
+            raise given.refuse(f"{module!r} is not the name of a module, such as transformers")
+    return texts(given)
+
+
+def _hang_after(given: Given) -> float | None:
+    """Return seconds; None for the default, 0 for never."""
+    if given.value == "auto":
+        return None
+    if given.value is False:
+        return 0.0
+    try:
+        value = number(given)
+        _WAIT(given)
+        return value
+    except ConfigError as e:
+        raise given.refuse("allowed is a number of seconds, auto, or false for never") from e
+
+
+def _port(given: Given) -> int:
+    value = integer(given)
+    if not 1 <= value <= 65535:
+        raise given.refuse("allowed is a port from 1 to 65535, or null for none")
+    return value
+
+
+_word = _matching(r"[^\s,=]\S*", "a name without spaces; a number from YAML goes in quotes")
+
+
+def _name(given: Given) -> str:
+    """Return a name that Slurm knows: no spaces, and no number that YAML may have changed."""
+    return _word(Given(given.key, text(given), given.typed))
+
+
+_GPUS = _matching(
+    r"[1-9]\d*|[A-Za-z][\w.-]*:[1-9]\d*(,[A-Za-z][\w.-]*:[1-9]\d*)*",
+    "a count of at least 1 or 'TYPE:COUNT', such as 2 or 'a100:2'",
+)
+_AT_LEAST_0, _AT_LEAST_1 = _bounded(integer, 0), _bounded(integer, 1)
+_WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
+
+PARSERS: dict[str, Parser] = {
+    "launcher.max_restarts": _AT_LEAST_0,
+    "launcher.max_attempts_without_progress": _AT_LEAST_1,
+    "launcher.max_requeues": _AT_LEAST_0,
+    "launcher.notice_s": _SPAN,
+    "launcher.global_batch": _AT_LEAST_1,
+    "launcher.grace_s": _SPAN,
+    "launcher.poll_s": _SPAN,
+    "launcher.grow_after_s": _WAIT,
+    "launcher.min_wait_s": _SPAN,
+    "launcher.interface": _name,
+    "launcher.env": _environment,
+    "launcher.rendezvous.join_timeout_s": _SPAN,
+    "launcher.rendezvous.start_timeout_s": _WAIT,
+    "launcher.rendezvous.last_call_s": _WAIT,
+    "launcher.rendezvous.heartbeat_s": _SPAN,
+    "launcher.rendezvous.lost_after_s": _SPAN,
+    "launcher.agent.monitor_interval_s": _SPAN,
+    "launcher.agent.stop_timeout_s": _AT_LEAST_0,
+    "launcher.agent.omp_num_threads": _AT_LEAST_1,
+    "launcher.agent.preload": _modules,
+    "launcher.agent.hang_after_s": _hang_after,
+    "launcher.agent.metrics_port": _port,
+    "launcher.partition": _name,
+    "launcher.account": _name,
+    "launcher.qos": _name,
+    "launcher.time": _time,
+    "launcher.gpus_per_node": _gpus,
+    "launcher.cpus_per_node": _AT_LEAST_1,
+    "launcher.mem": _matching(
+        r"0|[1-9]\d*[KMGTkmgt]",
+        "a whole number with its unit K, M, G or T, such as 64G, or 0 for all of the node's",
+    ),
+    "launcher.array_parallelism": _AT_LEAST_1,
+    "launcher.container.mounts": _mounts,
+    "launcher.sbatch": sbatch_flags,
+    "launcher.srun_args": srun_args,
+    "launcher.template": _existing_file,
+    "launcher.max_agents": _AT_LEAST_1,
+}
+
+
+# ---- Overrides of Hydra's that are given without a script: to `resume`, to `doctor`. Pure
+
+
+def read_override(override: str) -> tuple[str, Any]:
+    """Return the dotted key and the value of an override such as ``launcher.partition=gpu``.
+
+    Raises:
+        ConfigError: it is none, or deletes, or stands for several values.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as e:
+        why = f"an override is written KEY=VALUE, such as nodes=1:4; Hydra says: {e}"
+        raise ConfigError("override", override, why) from e
+    key = str(parsed.key_or_group)
+    if parsed.is_delete():
+        raise ConfigError(f"~{key}", override, "a key can not be deleted here; give it a value")
+    if parsed.is_sweep_override():
+        why = "no sweep: this is about one run; give one value"
+        raise ConfigError(key, override.partition("=")[2], why)
+    return key, _plain(parsed.value())
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a config tree; a mapping adds to the one that is there."""
+    *groups, name = key.split(".")
+    for group in groups:
+        if not isinstance(config.get(group), dict):
+            config[group] = {}
+        config = config[group]
+    merged = isinstance(value, dict) and isinstance(config.get(name), dict)
+    config[name] = {**config[name], **value} if merged else value
+
+
+def _plain(value: Any) -> Any:
+    """Return a parsed value as JSON has it; texts lose the marks of their quotes."""
+    if isinstance(value, Mapping):
+        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,239 @@
+"""The order of an epoch's samples: a permutation that is computed, not stored (pure).
+
+The sample at a position is found by enciphering the position, so any part of the order of any
+epoch costs the same, and nothing has to be kept: no list of indices, not even for 10^9 samples.
+
+The cipher is a Feistel network over pairs (left, right) in Z_a x Z_b with a * b just above the
+number of samples: rounds add a keyed hash of one half to the other half, modulo a or b, and each
+can be undone, so the whole is a permutation of a * b numbers. What falls behind the last sample is
+enciphered again until it does not ("cycle walking"), which keeps it a permutation. Both are from
+J. Black and P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. The hash is the
+finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014); it makes a good shuffle, and no
+secret. Keys come from seed and epoch by BLAKE2, so that the order is the same with any version of
+NumPy or torch, on any machine, and for any world size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpc_elastic.data.batch import ElasticBatch
+from hpc_elastic.errors import ConfigError
+
+VERSION = 1
+"""To be raised if the same seed and epoch ever give another order: old positions mean nothing."""
+
+_ROUNDS = 12
+
+
+class Order:
+    """The samples of one epoch, by position.
+
+    Args:
+        num_samples: Length of the dataset, 1 to 2^62.
+        seed: Any integer.
+        epoch: Any integer; each has its own order.
+        shuffle: False leaves the samples in the dataset's order.
+    """
+
+    def __init__(self, num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
+        self._num_samples = num_samples
+        self._keys = _keys(seed, epoch) if shuffle else None
+        left = math.isqrt(num_samples - 1) + 1
+        right = -(-num_samples // left)
+        self._left, self._right = np.uint64(left), np.uint64(right)
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the samples' indices in the dataset.
+
+        Args:
+            positions: From 0; those behind the last sample begin again at the first.
+        """
+        positions = positions % self._num_samples
+        if self._keys is None:
+            return positions
+        samples = self._encipher(positions.astype(np.uint64), self._keys)
+        while (outside := samples >= self._num_samples).any():
+            samples[outside] = self._encipher(samples[outside], self._keys)
+        return samples.astype(np.int64)
+
+    def _encipher(self, x: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x // self._right, x % self._right
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            left = (left + _mix(right ^ even) % self._left) % self._left
+            right = (right + _mix(left ^ odd) % self._right) % self._right
+        return left * self._right + right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
+    keys = [hashed(VERSION, seed, epoch, i) for i in range(_ROUNDS)]
+    return np.array(keys, dtype=np.uint64)
+
+
+def hashed(*numbers: int) -> int:
+    """Return 64 bits that look random and depend on all of these."""
+    text = " ".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+# ---- Which global batches an epoch has, and how far a training is in it (pure)
+
+
+End = Literal["keep", "drop", "pad"]
+
+
+@dataclass(frozen=True, order=True)
+class SamplePosition:
+    """How far a training is.
+
+    Attributes:
+        epoch: The epoch that is being trained, from 0.
+        position: How much of its order was trained, all ranks together.
+        step: Global batches that were trained over the whole run.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """An epoch's samples as global batches: what `ElasticSampler` was given.
+
+    Raises:
+        ConfigError: a value is out of range, or an epoch would have no batch.
+    """
+
+    length: int
+    seed: int
+    shuffle: bool
+    end: End
+    batch: ElasticBatch
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ConfigError("dataset_len", self.length, "the dataset has no samples")
+        if self.end not in get_args(End):
+            raise ConfigError("end", self.end, f"give one of {', '.join(get_args(End))}")
+        if not self.size(0):
+            remedy = f"it drops all {self.length} samples: give a smaller one, or end='keep'"
+            raise ConfigError("global_batch", self.batch.global_batch, remedy)
+
+    def size(self, position: int) -> int:
+        """Return the size of the global batch at a position; 0 where the epoch ends."""
+        left, whole = self.length - position, self.batch.global_batch
+        if left >= whole or (left > 0 and self.end == "pad"):
+            return whole
+        return max(0, left) if self.end == "keep" else 0
+
+    def after(self, place: SamplePosition, num_steps: int) -> SamplePosition:
+        """Return the place that is so many steps further; at an epoch's end it is still in it.
+
+        Args:
+            place: Where to begin.
+            num_steps: From 0.
+        """
+        whole = self.batch.global_batch
+        left = self._batches_from(place.position)
+        epoch, position, ahead = place.epoch, place.position, num_steps
+        if ahead > left:
+            epochs, ahead = divmod(ahead - left - 1, self.num_batches)
+            epoch, position, ahead = epoch + 1 + epochs, 0, ahead + 1
+        position += ahead * whole
+        if self.end == "keep":
+            position = min(position, max(self.length, place.position))
+        return SamplePosition(epoch, position, place.step + num_steps)
+
+    def steps(
+        self, place: SamplePosition, num_steps: int
+    ) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Yield what the steps behind a place train, all ranks together, as rows of a ledger.
+
+        Of the form of `ledger.Span`: steps that follow one rule are one row.
+
+        Args:
+            place: Where to begin.
+            num_steps: From 0.
+        """
+        whole = self.batch.global_batch
+        while num_steps > 0:
+            place = self.next_batch(place)
+            full = (self.length - place.position) // whole
+            count = min(num_steps, max(1, full))  # what is no full batch is the epoch's last one
+            size = self.size(place.position)
+            yield place.step + 1, count, place.epoch, place.position, size, size
+            place, num_steps = self.after(place, count), num_steps - count
+
+    def next_batch(self, place: SamplePosition) -> SamplePosition:
+        """Return where the next batch begins: in the next epoch, if none of this one is left."""
+        has_more = self.size(place.position) > 0
+        return place if has_more else SamplePosition(place.epoch + 1, 0, place.step)
+
+    def _batches_from(self, position: int) -> int:
+        full, rest = divmod(max(0, self.length - position), self.batch.global_batch)
+        return full + (rest > 0 and self.end != "drop")
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches of a whole epoch."""
+        return self._batches_from(0)
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of a whole epoch, of each rank."""
+        full = self.length // self.batch.global_batch
+        last = self.size(full * self.batch.global_batch)
+        num_parts = full * self.batch.num_parts(self.batch.global_batch)
+        return num_parts + (self.batch.num_parts(last) if last else 0)
+
+    def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return what gives the sample at each position of an epoch."""
+        return Order(self.length, self.seed, epoch, shuffle=self.shuffle)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides which sample is where: a position means nothing without it."""
+        return {
+            "dataset_len": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "order": VERSION,
+        }
+
+    def require_same_order(self, state: dict[str, Any]) -> None:
+        """Accept the state of a sampler with the same order.
+
+        Raises:
+            ConfigError: it had another; names what differs.
+        """
+        for key, mine in self.facts().items():
+            if state.get(key) != mine:
+                remedy = (
+                    f"the state was taken with {key}={state.get(key)!r}, and its position would "
+                    "mean other samples: use that again, or start without the state"
+                )
+                raise ConfigError(key, mine, remedy)
+
+
+def require_word(name: str) -> None:
+    """Accept a name that can be a part of a file's name.
+
+    Raises:
+        ConfigError: it can not.
+    """
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError("name", name, "give letters, digits, '_' and '-' only")

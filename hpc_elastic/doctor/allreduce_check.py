@@ -1,0 +1,137 @@
+"""torch's process group across the nodes of the probe: does an all_reduce come back, how fast.
+
+A process of its own, on the nodes only: it may hang, and is ended then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from hpc_elastic import _util
+
+TIMEOUT_S = 120.0
+_GROUP_TIMEOUT = timedelta(seconds=60)
+"""Longer than the import of torch on one node may take more than on another."""
+_NUM_FLOATS = 1 << 20
+_BYTES_A_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class AllreduceResult:
+    """What came of it on one node.
+
+    Attributes:
+        import_s: How long torch took to import; None if that failed.
+        cuda_devices: GPUs that torch sees.
+        bandwidths: Bytes a second that an all_reduce of 4 MiB came to, by backend.
+        problems: What failed, by backend (or ``torch``), and why.
+    """
+
+    import_s: float | None = None
+    cuda_devices: int = 0
+    bandwidths: dict[str, float] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> AllreduceResult:
+        """Return it from `to_json`."""
+        return cls(**raw)
+
+
+def say(rank: int, world_size: int, host: str, port: int, interface: str) -> AllreduceResult:
+    """Run the hello in a process of its own, bounded in time (every task that takes part).
+
+    Args:
+        rank: This task's rank.
+        world_size: How many take part.
+        host: Address of rank 0.
+        port: A free port there.
+        interface: The interface that the process groups are to use.
+    """
+    argv = [sys.executable, "-m", "hpc_elastic.doctor.allreduce_check"]
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    argv += [str(rank), str(world_size), host, str(port)]
+    env = {**os.environ, **(names if interface else {})}
+    try:
+        done = _util.run(argv, timeout_s=TIMEOUT_S, env=env)
+    except subprocess.TimeoutExpired:
+        return AllreduceResult(problems={"torch": f"no end within {TIMEOUT_S:.0f} s"})
+    try:
+        return AllreduceResult.from_json(json.loads(done.stdout.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        last = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        return AllreduceResult(problems={"torch": last[0][:300]})
+
+
+def main(rank: int, world_size: int, host: str, port: int) -> AllreduceResult:
+    """Say hello through every backend that there is (in that process)."""
+    start = time.monotonic()
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    import_s = time.monotonic() - start
+    devices = torch.cuda.device_count()
+    bandwidths: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    try:
+        store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=_GROUP_TIMEOUT)
+    except Exception as e:  # torch raises RuntimeError and its own
+        return AllreduceResult(import_s, devices, {}, {"gloo": _first_line(e)})
+    for backend in ("gloo", "nccl") if devices else ("gloo",):
+        try:
+            bandwidths[backend] = _reduce(backend, rank, world_size, store)
+        except Exception as e:
+            problems[backend] = _first_line(e)
+    store.set(f"done-{rank}", "")
+    if rank == 0 and not problems:  # whoever holds the store stays until all are done
+        store.wait([f"done-{r}" for r in range(world_size)], _GROUP_TIMEOUT)
+    return AllreduceResult(import_s, devices, bandwidths, problems)
+
+
+def _reduce(backend: str, rank: int, world_size: int, store: Any) -> float:
+    """Return the bandwidth of an all_reduce.
+
+    Raises:
+        RuntimeError: it did not come back, or with a wrong sum.
+    """
+    import torch
+    from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    named = PrefixStore(backend, store)
+    distributed.init_process_group(
+        backend, store=named, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT
+    )
+    try:
+        device = "cuda:0" if backend == "nccl" else "cpu"
+        tensor = torch.full((_NUM_FLOATS,), float(rank + 1), device=device)
+        distributed.all_reduce(tensor)
+        if tensor[-1].item() != world_size * (world_size + 1) / 2:
+            raise RuntimeError(f"the sum of the ranks came back as {tensor[-1].item()}")
+        start = time.monotonic()
+        distributed.all_reduce(tensor)
+        tensor[0].item()
+        return _NUM_FLOATS * _BYTES_A_FLOAT / (time.monotonic() - start)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+if __name__ == "__main__":
+    answer = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    print(json.dumps(answer.to_json()), flush=True)
+    os._exit(0)  # a group that failed may hang in its own end

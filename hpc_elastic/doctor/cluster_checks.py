@@ -1,0 +1,446 @@
+"""What Slurm's answers mean for a run: partition, time, arrays, requeue and preemption. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpc_elastic._util import counted, duration
+from hpc_elastic.config.schema import RendezvousSettings, RunSettings
+from hpc_elastic.doctor.cli_settings import launcher_of
+from hpc_elastic.doctor.cluster import Cluster
+from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
+from hpc_elastic.doctor.probe_task import FolderFacts
+from hpc_elastic.errors import near_miss
+from hpc_elastic.shared_files import LOCAL, SANDBOX, Mount
+from hpc_elastic.slurm.client import time_limit_s
+from hpc_elastic.slurm.parsing import Partition
+
+_SHORT_KILL_WAIT_S = 10
+_SHORT_TIME_S = 600.0
+_MIN_JOB_AGE_S = 60
+_TESTED = (22, 5)
+_DEAD = (
+    "down",
+    "drained",
+    "draining",
+    "fail",
+    "failing",
+    "unknown",
+    "no_respond",
+    "not_responding",
+)
+
+
+def judge_cluster(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
+    """Yield what is to be said of Slurm for a run with these settings."""
+    if cluster.config is None:
+        yield fail(
+            "slurm.controller",
+            f"Slurm does not answer: {cluster.problems.get('config', 'no reason is known')}",
+            "nothing can be submitted, and running agents do without its word",
+            "look at SLURM_CONF and at `scontrol ping`; ask the admin whether slurmctld runs",
+        )
+        return
+    yield from _controller(cluster)
+    partition = _partition(cluster, settings)
+    yield partition
+    yield from _of_partition(cluster, settings)
+    if partition.verdict is not Verdict.FAIL:  # sbatch would say the same
+        yield _submission(cluster)
+    yield _array(cluster, settings)
+    yield _requeue(cluster)
+    yield from _preemption(cluster, settings)
+    yield _process_tracking(cluster)
+    yield _accounting(cluster)
+    yield from _memory_of_jobs(cluster)
+
+
+def _controller(cluster: Cluster) -> Iterator[Finding]:
+    server, here = cluster.setting("SLURM_VERSION"), cluster.version
+    check, why = (
+        "slurm.version",
+        "Slurm's commands and its controller have to understand each other",
+    )
+    found = f"Slurm {server}" + (f", commands {here}" if here and here != server else "")
+    numbers = _version(server)
+    if numbers and numbers < _TESTED:
+        remedy = "tested are 22.05, 24.11 and 26.05; run `hpc-elastic doctor --probe`"
+        yield warn(check, f"{found}, older than what is tested", why, remedy)
+    else:
+        yield ok(check, found, why)
+    if "DOWN" in cluster.controllers.upper():
+        remedy = "tell the admin; runs go on while one of the controllers is up"
+        yield warn("slurm.controller", cluster.controllers, "one controller is left", remedy)
+    else:
+        yield ok("slurm.controller", cluster.controllers or "the controller answers")
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    parts = text.split(".")
+    return (
+        (int(parts[0]), int(parts[1]))
+        if all(p.isdecimal() for p in parts[:2]) and len(parts) > 1
+        else None
+    )
+
+
+def _partition(cluster: Cluster, settings: RunSettings) -> Finding:
+    check, why = "slurm.partition", "it decides on nodes, time, and preemption"
+    wanted = launcher_of(settings).partition
+    names = [p.name for p in cluster.partitions]
+    found = cluster.named(wanted)
+    missing = sorted(set((wanted or "").split(",")) - {p.name for p in found} - {""})
+    if missing:
+        hint = near_miss(missing[0], names)
+        remedy = f"launcher.partition=...{hint}; there are {', '.join(sorted(names)) or 'none'}"
+        return fail(check, f"there is no partition {', '.join(missing)}", why, remedy)
+    if not found:
+        remedy = f"name one: launcher.partition=...; there are {', '.join(sorted(names)) or 'none'}"
+        return fail(check, "none is named, and the cluster has no default one", why, remedy)
+    closed = [f"{p.name} is {p.state}" for p in found if p.state != "UP"]
+    if closed:
+        remedy = "wait for the admin to open it, or choose another partition"
+        return fail(check, ", ".join(closed), "no task starts in it", remedy)
+    chosen = ", ".join(p.name for p in found) + ("" if wanted else " (the default one)")
+    return ok(check, f"{chosen}; {_nodes(cluster)}", why)
+
+
+def _nodes(cluster: Cluster) -> str:
+    return ", ".join(f"{n} {state}" for state, n in sorted(cluster.nodes.items())) or "no nodes"
+
+
+def _of_partition(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
+    partitions = cluster.named(launcher_of(settings).partition)
+    if partitions:
+        yield _time(partitions, settings)
+        yield _size(cluster, partitions, settings)
+
+
+def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
+    check, asked = "slurm.time", launcher_of(settings).time
+    why = "a task that is out of time saves, goes back to the queue and comes again"
+    limits = [p.max_time_s for p in partitions if p.max_time_s is not None]
+    longest = None if len(limits) < len(partitions) else max(limits)
+    limit = "no limit" if longest is None else f"at most {duration(longest)}"
+    if asked is None:
+        return ok(check, f"none is asked for, so the partition's default; {limit}", why)
+    wanted_s = time_limit_s(asked)
+    if longest is not None and (wanted_s is None or wanted_s > longest):
+        remedy = f"launcher.time={longest // 60:.0f} or less: a run outlives its tasks' time limit"
+        return fail(check, f"{asked} is asked for, {limit} allowed", "no task would start", remedy)
+    if wanted_s is not None and wanted_s < _SHORT_TIME_S:
+        remedy = "ask for more: every task starts Python, imports torch and restores a checkpoint"
+        return warn(check, f"{asked} is asked for, {limit}", why, remedy)
+    return ok(check, f"{asked} is asked for, {limit}", why)
+
+
+def _size(cluster: Cluster, partitions: list[Partition], settings: RunSettings) -> Finding:
+    check, most, least = "slurm.nodes", settings.nodes.max, settings.nodes.min
+    why = "each node of a run is a task of its own; below the minimum a run waits"
+    total = sum(p.num_nodes for p in partitions)
+    dead = sum(n for state, n in cluster.nodes.items() if _is_dead(state))
+    found = f"{counted(total, 'node')}, {dead} of them out of service; up to {most} are asked for"
+    if total and total < least:
+        remedy = f"nodes={total} or a minimum below, or a larger partition"
+        return fail(check, found, why, remedy)
+    if total and total - dead < least:
+        remedy = "wait, or ask the admin; `sinfo -R` says why they are out of service"
+        return warn(check, found, why, remedy)
+    if total and total < most:
+        remedy = f"nodes={least}:{total}; the tasks beyond would wait for ever, harmlessly"
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _is_dead(state: str) -> bool:
+    """Tell whether a node in that state takes no jobs; a star means that it does not answer."""
+    return state.endswith("*") or state.lower() in _DEAD
+
+
+def _submission(cluster: Cluster) -> Finding:
+    check, why = "slurm.submission", "account, QOS, limits and resources, as sbatch judges them"
+    if cluster.refusal:
+        remedy = "set what it names; `sacctmgr show assoc user=$USER` lists accounts and QOS"
+        return fail(check, cluster.refusal, why, remedy)
+    return ok(check, f"sbatch --test-only accepts it: {cluster.test}", why)
+
+
+def _array(cluster: Cluster, settings: RunSettings) -> Finding:
+    check, size = "slurm.array", cluster.number("MaxArraySize")
+    why = "a run is a job array, one task a node"
+    if size is None:
+        return unknown(check, "MaxArraySize is not known", why)
+    found = f"MaxArraySize {size}, MaxJobCount {cluster.setting('MaxJobCount') or 'unknown'}"
+    if size < 2:
+        remedy = "have the admin raise MaxArraySize in slurm.conf (the default is 1001)"
+        return fail(check, f"{found}: job arrays are switched off", why, remedy)
+    if size < settings.nodes.max:
+        remedy = "nothing: it takes several arrays; sweeps are quicker to submit with a larger one"
+        return warn(check, f"{found}, {settings.nodes.max} nodes are asked for", why, remedy)
+    return ok(check, found, why)
+
+
+def _requeue(cluster: Cluster) -> Finding:
+    check, value = "slurm.requeue", cluster.setting("JobRequeue")
+    why = "a task that is preempted, or lost with its node, has to come back by itself"
+    if value == "0":
+        remedy = (
+            "the scripts ask with --requeue, which overrides it; --probe tells whether that is "
+            "allowed. Admin: JobRequeue=1"
+        )
+        return warn(check, "JobRequeue=0: jobs are not requeued unless they ask", why, remedy)
+    return ok(check, f"JobRequeue={value or 'unknown'}, and the scripts ask with --requeue", why)
+
+
+def _preemption(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
+    partitions = cluster.named(launcher_of(settings).partition)
+    by_partition = cluster.setting("PreemptType") == "preempt/partition_prio"
+    here = partitions[0].preempt_mode if by_partition and partitions else ""
+    mode = (here or cluster.setting("PreemptMode") or "OFF").upper()
+    if cluster.setting("PreemptType") in ("", "preempt/none"):
+        mode = "OFF"
+    yield _mode(cluster, mode)
+    yield _grace(cluster, partitions, mode, launcher_of(settings).grace_s)
+    if "OFF" not in mode.split(","):
+        yield _user_signal(cluster)
+
+
+def _mode(cluster: Cluster, mode: str) -> Finding:
+    check, why = "slurm.preemption", "it decides what a task gets when others need its node"
+    found = f"PreemptMode {mode}, {cluster.setting('PreemptType') or 'no PreemptType'}"
+    modes = mode.split(",")
+    if "SUSPEND" in modes:
+        remedy = "Admin: PreemptMode=REQUEUE; a suspended task holds its memory and its GPUs' too"
+        return warn(check, f"{found}: a task is stopped in its node, as if it hung", why, remedy)
+    if "CANCEL" in modes:
+        remedy = "nothing: the task requeues itself. Admin: PreemptMode=REQUEUE is surer"
+        return warn(
+            check, f"{found}: a task that is too slow to requeue itself is lost", why, remedy
+        )
+    if "OFF" in modes:
+        return ok(check, f"{found}: tasks here are not preempted", why)
+    return ok(check, found, why)
+
+
+def _grace(
+    cluster: Cluster, partitions: list[Partition], mode: str, given_s: float | None
+) -> Finding:
+    check, why = "slurm.grace", "between SIGTERM and SIGKILL all ranks save and the task requeues"
+    kill_wait_s = cluster.number("KillWait") or 0
+    grace_s = min((p.grace_s for p in partitions), default=0)
+    total = kill_wait_s + (0 if "OFF" in mode else grace_s)
+    found = f"GraceTime {duration(grace_s)}, KillWait {duration(kill_wait_s)}"
+    if given_s is not None and given_s > total:
+        remedy = f"launcher.grace_s={total:g} or less, or leave it out: Slurm is asked"
+        return fail(check, f"{found}; launcher.grace_s={given_s:g} is more than both", why, remedy)
+    if total < _SHORT_KILL_WAIT_S:
+        remedy = (
+            "have checkpoints that take less (a save in memory first: tiers), and save often. "
+            "Admin: GraceTime of the partition, KillWait of slurm.conf (the default is 30 s)"
+        )
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _user_signal(cluster: Cluster) -> Finding:
+    """Judge send_user_signal: hpc_elastic acts on the steps' SIGTERM, others need the signal.
+
+    It is called preempt_send_user_signal where it stands in SlurmctldParameters (22.05's manual).
+    """
+    check = "slurm.user_signal"
+    places = ("PreemptParameters", "SlurmctldParameters")
+    found = ", ".join(f"{p}={cluster.setting(p)}" for p in places if cluster.setting(p))
+    why = "the agents act on the SIGTERM that a preempted step gets at once, and need no more"
+    if "send_user_signal" in found:
+        return ok(check, f"{found}: --signal counts at a preemption as well", why)
+    return ok(check, "send_user_signal is not set: --signal does not count at a preemption", why)
+
+
+def _process_tracking(cluster: Cluster) -> Finding:
+    check, value = "slurm.processes", cluster.setting("ProctrackType")
+    why = "workers live in sessions of their own, and must end with the task"
+    if value == "proctrack/pgid":
+        remedy = "Admin: ProctrackType=proctrack/cgroup"
+        return fail(check, f"{value}: Slurm loses processes that change their group", why, remedy)
+    if value == "proctrack/linuxproc":
+        remedy = "nothing, if --probe finds that processes end; Admin: proctrack/cgroup is surer"
+        return warn(check, f"{value}: processes are found by their parents", why, remedy)
+    return ok(check, value or "ProctrackType is not known", why)
+
+
+def _accounting(cluster: Cluster) -> Finding:
+    check, kind = "slurm.accounting", cluster.setting("AccountingStorageType")
+    why = "hpc_elastic does not need it: squeue and scontrol say all that a run has to know"
+    none = kind in ("", "accounting_storage/none")
+    if none:
+        return ok(check, "there is none (sacct answers nothing)", why)
+    if cluster.accounting is not None:
+        remedy = "nothing for runs; tell the admin that slurmdbd does not answer"
+        return warn(check, f"{kind}, but sacct fails: {cluster.accounting}", why, remedy)
+    return ok(check, f"{kind}, and sacct answers", why)
+
+
+def _memory_of_jobs(cluster: Cluster) -> Iterator[Finding]:
+    age = cluster.number("MinJobAge")
+    if age is not None and age < _MIN_JOB_AGE_S:
+        yield warn(
+            "slurm.memory",
+            f"MinJobAge {age} s: Slurm forgets ended jobs that soon",
+            "how a task ended is asked of squeue, for accounting is not relied on",
+            "Admin: MinJobAge=300, which is the default",
+        )
+
+
+# ---- What the facts of the directory mean. Pure
+
+
+SHARED_FS = (
+    *("nfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.glusterfs", "panfs"),
+    *("orangefs", "wekafs", "9p", "cifs", "smb", "afs", "fuse.ceph", "pvfs", "vast", "ocfs2"),
+    *("gfs2", "virtiofs", SANDBOX),
+)
+"""Beginnings of the names of file systems that several machines see."""
+
+_LITTLE_BYTES = 10 << 30
+_LITTLE_FILES = 10_000
+_SKEW_S = 1.0
+CHOOSE = "choose another directory: --dir here, hydra.sweep.dir=... for a run"
+_TRIALS = {
+    "link": (
+        "hard links",
+        "the agents elect their leader by link(2): one creator wins, on NFS too",
+    ),
+    "rename": ("renaming over a file", "checkpoints and records are committed by one rename"),
+}
+
+
+def judge_folder(folder: FolderFacts, rendezvous: RendezvousSettings) -> Iterator[Finding]:
+    """Yield what is to be said of the directory, as the login node sees it.
+
+    Args:
+        folder: Its facts.
+        rendezvous: ``launcher.rendezvous`` of a run.
+    """
+    if "write" in folder.problems:
+        yield from tried(folder)
+        return
+    yield _shared(folder)
+    yield mounted("directory.mount", {"": folder.mount}, rendezvous)
+    yield from tried(folder)
+    yield _lock(folder)
+    yield _space(folder)
+    yield _clock(folder)
+
+
+def tried(folder: FolderFacts) -> Iterator[Finding]:
+    """Yield what a host, login node or node, has found when it tried the directory out."""
+    if "write" in folder.problems:
+        why = "config, logs, checkpoints and the agents' agreement are written there"
+        what = f"{folder.path} can not be written to: {folder.problems['write']}"
+        yield fail("directory.write", what, why, CHOOSE)
+        return
+    for name, (what, why) in _TRIALS.items():
+        yield _trial(folder, name, what, why)
+
+
+def _shared(folder: FolderFacts) -> Finding:
+    check, why = "directory.shared", "all nodes of a run meet in its directory"
+    if folder.fs.startswith(SHARED_FS):
+        return ok(check, f"{folder.path} on {folder.fs}", why)
+    found = f"{folder.path} on {folder.fs or 'an unknown file system'}"
+    if folder.fs in LOCAL:
+        found += ", usually of one machine"
+    remedy = f"--probe finds out whether the nodes see it; if not, {CHOOSE}"
+    return warn(check, found, why, remedy)
+
+
+def mounted(check: str, mounts: Mapping[str, Mount], rendezvous: RendezvousSettings) -> Finding:
+    """Judge how the directory is mounted, and say what that means for a run.
+
+    Args:
+        check: Name of the check.
+        mounts: The mount of each node; of one, without a name, for the login node.
+        rendezvous: ``launcher.rendezvous`` of a run.
+    """
+    why = "agents, launcher and checkpoints meet in files; a lease there shows that a leader lives"
+    found = _by_node({node: _mount(m) + _meaning(m, rendezvous) for node, m in mounts.items()})
+    if any({"soft", "softerr"} & m.options.keys() for m in mounts.values()):
+        found += "; with soft, a slow server makes writes fail, some of them without an error"
+        return warn(check, found, why, f"Admin: mount with hard. Or {CHOOSE}")
+    if not all(m.is_known for m in mounts.values()):
+        return unknown(check, found, why, f"if --probe finds delays, {CHOOSE}")
+    return ok(check, found, why)
+
+
+def _by_node(texts: Mapping[str, str]) -> str:
+    """Return what holds of all nodes once, else what holds of which."""
+    return next(iter(texts.values())) if len(set(texts.values())) == 1 else by_value(texts)
+
+
+def _mount(mount: Mount) -> str:
+    options = ", ".join(
+        f"{name}={value}" if value else name for name, value in mount.telling.items()
+    )
+    return (mount.kind or "an unknown file system") + (f" ({options})" if options else "")
+
+
+def _meaning(mount: Mount, rendezvous: RendezvousSettings) -> str:
+    """Return what a mount means for a run, in figures."""
+    late_s, usual_s = mount.refreshed_stale_s, rendezvous.lost_after_s
+    said = "an opened file is fresh"
+    if not mount.opened_is_fresh:
+        unknown_one = "" if mount.is_known else " (unknown, so assumed as on NFS with nocto)"
+        said = f"an opened file may be up to {duration(mount.stale_s)} old{unknown_one}"
+        said += "" if late_s else ", so runs ask the server first"
+    noticed = f"after {duration(usual_s)}"
+    if late_s:
+        noticed = f"after up to {duration(usual_s + late_s)} instead of {duration(usual_s)}"
+    said += f"; the loss of the leader's node is noticed {noticed}"
+    if mount.is_nfs and mount.path_stale_s:
+        names = f"names may be answered from memory for up to {duration(mount.path_stale_s)}"
+        said += f"; {names}, so runs list folders"
+    return f": {said}"
+
+
+def _trial(folder: FolderFacts, name: str, what: str, why: str) -> Finding:
+    check = f"directory.{name}"
+    if name in folder.problems:
+        return fail(check, f"{what}: {folder.problems[name]}", why, CHOOSE)
+    return ok(check, f"{what} work" if what.endswith("s") else f"{what} works", why)
+
+
+def _lock(folder: FolderFacts) -> Finding:
+    """Judge locks, which hpc_elastic does without; data sets and caches often do not."""
+    check, why = "directory.lock", "hpc_elastic uses no locks, but caches of data sets do"
+    if "lock" in folder.problems:
+        remedy = "keep caches (HF_HOME, TORCH_HOME) on another file system, or mount with locks"
+        return warn(check, f"locks (fcntl): {folder.problems['lock']}", why, remedy)
+    local = {"nolock", "localflock"} & folder.options.keys()
+    if folder.options.get("local_lock", "none") not in ("none", "flock"):
+        local.add(f"local_lock={folder.options['local_lock']}")
+    where = f", but on one node only ({', '.join(sorted(local))})" if local else ""
+    return ok(check, f"locks (fcntl) work{where}; hpc_elastic uses none", why)
+
+
+def _space(folder: FolderFacts) -> Finding:
+    check, why = "directory.space", "a checkpoint that does not fit is not committed"
+    gib = folder.free_bytes / (1 << 30)
+    files = "" if folder.free_files is None else f", {folder.free_files:,} files"
+    found = f"{gib:,.1f} GiB{files} free (a quota may allow less)"
+    few = folder.free_files is not None and folder.free_files < _LITTLE_FILES
+    if folder.free_bytes < _LITTLE_BYTES or few:
+        remedy = f"free some space (`hpc-elastic clean RUN --keep-last 1`), or {CHOOSE}"
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _clock(folder: FolderFacts) -> Finding:
+    check, why = "directory.clock", "files are dated by the file system's clock"
+    if folder.clock_offset_s is None:
+        return unknown(check, "the file system's clock is not known", why)
+    if abs(folder.clock_offset_s) > _SKEW_S:
+        ahead = "ahead of" if folder.clock_offset_s > 0 else "behind"
+        found = f"the file system's clock is {duration(abs(folder.clock_offset_s))} {ahead} ours"
+        remedy = "have the admin keep the clocks of the file servers and of this host by NTP"
+        return warn(check, found, why, remedy)
+    return ok(check, "the file system's clock agrees with ours", why)

@@ -1,0 +1,745 @@
+"""What the facts of a host mean: the login node's, and each node's. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from hpc_elastic._util import counted, duration, short
+from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
+from hpc_elastic.doctor import cluster_checks
+from hpc_elastic.doctor.cluster_checks import CHOOSE
+from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
+from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
+from hpc_elastic.doctor.probe_network import Sight
+from hpc_elastic.doctor.probe_task import HostFacts, NodeFacts
+from hpc_elastic.doctor.shared_folder import DEEDS, PATH, Visibility
+from hpc_elastic.doctor.signal_recorder import AGENT, WORKER
+from hpc_elastic.doctor.versions import MUST_AGREE
+from hpc_elastic.launcher.batch_script import gpus_asked
+from hpc_elastic.shared_files import LOCAL
+from hpc_elastic.slurm import job_state
+from hpc_elastic.slurm.nodelist import compress
+
+_MIN_FILES = 4096
+"""An agent that leads holds a connection for each node, a worker's loaders several for each CPU."""
+_MIN_PROCESSES = 4096
+_MIN_LOCKED_BYTES = 1 << 30
+
+
+def judge_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
+    """Yield what is to be said of the login node.
+
+    Args:
+        host: Its facts.
+        own_python: Whether the nodes use the interpreter of this process: no container's, and no
+            ``launcher.python``.
+    """
+    yield _commands(host)
+    if own_python:
+        yield _python(host)
+    yield from limits("host", [host])
+    yield clock("host", [host])
+
+
+def _commands(host: HostFacts) -> Finding:
+    check = "host.commands"
+    if not host.missing_commands:
+        return ok(check, "Slurm's commands are installed")
+    return fail(
+        check,
+        f"not on PATH: {', '.join(host.missing_commands)}",
+        "runs are submitted, watched and cancelled by them",
+        "run the doctor on a login node, or `module load slurm`",
+    )
+
+
+def _python(host: HostFacts) -> Finding:
+    check, why = "host.python", "the nodes start this very interpreter, by its path"
+    found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
+    if host.python_fs in LOCAL:
+        remedy = (
+            "harmless where the nodes have the same at the same path (--probe finds out); else "
+            "make the environment on the shared file system, or set launcher.python"
+        )
+        return warn(check, f"{found}, which is this machine's own", why, remedy)
+    return ok(check, found, why)
+
+
+def limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
+    """Yield one finding for each kind of limit, over all hosts."""
+    yield _limit(
+        f"{group}.nofile", hosts, "nofile", _MIN_FILES,
+        "open files: the leading agent holds a connection for each node, loaders several each",
+        "raise the hard limit (limits.conf; PropagateResourceLimits in slurm.conf)",
+        hard=True,
+    )  # fmt: skip
+    yield _limit(
+        f"{group}.nproc", hosts, "nproc", _MIN_PROCESSES,
+        "processes and threads: each worker has many, and as many loaders as it is told to",
+        "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
+    )  # fmt: skip
+    yield _limit(
+        f"{group}.memlock", hosts, "memlock", _MIN_LOCKED_BYTES,
+        "locked memory: NCCL over InfiniBand fails without it; TCP does not need it",
+        "have the admin set it to unlimited (LimitMEMLOCK of slurmd; limits.conf)",
+        matters=group != "host" and any(h.has_infiniband for h in hosts),
+    )  # fmt: skip
+    yield from _address_space(group, hosts)
+
+
+def _limit(
+    check: str, hosts: list[HostFacts], name: str, least: int, why: str, remedy: str,
+    *, hard: bool = False, matters: bool = True,
+) -> Finding:  # fmt: skip
+    """Judge one limit.
+
+    Args:
+        check: Name of the check.
+        hosts: Where it was looked at.
+        name: The limit's name.
+        least: What is enough.
+        why: Why it matters.
+        remedy: What to do.
+        hard: The hard limit counts: the agent raises the soft one itself.
+        matters: Whether a low limit costs anything here.
+    """
+    values = {h.name: h.limits.get(name, (None, None))[hard] for h in hosts}
+    low = {host: n for host, n in values.items() if n is not None and n < least}
+    what = f"{'hard ' if hard else ''}limit of {name}"
+    if not low:
+        smallest = min((n for n in values.values() if n is not None), default=None)
+        return ok(check, f"{what}: {_size(name, smallest)}", why)
+    found = by_value({host: _size(name, n) for host, n in low.items()})
+    if not matters:
+        return ok(check, f"{what}: {found}; it matters on nodes with InfiniBand only", why)
+    return warn(check, f"{what}: {found}", why, remedy)
+
+
+def _size(name: str, number: int | None) -> str:
+    if number is None:
+        return "unlimited"
+    if name in ("memlock", "as"):
+        return f"{number / (1 << 20):,.0f} MiB"
+    return f"{number:,}"
+
+
+def _address_space(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
+    """Yield a finding where an address space is limited: CUDA reserves more than there is."""
+    limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
+    if limited:
+        sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
+        why = "CUDA and torch reserve far more addresses than they use memory"
+        remedy = "`ulimit -v unlimited` in launcher.setup; limits.conf"
+        yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
+
+
+def clock(group: str, hosts: list[HostFacts]) -> Finding:
+    """Judge whether time services keep the clocks."""
+    check = f"{group}.clock"
+    why = "logs and events of the nodes are put in order by their clocks; elections are not"
+    adrift = [h.name for h in hosts if h.clock_kept is False]
+    if adrift:
+        remedy = "have the admin run chrony or systemd-timesyncd (in a container: on its host)"
+        return warn(
+            check, f"no time service keeps the clock of {compress(sorted(adrift))}", why, remedy
+        )
+    if any(h.clock_kept is None for h in hosts):
+        return unknown(check, "the kernel does not say whether the clock is kept", why)
+    return ok(check, "a time service keeps the clock", why)
+
+
+# ---- What the probe has shown of the nodes, each by itself. Pure
+
+
+_SLOW_IMPORT_S = 30.0
+_MOST_SILENT = 3
+_UNMET = (
+    "set launcher.gpus_per_node to what the partition's nodes have (`sinfo -o '%P %G'`); if that "
+    "is wrong, Admin: GresTypes in slurm.conf, and the nodes' lines in gres.conf"
+)
+
+_MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
+    ("Resources", "all nodes are busy: wait longer (--wait), or try another partition"),
+    ("Priority", "others are before you in the queue: wait longer (--wait), or another partition"),
+    ("ReqNodeNotAvail", "nodes are reserved or out of service (`sinfo -R`, `scontrol show res`)"),
+    ("DOWN", "nodes are out of service: `sinfo -R` says why"),
+    ("QOS", "a limit of the QOS: another launcher.qos, or wait (`sacctmgr show qos`)"),
+    ("Assoc", "a limit of your account: another launcher.account, or wait"),
+    ("Account", "the account may not run here: launcher.account"),
+    ("Held", "`scontrol release`, or ask the admin who holds it"),
+    ("Licenses", "licences are in use: wait"),
+    ("Reservation", "the reservation has not begun, or is not yours"),
+)
+
+
+def judge_nodes(
+    evidence: Evidence, asked: SlurmSettings, own: Mapping[str, str | None]
+) -> Iterator[Finding]:
+    """Yield what is to be said of the nodes.
+
+    Args:
+        evidence: What the probe has shown.
+        asked: The settings of a run.
+        own: Versions of the login node.
+    """
+    yield from _start(evidence)
+    facts = [report.facts for report in evidence.reports.values()]
+    if not facts:
+        return
+    yield _versions(evidence, own)
+    yield _torch(evidence)
+    yield _slurm(facts, in_container=asked.container.runtime is not None)
+    if evidence.outside:
+        yield _outside(evidence)
+    yield _gpus(evidence, facts, asked)
+    yield _cpus(facts)
+    yield from limits("nodes", [f.host for f in facts])
+    yield clock("nodes", [f.host for f in facts])
+
+
+def _start(evidence: Evidence) -> Iterator[Finding]:
+    check, why = "nodes.start", "nothing can be said of a node that the probe did not run on"
+    if evidence.problem:
+        remedy = "run the doctor again once Slurm answers"
+        yield fail(check, f"the probe was cut short: {evidence.problem}", why, remedy)
+    for reason in sorted(set(evidence.waiting.values())):
+        num = sum(r == reason for r in evidence.waiting.values())
+        found = f"{counted(num, 'task')} of {evidence.num_asked} did not start: {reason}"
+        verdict = warn if evidence.reports else fail
+        yield verdict(check, found, why, _remedy_of(reason))
+    yield from _silent(evidence)
+    if evidence.reports:
+        names = sorted({r.facts.name for r in evidence.reports.values()})
+        yield ok("nodes.ran", f"the probe ran on {compress(names)}")
+
+
+def _silent(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding for each task that has measured nothing, the first few of many."""
+    left_out = len(evidence.silent) - _MOST_SILENT
+    more = f" (and {counted(left_out, 'more task')} like it)" if left_out > 0 else ""
+    for index, what in list(evidence.silent.items())[:_MOST_SILENT]:
+        yield fail(
+            "nodes.start",
+            f"task {index} measured nothing: {what}{more}",
+            "tasks of a run start in the same way",
+            "see its last words; is the directory on all nodes, and Python at the same path? "
+            "launcher.setup, launcher.python",
+        )
+
+
+def _remedy_of(reason: str) -> str:
+    """Return what to do about a reason for which Slurm lets a task wait."""
+    lasting = job_state.remedy(reason)
+    if lasting is not None:
+        return lasting
+    for part, remedy in _MAY_PASS:
+        if part.lower() in reason.lower():
+            return remedy
+    return "see squeue(1), JOB REASON CODES; wait longer with --wait"
+
+
+def _versions(evidence: Evidence, own: Mapping[str, str | None]) -> Finding:
+    check, why = "nodes.versions", "all processes of a run have to run the same code"
+    others = []
+    for report in evidence.reports.values():
+        there = report.facts.versions
+        others += [
+            f"{name} {there.get(name) or 'missing'} on {report.facts.name}, {own.get(name)} here"
+            for name in MUST_AGREE
+            if there.get(name) != own.get(name)
+        ]
+    if others:
+        remedy = "one environment on the shared file system; launcher.python, launcher.setup"
+        return fail(check, "; ".join(others), why, remedy)
+    same = ", ".join(f"{name} {own.get(name)}" for name in MUST_AGREE)
+    return ok(check, f"the same everywhere: {same}", why)
+
+
+def _torch(evidence: Evidence) -> Finding:
+    check, why = "nodes.torch", "each worker imports torch when it starts"
+    times, broken = {}, {}
+    for report in evidence.reports.values():
+        if report.hello is None or report.hello.import_s is None:
+            broken[report.facts.name] = (report.hello and report.hello.problems.get("torch")) or "?"
+        else:
+            times[report.facts.name] = report.hello.import_s
+    if broken:
+        found = "; ".join(f"{name}: {why_not}" for name, why_not in broken.items())
+        remedy = "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"
+        return fail(check, f"torch could not be imported or used: {found}", why, remedy)
+    found = f"imported within {max(times.values()):.1f} s on every node"
+    if max(times.values()) > _SLOW_IMPORT_S:
+        remedy = (
+            "keep launcher.agent.spares; or an environment on a faster file system, or an image"
+        )
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _slurm(facts: list[NodeFacts], *, in_container: bool) -> Finding:
+    check, where = "nodes.slurm", "inside of the container" if in_container else "on the nodes"
+    why = "the agents ask squeue who runs, and requeue themselves by scontrol"
+    problems = [
+        f"{command} on {f.name}: {problem}"
+        for f in facts
+        for command, problem in f.slurm.items()
+        if problem is not None
+    ]
+    if not problems:
+        return ok(check, f"squeue and scontrol answer {where}", why)
+    mounts = (
+        "mount Slurm's commands, /etc/slurm, and munge's socket (/run/munge) into the container: "
+        "launcher.container.mounts"
+    )
+    remedy = mounts if in_container else _for_admin(problems)
+    lost = "rounds close by time then, and a preempted task waits for Slurm to requeue it"
+    return warn(check, "; ".join(problems), f"{why}; {lost}", remedy)
+
+
+def _for_admin(problems: list[str]) -> str:
+    if any("not found" in problem.lower() for problem in problems):
+        return "have the admin install Slurm's commands on the nodes; or PATH in launcher.setup"
+    return "does the node reach slurmctld? Its network, SLURM_CONF, munge: see network.reach"
+
+
+def _outside(evidence: Evidence) -> Finding:
+    check, why = "nodes.slurm_outside", "what fails here as well is not the container's fault"
+    problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what is not None]
+    if problems:
+        return warn(check, "; ".join(problems), why, _for_admin(problems))
+    return ok(check, "squeue and scontrol answer outside of the container", why)
+
+
+def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> Finding:
+    check, why = "nodes.gpus", "one worker runs on each GPU"
+    num_asked = gpus_asked(asked)
+    unmet = [f for f in facts if num_asked not in (None, f.gpus_given or 0)]
+    wrong = [f for f in facts if f in unmet or (f.gpus_given or 0) != (f.gpus_seen or 0)]
+    if num_asked is None and not any(f.gpus_given or f.gpus_seen for f in facts):
+        return ok(check, "no GPUs are asked for, and there are none", why)
+    if wrong:
+        found = "; ".join(
+            f"{f.name}: Slurm gives {_told(f.gpus_given)}, the driver shows {_told(f.gpus_seen)}"
+            for f in wrong
+        )
+        if unmet:
+            return fail(check, f"asked for {num_asked} on each node; {found}", why, _UNMET)
+        if num_asked is None:
+            remedy = "say how many a run is to have: launcher.gpus_per_node"
+            return warn(check, f"none are asked for; {found}", why, remedy)
+        if all((f.gpus_seen or 0) > (f.gpus_given or 0) for f in wrong):
+            remedy = "Admin: ConstrainDevices=yes in cgroup.conf; CUDA_VISIBLE_DEVICES is honoured"
+            return warn(check, found, why, remedy)
+        remedy = "`nvidia-smi` on that node; in a container: --nv, or the NVIDIA runtime"
+        return fail(check, found, why, remedy)
+    return _torch_gpus(evidence, facts)
+
+
+def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
+    """Judge whether torch sees the GPUs that the driver shows."""
+    check, why = "nodes.gpus", "one worker runs on each GPU"
+    blind = [
+        r.facts.name
+        for r in evidence.reports.values()
+        if r.hello
+        and r.hello.import_s is not None
+        and r.hello.cuda_devices < (r.facts.gpus_seen or 0)
+    ]
+    if blind:
+        remedy = "install a torch with CUDA that fits the driver (`nvidia-smi` shows which)"
+        return fail(check, f"torch does not see the GPUs of {', '.join(blind)}", why, remedy)
+    given = sorted({f.gpus_given or 0 for f in facts})
+    return ok(check, f"{' to '.join(map(str, given))} on each node, seen by driver and torch", why)
+
+
+def _told(number: int | None) -> str:
+    return "none" if not number else str(number)
+
+
+def _cpus(facts: list[NodeFacts]) -> Finding:
+    check, why = "nodes.cpus", "workers and their loaders share them"
+    bound = [f for f in facts if f.host.cpus == 1 and f.cpus_given > 1]
+    sizes = by_value({f.name: _share(f) for f in facts})
+    if bound:
+        remedy = "set launcher.cpus_per_node; look for --cpu-bind in launcher.srun_args"
+        return warn(check, f"bound to a single CPU. {sizes}", why, remedy)
+    return ok(check, sizes, why)
+
+
+def _share(facts: NodeFacts) -> str:
+    usable, given = facts.host.cpus, facts.cpus_given
+    cpus = counted(usable, "CPU") if usable == given else f"{usable} CPUs usable of {given} given"
+    return f"{cpus}, {facts.host.memory_bytes >> 30} GiB in the machine,"
+
+
+# ---- What the probe has shown of what lies between the nodes: network and groups. Pure
+
+
+_SKEW_S = 1.0
+_MOST_LINES = 8
+_FEW = 4
+"""Of so many nodes the addresses are listed."""
+_SLOW_ROUND_TRIP_S = 0.01
+
+
+def judge_network(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what is to be said of the network."""
+    if not evidence.reports:
+        return
+    yield _interface(evidence)
+    machines = {r.facts.host.name for r in evidence.reports.values()}
+    if len(machines) < 2:
+        yield _one_machine(machines.pop(), len(evidence.reports))
+    else:
+        yield _reach(evidence)
+        yield _skew(evidence)
+    yield from _hello(evidence)
+
+
+def _one_machine(name: str, num_tasks: int) -> Finding:
+    found = f"only {name} was tried, and nothing that lies between nodes"
+    remedy = "--probe --nodes 2" + (", with exclusive=true" if num_tasks > 1 else "")
+    return unknown("network.reach", found, "a run of several nodes lives by it", remedy)
+
+
+def _interface(evidence: Evidence) -> Finding:
+    check, why = "network.interface", "agents and process groups talk over it"
+    bad = [
+        f"{r.facts.name}: {r.facts.problem}" for r in evidence.reports.values() if r.facts.problem
+    ]
+    if bad:
+        remedy = "name it: launcher.interface=ib0, one of `ip -br address` on the nodes"
+        return fail(check, "; ".join(bad), why, remedy)
+    few = len(evidence.reports) <= _FEW
+    chosen = by_value(
+        {
+            r.facts.name: f"{r.facts.interface} {r.facts.address}" if few else r.facts.interface
+            for r in evidence.reports.values()
+        }
+    )
+    names = {r.facts.interface for r in evidence.reports.values()}
+    rest = {i for r in evidence.reports.values() for i in r.facts.addresses} - names
+    more = f"; others there: {', '.join(sorted(rest))}" if rest else ""
+    if len(names) > 1:
+        remedy = "name one that all have: launcher.interface"
+        return warn(check, f"not the same on all nodes: {chosen}", why, remedy)
+    return ok(check, chosen + more, why)
+
+
+def _reach(evidence: Evidence) -> Finding:
+    """Judge whether each task reaches a free port of each other one."""
+    check, why = "network.reach", "every agent connects to the leader, every worker to every other"
+    lines, trips = [], []
+    for report in evidence.reports.values():
+        for sight in report.meeting.sights:
+            if sight.problem:
+                lines.append(f"{report.facts.name} can not reach {_problem(sight)}")
+            elif sight.round_trip_s is not None:
+                trips.append(sight.round_trip_s)
+        for number in report.meeting.absent:
+            lines.append(f"{report.facts.name} found no file of {evidence.name(number)}")
+    if lines:
+        remedy = (
+            "is that node's network up, a firewall between the nodes? Any free port has to be "
+            "open among them; another interface: launcher.interface"
+        )
+        more = f"; and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+        return fail(check, "; ".join(lines[:_MOST_LINES]) + more, why, remedy)
+    if not trips:
+        return unknown(check, "the nodes did not try to reach each other", why)
+    found = f"every node reaches a free port of every other, round trip {short(max(trips))}"
+    if max(trips) > _SLOW_ROUND_TRIP_S:
+        remedy = "nothing if the nodes were busy; else another launcher.interface"
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _problem(sight: Sight) -> str:
+    where = f" at {sight.address}" if sight.address else ""
+    return f"{sight.host}{where}: {sight.problem}{_detour(sight.others)}"
+
+
+def _detour(others: dict[str, bool]) -> str:
+    open_ones = [address for address, reached in others.items() if reached]
+    return f" (but at {', '.join(open_ones)})" if open_ones else ""
+
+
+def _skew(evidence: Evidence) -> Finding:
+    check, why = "network.clocks", "logs and events of the nodes are put in order by their clocks"
+    sights = [s for r in evidence.reports.values() for s in r.meeting.sights]
+    known = [(abs(s.clock_ahead_s), s.host) for s in sights if s.clock_ahead_s is not None]
+    if not known:
+        return unknown(check, "not measured: the nodes do not reach each other", why)
+    most, host = max(known)
+    if most > _SKEW_S:
+        remedy = "have the admin keep the nodes' clocks by NTP"
+        return warn(check, f"they differ by {duration(most)}, most at {host}", why, remedy)
+    return ok(check, f"they agree within {short(most)}", why)
+
+
+def _hello(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for each backend that was tried."""
+    said = {r.facts.name: r.hello for r in evidence.reports.values() if r.hello is not None}
+    backends = sorted({b for h in said.values() for b in (*h.bandwidths, *h.problems)} - {"torch"})
+    for backend in backends:
+        problems = {n: h.problems[backend] for n, h in said.items() if backend in h.problems}
+        yield _of_backend(
+            backend,
+            problems,
+            [h.bandwidths[backend] for h in said.values() if backend in h.bandwidths],
+        )
+
+
+def _of_backend(backend: str, problems: dict[str, str], bandwidths: list[float]) -> Finding:
+    check, why = f"network.{backend}", "gradients are reduced over it"
+    if problems:
+        found = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+        remedy = "see network.reach first; then launcher.interface, and NCCL_DEBUG=INFO"
+        return fail(check, f"an all_reduce across the nodes failed: {found}", why, remedy)
+    speed = min(bandwidths) / 1e6
+    return ok(check, f"an all_reduce of 4 MiB across the nodes came back, {speed:,.0f} MB/s", why)
+
+
+# ---- What the probe has shown of signals, of the end of tasks, and of their return. Pure
+
+
+_SHORT = 0.7
+"""A grace is shorter than configured when it is below this share of it."""
+_SLACK_S = 3.0
+
+
+def judge_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
+    """Yield what is to be said.
+
+    Args:
+        evidence: What the probe has shown.
+        kill_wait_s: Slurm's KillWait, as configured.
+    """
+    if evidence.notices:
+        yield _notice(evidence)
+    for ending in evidence.endings:
+        if not ending.refused:
+            yield _grace(ending, kill_wait_s)
+            yield _end(ending)
+        if ending.how == "requeue":
+            yield _requeue(ending)
+    if evidence.leftovers:
+        yield warn(
+            "signals.leftovers",
+            f"still there after being cancelled and killed: {', '.join(evidence.leftovers)}",
+            "Slurm waits for a node that does not answer, or for processes that do not die",
+            "they end by themselves within ten minutes; `squeue --me` shows them",
+        )
+
+
+def _notice(evidence: Evidence) -> Finding:
+    check, name = "signals.notice", f"SIG{evidence.notice_name}"
+    why = "`scancel --signal` asks a run to save and leave a node; --signal in launcher.sbatch, too"
+    missed = [evidence.name(i) for i, t in evidence.notices.items() if t[AGENT] is None]
+    if missed:
+        remedy = "ask by a file instead: `touch RUN/notice/NODE`; is srun a wrapper of the site's?"
+        return fail(check, f"{name} did not reach the task on {', '.join(missed)}", why, remedy)
+    slowest = max(t for times in evidence.notices.values() if (t := times[AGENT]) is not None)
+    alone = any(times[WORKER] is None for times in evidence.notices.values())
+    workers = "not the workers" if alone else "the workers as well"
+    found = f"{name} reached the task on every node within {slowest:.1f} s, and {workers}"
+    return ok(check, found, why)
+
+
+def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
+    check, what = f"signals.{ending.how}_grace", f"a task that is {_done(ending)}"
+    why = "in that time all ranks save at one step; a preemption adds the partition's GraceTime"
+    asked, worker = ending.lived_s.get(AGENT), ending.lived_s.get(WORKER)
+    if asked is None:
+        remedy = "Admin: is SIGTERM sent at all (KillWait), and does srun hand it on?"
+        found = f"{what} got no SIGTERM before its end on {ending.node}"
+        return fail(check, found, why, remedy)
+    least = min(asked, asked if worker is None else worker)
+    at_least = "at least " if ending.capped else ""
+    found = f"{what} got SIGTERM and lived for {at_least}{duration(round(least, 1))} more"
+    found += f" on {ending.node}; KillWait is {duration(kill_wait_s)}"
+    if not ending.capped and least < kill_wait_s * _SHORT:
+        remedy = f"set launcher.grace_s={max(1, int(least))}: runs count on what is configured"
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _end(ending: NodeEnding) -> Finding:
+    check = f"signals.{ending.how}_end"
+    why = "a worker that is left behind holds its GPU, and may write into the run"
+    if ending.capped:
+        return unknown(check, "not seen: Slurm's KillWait is longer than the probe waits", why)
+    if ending.orphaned:
+        remedy = "Admin: ProctrackType=proctrack/cgroup"
+        found = f"a worker in a session of its own outlived its task on {ending.node}"
+        return fail(check, found, why, remedy)
+    return ok(check, f"nothing of a task that is {_done(ending)} was left on {ending.node}", why)
+
+
+def _requeue(ending: NodeEnding) -> Finding:
+    check = "signals.requeue"
+    why = "a task that is preempted, or out of time, has to come back by itself"
+    if ending.refused:
+        remedy = (
+            "a run submits another task in its place (replacement); Admin: allow users to requeue "
+            "their jobs (JobRequeue=1)"
+        )
+        return warn(check, f"Slurm refuses to requeue: {ending.refused}", why, remedy)
+    if ending.waits:
+        remedy = "nothing, if the cluster is busy; try again when nodes are free"
+        found = f"requeued, and in the queue again ({ending.waits}); it was not seen to start"
+        return unknown(check, found, why, remedy)
+    if ending.back_on is None:
+        remedy = "was the cluster busy? See `squeue --me` for its reason, and the epilog's time"
+        return fail(
+            check, f"the task of {ending.node} was requeued and did not return", why, remedy
+        )
+    back_s = "" if ending.back_s is None else f" after {duration(round(ending.back_s))}"
+    found = f"really requeued: it came back on {ending.back_on}{back_s}, SLURM_RESTART_COUNT=1"
+    return ok(check, found, why)
+
+
+def _done(ending: NodeEnding) -> str:
+    return "requeued" if ending.how == "requeue" else "cancelled"
+
+
+# ---- What the probe has shown of the directory that its nodes share. Pure
+
+
+_SLOW_S = 5.0
+_REMEDY = "choose a directory that all nodes share: --dir here, hydra.sweep.dir for a run"
+_DELAY_WHY = "saves, joins and elections wait for files of other nodes"
+_DELAY_REMEDY = (
+    "is it one file system, without a cache of its own in between? Admin: on NFS, mount without "
+    f"nocto. Or {CHOOSE}"
+)
+_NOT_EXCLUSIVE = (
+    f"no run on this file system: {CHOOSE}. NFS, Lustre, GPFS, BeeGFS and CephFS make links "
+    "exclusively; object stores behind FUSE and some caches in between do not"
+)
+
+
+def judge_shared(evidence: Evidence, rendezvous: RendezvousSettings) -> Iterator[Finding]:
+    """Yield what is to be said of the directory.
+
+    Args:
+        evidence: What the probe has shown.
+        rendezvous: ``launcher.rendezvous`` of a run.
+    """
+    if evidence.blind:
+        yield _blind(evidence)
+    if not evidence.reports:
+        return
+    yield from _nodes(evidence)
+    mounts = {r.facts.name: r.facts.folder.mount for r in evidence.reports.values()}
+    yield cluster_checks.mounted("directory.node_mounts", mounts, rendezvous)
+    why_not = _not_tried(evidence)
+    yield _election(evidence, why_not)
+    yield _delay(evidence, why_not)
+    yield _content(evidence, why_not)
+
+
+def _blind(evidence: Evidence) -> Finding:
+    found = f"what is written here does not appear on {', '.join(sorted(evidence.blind.values()))}"
+    return fail("directory.delay", found, _DELAY_WHY, _DELAY_REMEDY)
+
+
+def _nodes(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what is wrong with the directory as each node sees it, or that nothing is."""
+    bad: dict[tuple[str, str], list[str]] = {}
+    for report in evidence.reports.values():
+        for finding in cluster_checks.tried(report.facts.folder):
+            if finding.verdict is Verdict.FAIL:
+                bad.setdefault((finding.check, finding.found), []).append(report.facts.name)
+    why = "all nodes of a run meet in its directory"
+    for (_, found), names in bad.items():
+        yield fail("directory.nodes", f"on {', '.join(names)}: {found}", why, _REMEDY)
+    if not bad:
+        kinds = sorted({r.facts.folder.fs or "unknown" for r in evidence.reports.values()})
+        found = f"seen by all nodes, as {' and '.join(kinds)}; hard links and renames work there"
+        yield ok("directory.nodes", found, why)
+
+
+def _not_tried(evidence: Evidence) -> str:
+    """Return why nothing was tried between two nodes; empty if something was."""
+    if any(report.meeting.seen for report in evidence.reports.values()):
+        return ""
+    names = {report.facts.name for report in evidence.reports.values()}
+    if len(names) == 1:
+        return f"all tasks were on {names.pop()}"
+    problems = {r.facts.name: r.meeting.problem for r in evidence.reports.values()}
+    said = "; ".join(f"{name} {problem}" for name, problem in problems.items() if problem)
+    return said or "the nodes do not reach each other"
+
+
+def _election(evidence: Evidence, why_not: str) -> Finding:
+    """Judge whether of two nodes that link one name, one wins."""
+    check = "directory.election"
+    why = "a run's leader is the node that makes its record; two would train against each other"
+    if why_not:
+        return unknown(check, f"not tried: {why_not}", why)
+    races = [r.meeting.race for r in evidence.reports.values() if r.meeting.race]
+    faults = {
+        "both nodes were told that they had made": sum(race.both for race in races),
+        "neither was told so of": sum(race.neither for race in races),
+        "the nodes see different winners of": sum(race.differ for race in races),
+    }
+    raced = f"of {sum(race.rounds for race in races)} names that two nodes linked at once"
+    said = ", ".join(f"{what} {number}" for what, number in faults.items() if number)
+    if said:
+        return fail(check, f"link(2) is not exclusive: {raced}, {said}", why, _NOT_EXCLUSIVE)
+    return ok(check, f"{raced}, each had one winner", why)
+
+
+def _delay(evidence: Evidence, why_not: str) -> Finding:
+    """Judge how soon what one node does to the directory is seen on another one."""
+    check, why = "directory.delay", _DELAY_WHY
+    if why_not:
+        return unknown(check, f"not measured: {why_not}", why)
+    seen = {r.facts.name: r.meeting.seen for r in evidence.reports.values() if r.meeting.seen}
+    late = [f"on {name} {said}" for name, one in seen.items() if (said := _unseen(one))]
+    if late:
+        return fail(check, f"of what another node did, {'; '.join(late)}", why, _DELAY_REMEDY)
+    worst = {name: max(one.times_s[name] or 0.0 for one in seen.values()) for name in DEEDS}
+    said = ", ".join(f"{what} after {short(worst[name])}" for name, what in DEEDS.items())
+    found = f"a node sees of another one {said}{_by_path(evidence, seen.values())}"
+    if max(worst.values()) > _SLOW_S:
+        remedy = "runs work, with these waits; a save at a preemption may be too late. Admin: on "
+        remedy += f"NFS, mount without nocto. Or {CHOOSE}"
+        return warn(check, found, why, remedy)
+    return ok(check, found, why)
+
+
+def _unseen(seen: Visibility) -> str:
+    """Return what an observer has not seen; empty if it has seen all."""
+    missing = [what for name, what in DEEDS.items() if seen.times_s[name] is None]
+    if len(missing) == len(DEEDS):
+        return f"nothing was seen within {duration(seen.waited_s)}"
+    return f"{', '.join(missing)} was not seen within {duration(seen.waited_s)}" if missing else ""
+
+
+def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
+    """Say how long a name stays absent for who asks for it by its path."""
+    times = [one.times_s[PATH] for one in seen]
+    if None not in times:
+        return f"; by its path alone a new file after {short(max(t for t in times if t))}"
+    waited_s = min(one.waited_s for one in seen if one.times_s[PATH] is None)
+    up_to_s = max(r.facts.folder.mount.path_stale_s for r in evidence.reports.values())
+    return (
+        f"; by its path alone a new file was not seen within {duration(waited_s)}"
+        f" (names are kept for up to {duration(up_to_s)}), so runs list folders"
+    )
+
+
+def _content(evidence: Evidence, why_not: str) -> Finding:
+    """Judge whether what was synced and renamed is what another node reads."""
+    check, why = "directory.content", "a checkpoint is complete once it has its name"
+    if why_not:
+        return unknown(check, f"not tried: {why_not}", why)
+    torn = [
+        r.facts.name for r in evidence.reports.values() if r.meeting.seen and r.meeting.seen.torn
+    ]
+    if torn:
+        found = f"{', '.join(torn)} read a part of a file that was synced and then renamed"
+        return fail(check, found, why, f"no run on this file system: {CHOOSE}")
+    return ok(check, "what a node has synced and renamed, another reads whole", why)

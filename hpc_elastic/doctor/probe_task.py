@@ -1,0 +1,430 @@
+"""What runs on a node of the probe: ``python -m hpc_elastic.doctor.probe_task <array-0.json>``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpc_elastic import _util
+from hpc_elastic.doctor import allreduce_check, probe_network
+from hpc_elastic.doctor.allreduce_check import AllreduceResult
+from hpc_elastic.doctor.probe_folder import PLACE_POLL_S, ProbeFolder, ProbePlan, await_json
+from hpc_elastic.doctor.probe_network import ProbeMeeting
+from hpc_elastic.doctor.signal_recorder import AGENT, Recorder, start_worker
+from hpc_elastic.doctor.versions import versions
+from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.shared_files import Mount
+from hpc_elastic.slurm.client import SlurmClient, reachable
+from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
+from hpc_elastic.transport import interface as interface_module
+
+_PEER_S = 30.0
+
+
+def main(array_file: str) -> int:
+    """Measure all, then wait for signals until the probe is over; return the exit code."""
+    slurm = SlurmEnvironment.from_env(os.environ)
+    place, index = ProbeFolder.of(array_file), slurm.array_task_id or 0
+    attempt = slurm.restart_count
+    if attempt:
+        place.write(place.back(index), {"node": slurm.node_name, "restarts": attempt})
+        return 0
+    plan = place.read_plan()
+    end = time.monotonic() + plan.lifetime_s
+    recorder = Recorder(place, AGENT, index, attempt)
+    worker = start_worker(array_file, index, attempt)
+    try:
+        place.write(place.node(index), _measure(place, plan, index, slurm))
+        while time.monotonic() < end and not place.is_over:
+            recorder.beat()
+            time.sleep(PLACE_POLL_S)
+    finally:
+        worker.kill()
+        worker.wait()
+    return 0
+
+
+def _measure(
+    place: ProbeFolder, plan: ProbePlan, index: int, slurm: SlurmEnvironment
+) -> dict[str, Any]:
+    """Return all that this task finds out, as `probe_job` reads it."""
+    facts = look_at_node(place, slurm, plan.interface)
+    server = probe_network.ProbeServer(place, plan.token, v6=":" in facts.address)
+    own = probe_network.publish(place, index, server.port, facts)
+    members = await_json(place.go, plan.lifetime_s, lambda: place.is_over)
+    if not members or index not in members:
+        return {"facts": facts.to_json(), "meeting": ProbeMeeting().to_json(), "hello": None}
+    known = {index: own, **_find(place, [number for number in members if number != index])}
+    absent = [number for number in members if number not in known]
+    meeting = probe_network.meet(place, index, plan.token, known, absent)
+    if lost := [s.host for s in meeting.sights if s.problem] + list(map(str, meeting.absent)):
+        said = _import_only(own, ", ".join(lost))
+    else:
+        said = _say_hello(members, index, known, facts.interface)
+    return {
+        "facts": facts.to_json(),
+        "meeting": meeting.to_json(),
+        "hello": said.to_json(),
+    }
+
+
+def _find(place: ProbeFolder, others: list[int]) -> dict[int, dict[str, Any]]:
+    """Wait for what others publish, and return it by index."""
+    found: dict[int, dict[str, Any]] = {}
+    deadline = time.monotonic() + _PEER_S + place.late_s
+    for number in others:
+        left = max(PLACE_POLL_S, deadline - time.monotonic())
+        peer = await_json(place.peer(number), left, lambda: place.is_over)
+        if peer is not None:
+            found[number] = peer
+    return found
+
+
+def _say_hello(
+    members: list[int], index: int, known: dict[int, dict[str, Any]], interface: str
+) -> AllreduceResult:
+    first = known.get(members[0])
+    if not first or not first.get("address"):
+        return AllreduceResult(problems={"torch": f"task {members[0]} was not found"})
+    return allreduce_check.say(
+        members.index(index), len(members), first["address"], first["store_port"], interface
+    )
+
+
+def _import_only(own: dict[str, Any], lost: str) -> AllreduceResult:
+    """Try torch on this node alone: a group with a node that can not be reached takes minutes."""
+    said = allreduce_check.say(0, 1, "127.0.0.1", own.get("store_port", 0), "")
+    problems = {**said.problems, "gloo": f"not tried: {lost} can not be reached"}
+    return replace(said, bandwidths={}, problems=problems)
+
+
+# ---- What a task of the probe finds on its node, on its own
+
+
+_SMI_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node looks like from within a task.
+
+    Attributes:
+        name: What Slurm calls it.
+        host: Limits, clock, interpreter.
+        folder: The probe's folder, as it is here.
+        versions: As for `versions.versions`.
+        slurm: What is wrong with squeue and scontrol, by name; None: they answer.
+        cpus_given: CPUs that Slurm gave the task.
+        gpus_given: GPUs that Slurm gave the task; None if it names none.
+        gpus_seen: GPUs that the driver shows; None without nvidia-smi.
+        addresses: Own addresses by interface, loopback left out.
+        interface: The one that the agents would use; empty if none can be.
+        address: Its address.
+        problem: Why none can be; empty if one can.
+    """
+
+    name: str
+    host: HostFacts
+    folder: FolderFacts
+    versions: dict[str, str | None]
+    slurm: dict[str, str | None]
+    cpus_given: int
+    gpus_given: int | None
+    gpus_seen: int | None
+    addresses: dict[str, list[str]]
+    interface: str
+    address: str
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> NodeFacts:
+        """Return it from `to_json`."""
+        known = HostFacts.from_json(raw["host"]), FolderFacts.from_json(raw["folder"])
+        return cls(**{**raw, "host": known[0], "folder": known[1]})
+
+
+def look_at_node(place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None) -> NodeFacts:
+    """Look around (every task of the probe).
+
+    Args:
+        place: The probe's folder.
+        slurm: What Slurm tells the task.
+        wanted: ``launcher.interface``.
+    """
+    client = SlurmClient()
+    chosen, problem = _choose(slurm.node_name, wanted, client)
+    gpus = granted_gpus(os.environ)
+    return NodeFacts(
+        name=slurm.node_name,
+        host=look_at_host(),
+        folder=look_at_folder(place.path),
+        versions=versions(),
+        slurm=reachable(client, slurm.task_name),
+        cpus_given=slurm.cpus_on_node,
+        gpus_given=None if gpus is None else len(gpus),
+        gpus_seen=_gpus_seen(),
+        addresses=_addresses(),
+        interface=chosen.name,
+        address=chosen.address,
+        problem=problem,
+    )
+
+
+def _choose(
+    node: str, wanted: str | None, client: SlurmClient
+) -> tuple[interface_module.Interface, str]:
+    """Choose the interface as an agent does, and say why there is none."""
+
+    def ask() -> str | None:
+        try:
+            return client.node_address(node)
+        except SlurmCommandError:
+            return None
+
+    try:
+        return interface_module.find(node, wanted, ask), ""
+    except ConfigError as e:
+        return interface_module.Interface("", ""), str(e)
+
+
+def _addresses() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for interface in interface_module.interfaces():
+        if not interface.address.startswith(("127.", "::1", "fe80:", "169.254.")):
+            found.setdefault(interface.name, []).append(interface.address)
+    return found
+
+
+def _gpus_seen() -> int | None:
+    try:
+        done = _util.run(["nvidia-smi", "-L"], timeout_s=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return count_devices(done.stdout)
+
+
+def count_devices(output: str) -> int:
+    """Return how many devices ``nvidia-smi -L`` lists (pure): slices where GPUs are sliced."""
+    lines = [line.strip() for line in output.splitlines()]
+    slices = sum(line.startswith("MIG ") for line in lines)
+    return slices or sum(line.startswith("GPU ") for line in lines)
+
+
+# ---- This host as a process finds it: limits, clock, interpreter. The same on login node and nodes
+
+
+_LIMITS = {
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "as": resource.RLIMIT_AS,
+}
+SLURM_COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo")
+_RDMA = Path("/sys/class/infiniband")
+_UNSYNCHRONISED = 5
+"""TIME_ERROR of adjtimex(2): no time service keeps the clock."""
+_TIMEX_BYTES = 512
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a process finds on its host.
+
+    Attributes:
+        name: The host's name.
+        limits: Soft and hard limit by name; None where there is no limit.
+        clock_kept: Whether a time service keeps the clock; None where that can not be told.
+        python: Path of the interpreter.
+        python_fs: Type of the file system that the interpreter's environment lies on.
+        missing_commands: Slurm's commands that are not on PATH.
+        cpus: CPUs that this process may use.
+        memory_bytes: Memory of the machine.
+        has_infiniband: Whether it has an RDMA device.
+    """
+
+    name: str
+    limits: dict[str, tuple[int | None, int | None]]
+    clock_kept: bool | None
+    python: str
+    python_fs: str
+    missing_commands: tuple[str, ...]
+    cpus: int
+    memory_bytes: int
+    has_infiniband: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> HostFacts:
+        """Return it from `to_json`."""
+        limits = {name: (soft, hard) for name, (soft, hard) in raw["limits"].items()}
+        missing = tuple(raw["missing_commands"])
+        return cls(**{**raw, "limits": limits, "missing_commands": missing})
+
+
+def look_at_host() -> HostFacts:
+    """Look at this host."""
+    return HostFacts(
+        name=socket.gethostname(),
+        limits={name: _limit(number) for name, number in _LIMITS.items()},
+        clock_kept=_clock_kept(),
+        python=sys.executable,
+        python_fs=Mount.of(Path(sys.prefix)).kind,
+        missing_commands=tuple(name for name in SLURM_COMMANDS if shutil.which(name) is None),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        has_infiniband=_RDMA.is_dir() and any(_RDMA.iterdir()),
+    )
+
+
+def _limit(number: int) -> tuple[int | None, int | None]:
+    soft, hard = resource.getrlimit(number)
+    return tuple(None if n == resource.RLIM_INFINITY else n for n in (soft, hard))  # type: ignore[return-value]
+
+
+def _clock_kept() -> bool | None:
+    """Ask the kernel; adjtimex(2) with no modes set only reads, and may be forbidden."""
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _UNSYNCHRONISED
+
+
+# ---- The directory that runs will lie in: what its file system can do, tried out on it
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """What was found of a directory.
+
+    Attributes:
+        path: Its absolute path.
+        fs: Type of its file system, such as ``nfs4``; empty if unknown.
+        options: The options of its mount that matter (`Mount.telling`).
+        free_bytes: Free space for this user.
+        free_files: Files that can still be made; None where the file system does not count them.
+        problems: What does not work (``write``, ``link``, ``rename``, ``lock``), by name, and why;
+            where it can not be written to, nothing else was tried.
+        clock_offset_s: How far the file system's clock is ahead of this host's; None if unknown.
+    """
+
+    path: str
+    fs: str
+    free_bytes: int
+    free_files: int | None
+    problems: dict[str, str]
+    clock_offset_s: float | None
+    options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mount(self) -> Mount:
+        """The mount that it lies on."""
+        return Mount(self.fs, options=self.options)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> FolderFacts:
+        """Return it from `to_json`."""
+        return cls(**raw)
+
+
+def look_at_folder(path: Path) -> FolderFacts:
+    """Try a directory out, with files that are removed again.
+
+    Args:
+        path: An existing directory.
+    """
+    space, mount = os.statvfs(path), Mount.of(path)
+    problems: dict[str, str] = {}
+    offset = None
+    try:
+        with tempfile.TemporaryDirectory(dir=path, prefix=".hpc-elastic-") as trial:
+            problems = _try_all(Path(trial))
+            offset = _clock_offset(Path(trial))
+    except OSError as e:
+        problems = {"write": e.strerror or str(e)}
+    return FolderFacts(
+        path=str(path.absolute()),
+        fs=mount.kind,
+        free_bytes=space.f_bavail * space.f_frsize,
+        free_files=space.f_favail if space.f_files else None,
+        problems=problems,
+        clock_offset_s=offset,
+        options=mount.telling,
+    )
+
+
+def _try_all(trial: Path) -> dict[str, str]:
+    """Return what fails, by name, and why."""
+    trials: dict[str, Callable[[Path], None]] = {"link": _link, "rename": _rename, "lock": _lock}
+    problems = {}
+    for name, attempt in trials.items():
+        try:
+            attempt(trial)
+        except OSError as e:
+            problems[name] = e.strerror or str(e)
+    return problems
+
+
+def _link(trial: Path) -> None:
+    """Make a hard link once, and see that a second one of its name is refused."""
+    for name in ("first", "second"):
+        (trial / name).touch()
+    (trial / "link").hardlink_to(trial / "first")
+    with contextlib.suppress(FileExistsError):
+        (trial / "link").hardlink_to(trial / "second")
+        raise OSError("a link replaced another one")
+
+
+def _rename(trial: Path) -> None:
+    (trial / "staged").write_text("new")
+    (trial / "old").write_text("old")
+    (trial / "staged").replace(trial / "old")
+    if (trial / "old").read_text() != "new":
+        raise OSError("the old content is still there")
+
+
+def _lock(trial: Path) -> None:
+    with (trial / "lock").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _clock_offset(trial: Path) -> float:
+    """Return how far the clock that dates new files is ahead of ours; 0 within what is measured.
+
+    The server of a network file system dates files by its own clock.
+    """
+    before = time.time()
+    (trial / "dated").write_text("now")
+    dated = (trial / "dated").stat().st_mtime
+    after = time.time()
+    return min(0.0, dated - before) if dated < before else max(0.0, dated - after)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,396 @@
+"""A state taken apart into JSON and the bytes of its tensors, and put together again.
+
+The *layout* is one JSON object: the tree without its tensors, and for each tensor its path, type,
+shape, strides and place in one stream of bytes. Equal layouts (by `StateLayout.digest`) mean that
+two
+peers have the same step, the same values and tensors of the same form, so that their bytes may be
+mixed. Small tensors come first: they are taken from one peer (`small_bytes`), because what replicas
+do not have in common, such as a random generator's state or running means, is small.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpc_elastic.errors import ConfigError
+from hpc_elastic.ft.checkpointing import tree
+from hpc_elastic.ft.checkpointing.transport import HealError
+
+SMALL_BYTES = 64 << 10
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor of a layout; ``begin`` is where its bytes are in the stream."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """What a peer has to know to receive a state."""
+
+    step: int
+    tree: Any
+    specs: tuple[Spec, ...]
+    small_bytes: int
+    num_bytes: int
+
+    def to_json(self) -> bytes:
+        """Return it as it is sent."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> StateLayout:
+        """Return what `to_json` made.
+
+        Raises:
+            HealError: it did not make this.
+        """
+        try:
+            known = json.loads(raw)
+            specs = tuple(
+                Spec(**{**s, "shape": tuple(s["shape"]), "stride": tuple(s["stride"])})
+                for s in known.pop("specs")
+            )
+            return cls(specs=specs, **known)
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise HealError(f"not the layout of a state: {raw[:80]!r} ({e})") from e
+
+
+def digest(raw: bytes) -> str:
+    """Return what tells layouts apart, of `StateLayout.to_json`."""
+    return blake2b(raw, digest_size=16).hexdigest()
+
+
+class PackedState:
+    """A state taken apart; its tensors stay where they are.
+
+    Attributes:
+        layout: Its layout.
+        leaves: The state's own object for each spec.
+        raw: The bytes of each spec's tensor, where it is; an empty one's are anywhere.
+    """
+
+    def __init__(self, state: object, step: int) -> None:
+        """Take a state apart.
+
+        Raises:
+            ConfigError: something in it can not be sent; the message names its path.
+        """
+        self.leaves: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        self._paths: list[str] = []
+        self._known: dict[object, int] = {}
+        encoded = tree.encode(state, "", self._leaf)
+        self.raw = [as_bytes(t) for t in self._tensors]
+        self.layout = self._lay_out(encoded, step)
+
+    def _lay_out(self, encoded: Any, step: int) -> StateLayout:
+        sizes = [len(raw) for raw in self.raw]
+        order = sorted(range(len(sizes)), key=lambda i: sizes[i] > SMALL_BYTES)
+        ends = list(itertools.accumulate(sizes[i] for i in order))
+        begins = {i: end - sizes[i] for i, end in zip(order, ends, strict=True)}
+        specs = tuple(
+            Spec(path, _name(t.dtype), tuple(t.shape), t.stride(), begins[i], sizes[i])
+            for i, (path, t) in enumerate(zip(self._paths, self._tensors, strict=True))
+        )
+        small = sum(n for n in sizes if n <= SMALL_BYTES)
+        return StateLayout(step, encoded, specs, small, sum(sizes))
+
+    def _leaf(self, path: str, leaf: Any) -> tuple[str, Any] | None:
+        if isinstance(leaf, torch.Tensor):
+            return self._tensor(path, leaf)
+        if type(leaf) is np.ndarray:  # a subclass, as a masked array, has more than its numbers
+            return "array", self._add(path, leaf, _of_array(path, leaf))
+        if isinstance(leaf, np.generic) and not leaf.dtype.hasobject:
+            return "number", [leaf.dtype.str, base64.b64encode(leaf.tobytes()).decode()]
+        if isinstance(leaf, torch.dtype):
+            return "dtype", _name(leaf)
+        if isinstance(leaf, torch.device):
+            return "device", str(leaf)
+        return ("size", list(leaf)) if type(leaf) is torch.Size else None
+
+    def _tensor(self, path: str, leaf: torch.Tensor) -> tuple[str, Any]:
+        local, kind = _local(leaf), "dtensor" if is_dtensor(leaf) else "tensor"
+        if type(local) not in _TENSORS or local.layout != torch.strided or local.is_quantized:
+            what = f"{type(local).__name__} of layout {local.layout}, dtype {local.dtype}"
+            raise ConfigError(f"state: {path}", what, "only dense tensors can be sent: convert it")
+        if local.is_meta:
+            raise ConfigError(f"state: {path}", "a meta tensor", "it has no data: initialise it")
+        return kind, self._add(path, leaf, plain(local))
+
+    def _add(self, path: str, leaf: Any, tensor: torch.Tensor) -> int:
+        """Return the tensor's number: that of an equal one in the same memory, such as a tied one.
+
+        What has been copied to be sent is always new.
+        """
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        number = self._known.setdefault(key if tensor.numel() else path, len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(tensor)
+            self.leaves.append(leaf)
+            self._paths.append(path)
+        return number
+
+
+class Target:
+    """Memory to receive a state into, and the state itself once it is there."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        like: Callable[[], object] | None = None,
+        *,
+        in_place: bool,
+        device: str = "cpu",
+    ) -> None:
+        """Make the memory.
+
+        Args:
+            layout: Of the state to be received.
+            like: Returns the own state, of the same form; called for its DTensors, and `in_place`.
+            in_place: Receive into the tensors of ``like()``, as far as they are on the device and
+                of the same form; else, and for the others, into fresh memory on the CPU.
+            device: Type of the device whose memory can be received into.
+        """
+        self.layout = layout
+        self._state_dict = like
+        self._device = device
+        self._in_place: set[int] = set()
+        self.raw = [self._memory(i, spec, reuse=in_place) for i, spec in enumerate(layout.specs)]
+
+    def views(self) -> list[tuple[int, memoryview]]:
+        """Return each tensor's memory and its place in the stream, in the stream's order."""
+        found = zip(self.layout.specs, self.raw, strict=True)
+        ordered = sorted(((s.begin, raw) for s, raw in found if s.num_bytes), key=lambda p: p[0])
+        return [(begin, view(raw)) for begin, raw in ordered]
+
+    def state(self) -> Any:
+        """Return the state; call it once all bytes are there.
+
+        Raises:
+            HealError: the peer has a DTensor where this replica has none.
+        """
+        made: dict[tuple[str, int], Any] = {}
+
+        def leaf(kind: str, of: Any) -> Any:
+            if kind not in ("tensor", "dtensor", "array"):
+                return _SIMPLE[kind](of)
+            if (kind, of) not in made:  # tied ones stay tied
+                made[kind, of] = self._leaf(kind, of)
+            return made[kind, of]
+
+        return tree.decode(self.layout.tree, leaf)
+
+    @cached_property
+    def _like(self) -> dict[str, _Own]:
+        return (
+            _by_path(PackedState(self._state_dict(), self.layout.step)) if self._state_dict else {}
+        )
+
+    def _memory(self, number: int, spec: Spec, *, reuse: bool) -> torch.Tensor:
+        found = self._like.get(spec.path) if reuse else None
+        if found is not None and _same(found, spec, self._device):
+            self._in_place.add(number)
+            return found.raw
+        return allocate(spec.num_bytes)
+
+    def _leaf(self, kind: str, number: int) -> Any:
+        spec, raw = self.layout.specs[number], self.raw[number]
+        if number in self._in_place:
+            return self._like[spec.path].leaf
+        dtype = getattr(torch, spec.dtype)
+        tensor = raw.view(dtype).as_strided(spec.shape, spec.stride)
+        if kind == "array":
+            return tensor.numpy()
+        return tensor if kind == "tensor" else self._distributed(spec, tensor)
+
+    def _distributed(self, spec: Spec, local: torch.Tensor) -> torch.Tensor:
+        found = self._like.get(spec.path)
+        if found is None or not is_dtensor(found.leaf):
+            raise HealError(
+                f"state: {spec.path} is a DTensor at the peer, and its mesh is not known here: "
+                "give the transport state_dict=, the function that returns this replica's state"
+            )
+        from torch.distributed.tensor import DTensor
+
+        own = found.leaf
+        return DTensor.from_local(
+            local.to(own.device), own.device_mesh, own.placements,
+            run_check=False, shape=own.shape, stride=own.stride(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A tensor of this replica."""
+
+    leaf: Any
+    raw: torch.Tensor
+    spec: Spec
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Tell whether it is a DTensor, without the import of a second that has none can save."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _local(leaf: Any) -> Any:
+    """Return this rank's part of a DTensor; other tensors as they are."""
+    return leaf.to_local() if is_dtensor(leaf) else leaf
+
+
+def _by_path(state: PackedState) -> dict[str, _Own]:
+    rows = zip(state.leaves, state.raw, state.layout.specs, strict=True)
+    found: dict[str, _Own] = {}
+    for leaf, raw, spec in rows:
+        # Two keys with one path, such as 1 and "1": neither is taken for the other.
+        found[spec.path] = _Own(leaf, raw[:0] if spec.path in found else raw, spec)
+    return found
+
+
+def _same(own: _Own, spec: Spec, device: str) -> bool:
+    form = (own.spec.dtype, own.spec.shape, own.spec.stride) == (
+        spec.dtype,
+        spec.shape,
+        spec.stride,
+    )
+    here = own.raw.device.type == device and len(own.raw) == spec.num_bytes
+    return form and here and _shares_memory(own)
+
+
+def _shares_memory(own: _Own) -> bool:
+    """Tell whether the bytes are the leaf's own, not a copy that was made to send them."""
+    if isinstance(own.leaf, np.ndarray):
+        return bool(own.leaf.ctypes.data == own.raw.data_ptr())
+    return not len(own.raw) or bool(_local(own.leaf).data_ptr() == own.raw.data_ptr())
+
+
+def _of_array(path: str, array: np.ndarray) -> torch.Tensor:
+    try:
+        writable = array if array.flags.writeable else array.copy()
+        return plain(torch.from_numpy(np.asarray(writable)))
+    except (TypeError, ValueError) as e:  # texts and objects; negative strides
+        raise ConfigError(f"state: {path}", array.dtype, f"torch has no such array: {e}") from e
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _number(of: Any) -> Any:
+    dtype, raw = of
+    return np.frombuffer(base64.b64decode(raw), dtype=np.dtype(dtype))[0]
+
+
+def _dtype(of: str) -> torch.dtype:
+    found = getattr(torch, of, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no type of this torch: {of}")
+    return found
+
+
+_SIMPLE: dict[str, Callable[[Any], Any]] = {
+    "number": _number,
+    "dtype": _dtype,
+    "device": torch.device,
+    "size": torch.Size,
+}
+
+
+# ---- The bytes of tensors: where they are, and memory to receive them into
+
+
+_HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether a tensor's elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without history, its elements side by side; a copy only if it has to be."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a plain tensor, as bytes in one dimension."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def view(raw: torch.Tensor) -> memoryview:
+    """Return bytes on the CPU as a buffer that shares their memory."""
+    return memoryview(raw.numpy())  # type: ignore[arg-type]  # NumPy's stubs before 3.12
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    """Return fresh bytes on the CPU, in huge pages if they are many.
+
+    Fresh memory in small pages costs several times what the copy into it does.
+    """
+    raw = torch.empty(num_bytes, dtype=torch.uint8)
+    begin = -(-raw.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = (raw.data_ptr() + num_bytes - begin) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if length > 0:  # a hint: where the system refuses it, pages are small
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return raw
+
+
+def reader(raw: torch.Tensor) -> Callable[[int, int], memoryview]:
+    """Return a function that gives a range of a tensor's bytes; on a GPU it copies just that.
+
+    To be called when the bytes are final for the calling thread's stream; the ranges may be asked
+    for by other threads.
+    """
+    if raw.device.type == "cpu":
+        buffer = view(raw)
+        return lambda begin, end: buffer[begin:end]
+    if raw.device.type != "cuda":
+        return lambda begin, end: view(raw[begin:end].cpu())
+    written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    written.record(torch.cuda.current_stream(raw.device))
+    stream = torch.cuda.Stream(raw.device)  # type: ignore[no-untyped-call]
+
+    def read(begin: int, end: int) -> memoryview:
+        # A stream of its own: the training's next kernels are not waited for.
+        bounce = torch.empty(end - begin, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(stream):
+            stream.wait_event(written)
+            bounce.copy_(raw[begin:end], non_blocking=True)
+        stream.synchronize()
+        return view(bounce)
+
+    return read

@@ -1,0 +1,202 @@
+"""A run's task as submitit's Checkpointable, for whoever drives submitit himself.
+
+    python train.py launcher=slurm nodes=1:4 launcher.dry_run=true     # prepares, submits nothing
+
+    executor = submitit.SlurmExecutor("logs")
+    executor.update_parameters(time=60, signal_delay_s=90)
+    with executor.batch():
+        jobs = [executor.submit(task) for task in ElasticTask.of("multirun/.../.hpc_elastic")]
+    print(jobs[0].result())
+
+submitit acts on its signal (USR2) only, and lets SIGTERM pass, which is all that a preemption
+sends. Here the run's agent is a process of its own that gets both: it saves and leaves the group
+as under our own launcher. When it has left, submitit is made to act: its signal is raised, it calls
+`checkpoint`, and requeues the job in its own way. Slurm's two minutes are ended after that.
+
+The tasks have to be one job array, whose indices are those of the array file: submit all of them in
+one batch, and at least two. The jobs' pickles hold a path and a number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import DelayedSubmission
+from submitit.helpers import Checkpointable
+
+from hpc_elastic._util import readable
+from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.launcher.batch_script import TASK_MODULE
+from hpc_elastic.launcher.wait import TrackedRun, read_outcome
+from hpc_elastic.run.directory import ArrayFiles, RunDir, Submission
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, outside
+from hpc_elastic.slurm.exit_action import ExitAction
+from hpc_elastic.slurm.requeue import PARENT_REQUEUES, RETURN_DELAY_S, foresee
+
+_log = logging.getLogger(__name__)
+
+_TAKEN = 128 + signal.SIGTERM
+_REQUEUED_WITHIN_S = 60.0
+_POLL_S = 0.5
+_LEFT_BEHIND_ID = 1
+"""Job id of an array that is run on one machine, where Slurm gives none."""
+
+
+@dataclass
+class ElasticTask(Checkpointable):
+    """One node of an elastic run: call it in a job of submitit's.
+
+    Attributes:
+        array_file: Absolute path of ``array-<k>.json`` of a run that was prepared.
+        index: Which of its tasks.
+        attempt: How often it was requeued, where Slurm does not count.
+    """
+
+    array_file: str
+    index: int
+    attempt: int = 0
+    _agent: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, submission: str | Path, array: int = 0) -> list[ElasticTask]:
+        """Return the tasks of a prepared array, in the order in which to submit them.
+
+        Args:
+            submission: The sweep's ``.hpc_elastic``.
+            array: The array's number k.
+
+        Raises:
+            SubmissionError: nothing was prepared there, or it is a gang.
+        """
+        file = Submission(Path(submission).absolute()).array(array).tasks
+        try:
+            content = json.loads(file.read_text())
+        except (OSError, ValueError) as e:
+            remedy = "prepare it with launcher.dry_run=true"
+            raise SubmissionError(f"{file} can not be read ({e}): {remedy}") from e
+        if content.get("gang"):
+            raise SubmissionError(f"{file} is a gang: prepare the run with launcher.gang=false")
+        return [cls(str(file), index) for index in range(len(content["runs"]))]
+
+    def __call__(self) -> Any:
+        """Run the node until the run has ended (in the job).
+
+        Returns:
+            What rank 0 returned.
+
+        Raises:
+            WorkerGroupError: the run has failed.
+            HpcElasticError: this node has failed, or was cancelled; the run may go on.
+        """
+        self._agent = subprocess.Popen(
+            [sys.executable, "-u", "-m", TASK_MODULE, self.array_file],
+            env=self._environment(os.environ),
+        )
+        exit_code = _wait(self._agent)
+        outcome = read_outcome(self._run())
+        if outcome is not None:
+            if outcome.error is not None:
+                raise outcome.error
+            return outcome.value
+        if exit_code == _TAKEN and self._comes_back():
+            _make_submitit_act()
+        raise HpcElasticError(f"the agent of {self.array_file}[{self.index}] ended: {exit_code}")
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Let the agent save and leave (submitit, on its signal); what it returns is requeued."""
+        if self._agent is not None and self._agent.poll() is None:
+            name = self._run().paths.load().notice_signal
+            self._agent.send_signal(signal.Signals[f"SIG{name}"])
+            _wait(self._agent)
+        if _in_slurm():
+            task = SlurmEnvironment.from_env(os.environ)
+            threading.Thread(target=_end_hold, args=(task, SlurmClient())).start()
+        return DelayedSubmission(ElasticTask(self.array_file, self.index, self.attempt + 1))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: no process."""
+        return {**self.__dict__, "_agent": None}
+
+    def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the agent."""
+        if not _in_slurm():
+            job_id = ArrayFiles.of(Path(self.array_file)).job_id or str(_LEFT_BEHIND_ID)
+            made_up = as_array_task(
+                int(job_id), self.index,
+                node_name=socket.gethostname(), cpus=1, restart_count=self.attempt,
+            )  # fmt: skip
+            return {**outside(env), **made_up}
+        if env.get("SLURM_ARRAY_TASK_ID") != str(self.index):
+            remedy = "submit all tasks of ElasticTask.of() in one `with executor.batch()`"
+            raise SubmissionError(f"task {self.index} is not that element of a job array: {remedy}")
+        return {**env, PARENT_REQUEUES: "1"}
+
+    def _run(self) -> TrackedRun:
+        runs = json.loads(Path(self.array_file).read_text())["runs"]
+        path = Path(runs[self.index]["dir"])
+        return TrackedRun(path, "", (), Path(RunDir(path).load().submission))
+
+    def _comes_back(self) -> bool:
+        """Whether Slurm did not mean the end of the job by its signal."""
+        if not _in_slurm():
+            return True
+        task = SlurmEnvironment.from_env(os.environ)
+        how = foresee(task.task_name, SlurmClient(), attempt=task.restart_count)
+        return how is not ExitAction.EXIT
+
+
+def _in_slurm() -> bool:
+    return submitit.JobEnvironment().cluster == "slurm"
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process, also from a signal handler that interrupts this very call.
+
+    `Popen.wait` alone can not: it holds a lock meanwhile.
+    """
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        readable(pidfd)
+    finally:
+        os.close(pidfd)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        return process.wait()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _make_submitit_act() -> None:
+    """Raise submitit's signal: it calls `checkpoint`, requeues the job and ends this process."""
+    signal.raise_signal(signal.Signals[f"SIG{submitit.JobEnvironment().USR_SIG}"])
+
+
+def _end_hold(task: SlurmEnvironment, client: SlurmClient) -> None:
+    """Wait until submitit has requeued the job, and say when it may start.
+
+    In a thread that Python waits for when submitit ends the process.
+    """
+    deadline = time.monotonic() + _REQUEUED_WITHIN_S
+    while time.monotonic() < deadline:
+        try:
+            state = client.tasks([str(task.array_job_id)]).get(task.task_name)
+            if state is not None and (state.restarts or 0) > task.restart_count:
+                client.postpone([task.task_name], RETURN_DELAY_S)
+                return
+        except SlurmCommandError as e:
+            _log.warning("%s is held for two minutes: %s", task.task_name, e)
+        time.sleep(_POLL_S)

@@ -1,0 +1,480 @@
+"""The batch script of a job array or of a gang, complete, as text (pure).
+
+Three grammars meet in it and each has its own quoting: the #SBATCH lines, which sbatch itself
+reads (`directive`); the command, which bash reads (`shlex`); and the lists of mounts, in which
+the container runtimes know no quoting at all, so that commas and colons are refused there.
+
+Why the flags are what they are:
+
+- one node and one task each: every array task is one elastic agent, alone on its node;
+- ``--exclusive --mem=0`` where the user does not say which share of a node is wanted: otherwise
+  Slurm would put several tasks of a run on one machine. Alone, ``--exclusive`` gives all CPUs and
+  GPUs, but only as much memory as was asked for;
+- ``srun``: at a preemption Slurm signals the steps, not the batch script;
+- ``srun --cpus-per-task``: since Slurm 22.05 srun no longer takes it over from sbatch, and would
+  bind the agent and all its workers to a single CPU;
+- ``--requeue --open-mode=append``: a preempted task comes back and goes on in the same log;
+- a gang has several nodes, one agent each, and must outlive the loss of any of them:
+  ``--no-kill`` (the job and the step), ``--kill-on-bad-exit=0 --wait=0`` (srun would end the
+  other agents when one fails, or some time after the first has ended). Each of its tasks writes
+  its log itself: what goes through srun is lost with the node that srun runs on;
+- no ``--signal``: Slurm may send it a minute early, which is half of a short time limit. The agent
+  reads the end of its time from Slurm. One in ``launcher.sbatch`` reaches the agent, of the steps
+  as of the batch script (``B:USR2@300``);
+- the shell stays, and hands on what is sent to it alone (``scancel --batch``). ``scancel --full
+  --signal=TERM`` alone is no notice: it reaches srun, which kills the task at once.
+
+Nothing secret is in it: the variables of ``launcher.env`` travel in run.json.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic._util import counted, duration
+from hpc_elastic.config.sbatch_flags import gpus_in_gres
+from hpc_elastic.config.schema import (
+    ContainerSettings,
+    LauncherSettings,
+    RunSettings,
+    SlurmSettings,
+)
+from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.slurm.client import time_limit_s
+from hpc_elastic.slurm.parsing import NodeKind, Partition
+
+TASK_MODULE = "hpc_elastic.agent"
+
+SHARE_FLAGS = frozenset(
+    [
+        *("mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "gres", "tres-per-task"),
+        *("cores-per-socket", "oversubscribe"),
+    ]
+)
+"""Flags in ``launcher.sbatch`` that say which share of a node is wanted."""
+
+_CPUS = '"$SLURM_CPUS_ON_NODE"'
+_CPUS_OF_SMALLEST_NODE = (
+    '"$(tr , "\\n" <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed "s/(.*//;q")"'
+)
+"""Known on the nodes only, so they stand outside of quotes. Of several nodes: ``72(x3),36``."""
+
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one batch script is made from.
+
+    Attributes:
+        settings: ``launcher.*`` of the array's runs.
+        job_name: Name in the queue.
+        num_tasks: Tasks of the array, or nodes of the gang.
+        submission: Absolute path of the sweep's ``.hpc_elastic``.
+        array: Number k of the array in the sweep.
+        python: Interpreter outside of containers (``launcher.python`` goes before it).
+        cwd: Directory of the submission; setup lines run there.
+        python_path: What PYTHONPATH must begin with for the agent to be importable.
+        gang: Whether it is one job of ``num_tasks`` nodes in place of an array.
+        module: What each task runs, with the path of ``array-<k>.json``.
+    """
+
+    settings: SlurmSettings
+    job_name: str
+    num_tasks: int
+    submission: Path
+    array: int
+    python: str
+    cwd: Path
+    python_path: tuple[str, ...] = ()
+    gang: bool = False
+    module: str = TASK_MODULE
+
+    @property
+    def array_file(self) -> Path:
+        """Return the path of ``array-<k>.json``."""
+        return Submission(self.submission).array(self.array).tasks
+
+    @property
+    def logs(self) -> str:
+        """Return the folder of the tasks' logs, as it stands in a file name pattern of Slurm's."""
+        # % introduces a replacement symbol there: a path's own is doubled.
+        return str(Submission(self.submission).logs).replace("%", "%%")
+
+
+def render(script: Script, template: str) -> str:
+    """Return the text of the batch script.
+
+    Args:
+        script: What goes into it.
+        template: Text of the Jinja2 template, ours or the user's.
+
+    Raises:
+        ConfigError: a value holds a line break or can not be written in its place, or the
+            template itself is wrong.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    variables = _variables(script)
+    try:
+        text = environment.from_string(template).render(**variables)
+    except jinja2.TemplateError as e:
+        remedy = f"the template can not be rendered: {e}"
+        raise ConfigError("launcher.template", script.settings.template, remedy) from e
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _variables(script: Script) -> dict[str, object]:
+    return {
+        "directives": directives(script),
+        "setup": [_one_line("launcher.setup", line) for line in script.settings.setup],
+        "exports": exports(script),
+        "command": command(script),
+        "settings": script.settings,
+        "job_name": script.job_name,
+        "num_tasks": script.num_tasks,
+        "gang": script.gang,
+        "sweep": str(script.submission),
+        "array_file": str(script.array_file),
+        "task_argv": task_argv(script),
+        "notice": script.settings.notice_signal,
+    }
+
+
+def exports(script: Script) -> dict[str, str]:
+    """Return the environment variables of the task; the values are quoted for the shell.
+
+    PYTHONPATH is extended: modules that were loaded by the setup lines may have set it.
+    """
+    if not script.python_path:
+        return {}
+    path = shlex.quote(_one_line("PYTHONPATH", ":".join(script.python_path)))
+    return {"PYTHONPATH": path + "${PYTHONPATH:+:$PYTHONPATH}"}
+
+
+def directives(script: Script) -> list[str]:
+    """Return the sbatch flags, one for each #SBATCH line, quoted as sbatch reads them."""
+    settings = script.settings
+    flags = {**_array_flags(script), **_resource_flags(settings), **settings.sbatch}
+    return [directive(n, v) for n, v in flags.items() if v is not None and v is not False]
+
+
+def directive(name: str, value: object) -> str:
+    """Return one flag as it stands in a #SBATCH line.
+
+    sbatch reads the line itself: it knows both quotes, and a backslash escapes the next
+    character everywhere, within single quotes too (unlike a shell).
+    """
+    if value is True:
+        return f"--{name}"
+    text = _one_line(f"sbatch flag --{name}", str(value))
+    if _PLAIN.fullmatch(text):
+        return f"--{name}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"--{name}='{escaped}'"
+
+
+def _array_flags(script: Script) -> dict[str, object]:
+    num_nodes = script.num_tasks if script.gang else 1
+    limit = script.settings.array_parallelism
+    array = f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else "")
+    return {
+        "job-name": script.job_name,
+        "array": None if script.gang else array,
+        "nodes": num_nodes,
+        "ntasks": num_nodes,
+        "ntasks-per-node": 1,
+        "no-kill": script.gang,
+        "requeue": True,
+        "open-mode": "append",
+        "output": f"{script.logs}/{'%j' if script.gang else '%A_%a'}.log",
+        "chdir": script.cwd,
+    }
+
+
+def _resource_flags(settings: SlurmSettings) -> dict[str, object]:
+    return {
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "gpus-per-node": settings.gpus_per_node,
+        "cpus-per-task": settings.cpus_per_node,
+        "constraint": settings.constraint,
+        "exclude": settings.exclude,
+        **_share_flags(settings),
+    }
+
+
+def _share_flags(settings: SlurmSettings) -> dict[str, object]:
+    """Return how much of a node a task gets: what the user says, or all of it."""
+    if settings.exclusive is None and wants_whole_node(settings):
+        return {"mem": 0, "exclusive": True}
+    return {"mem": settings.mem, "exclusive": settings.exclusive}
+
+
+def wants_whole_node(settings: SlurmSettings) -> bool:
+    """Return whether the settings name no share of a node."""
+    shares = (settings.gpus_per_node, settings.cpus_per_node, settings.mem)
+    flags = {name for name, value in settings.sbatch.items() if value not in (None, False)}
+    return all(share is None for share in shares) and SHARE_FLAGS.isdisjoint(flags)
+
+
+def has_whole_nodes(settings: LauncherSettings) -> bool:
+    """Return whether no other task is on the node of a task."""
+    if not isinstance(settings, SlurmSettings):
+        return False
+    return wants_whole_node(settings) if settings.exclusive is None else settings.exclusive
+
+
+def gpus_asked(settings: SlurmSettings) -> int | None:
+    """Return how many GPUs of a node are asked for, of all types together; None: nothing is said.
+
+    Either ``launcher.gpus_per_node`` says it or ``launcher.sbatch.gres``, which some sites want.
+    """
+    if settings.gpus_per_node is None:
+        return gpus_in_gres(settings.sbatch.get("gres"))
+    kinds = str(settings.gpus_per_node).split(",")
+    return gpus_in_gres(",".join(f"gpu:{kind}" for kind in kinds))
+
+
+def command(script: Script) -> str:
+    """Return the command of the task, srun and container included, quoted for bash."""
+    own = [_one_line("launcher.srun_args", arg) for arg in script.settings.srun_args]
+    inner = [*own, *_in_container(script, task_argv(script))]
+    return " ".join(["srun", *_srun_flags(script), shlex.join(inner)])
+
+
+def _srun_flags(script: Script) -> list[str]:
+    """Return our own flags of srun, quoted for bash."""
+    num_nodes = script.num_tasks if script.gang else 1
+    cpus = script.settings.cpus_per_node or (_CPUS_OF_SMALLEST_NODE if script.gang else _CPUS)
+    flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", f"--cpus-per-task={cpus}"]
+    if not script.gang:
+        return flags
+    log = _one_line("hydra.sweep.dir", f"--output={script.logs}/%j.%n.log")
+    lives = ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return [*flags, *lives, "--open-mode=append", shlex.quote(log)]
+
+
+def task_argv(script: Script) -> list[str]:
+    """Return the command line of the task, without srun and container."""
+    inside = "python3" if script.settings.container.runtime else script.python
+    python = _one_line("launcher.python", script.settings.python or inside)
+    file = _one_line("hydra.sweep.dir", str(script.array_file))
+    return [python, "-u", "-m", script.module, file]
+
+
+def _in_container(script: Script, argv: Sequence[str]) -> list[str]:
+    container = script.settings.container
+    if container.runtime is None:
+        return list(argv)
+    image = _image(container)
+    args = [_one_line("launcher.container.args", arg) for arg in container.args]
+    mounts = ",".join(_mounts(script))
+    if container.runtime == "pyxis":
+        return [f"--container-image={image}", f"--container-mounts={mounts}", *args, *argv]
+    gpus = ["--nv"] if gpus_asked(script.settings) else []
+    return ["apptainer", "exec", *gpus, "--bind", mounts, *args, image, *argv]
+
+
+def _image(container: ContainerSettings) -> str:
+    if not container.image:
+        remedy = f"launcher.container.runtime={container.runtime} needs an image"
+        raise ConfigError("launcher.container.image", container.image, remedy)
+    return _one_line("launcher.container.image", container.image)
+
+
+def _mounts(script: Script) -> list[str]:
+    """Return the user's mounts, and the folders without which no task can run."""
+    needed = [str(script.submission.parent), str(script.cwd)]
+    needed += script.python_path
+    ours = [f"{path}:{path}" for path in dict.fromkeys(needed)]
+    for path in needed:
+        if "," in path or ":" in path:
+            remedy = "a path that is mounted into a container may hold no ',' and no ':'"
+            raise ConfigError("hydra.sweep.dir", path, remedy)
+    given = script.settings.container.mounts
+    own = [_one_line("launcher.container.mounts", mount) for mount in given]
+    return list(dict.fromkeys([*own, *ours]))
+
+
+def _one_line(key: str, value: str) -> str:
+    if any(c in value for c in "\n\r\0"):
+        raise ConfigError(key, value, "a line break can not stand here; write one line an entry")
+    return value
+
+
+# ---- What sbatch refuses, as an error that names the key, the value and the remedy (pure)
+# sbatch says what is wrong and not which flag it was. The table maps its words (stable since
+# Slurm 20.02, `slurm_strerror`) to the setting behind them.
+
+
+def require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
+    """Refuse a run whose minimum of nodes its partitions do not have: sbatch takes it.
+
+    Args:
+        settings: Of the run.
+        partitions: Those in which its tasks may run; none if that is not known.
+
+    Raises:
+        ConfigError: the run would hold all their nodes, and never train.
+    """
+    least, total = settings.nodes.min, sum(partition.num_nodes for partition in partitions)
+    if not total or least <= total or not has_whole_nodes(settings.launcher):
+        return
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"the minimum is {least}, and partition {names} has {counted(total, 'node')} in all"
+    remedy = f"give a minimum of {total} or less, or name another one (launcher.partition)"
+    raise ConfigError("nodes", least, f"{what}: {remedy}")
+
+
+def time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:
+    """Return what to say of a time limit above that of all partitions; None if nothing.
+
+    Slurm takes such tasks, and never starts them, unless a QOS permits longer ones.
+    """
+    limits = [partition.max_time_s for partition in partitions]
+    if settings.time is None or not limits or None in limits:
+        return None
+    longest = max(limit for limit in limits if limit is not None)
+    wanted_s = time_limit_s(settings.time)
+    if wanted_s is not None and wanted_s <= longest:
+        return None
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"partition {names} allows {duration(longest)} at most"
+    then = "unless a QOS permits more, no task will start (PartitionTimeLimit)"
+    remedy = f"give launcher.time={longest // 60:.0f} or less, in minutes"
+    return f"launcher.time={settings.time}: {what}; {then}: {remedy}"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    words: str
+    key: str
+    remedy: str
+
+
+_RULES = (
+    _Rule("invalid partition", "partition", "no such partition"),
+    _Rule("no partition specified", "partition", "the cluster has no default partition: name one"),
+    _Rule("invalid account", "account", "not an account of yours, or not in this partition"),
+    _Rule("invalid qos", "qos", "not a QOS that you may use (`sacctmgr show qos`)"),
+    _Rule("time limit", "time", "above the partition's limit (`sinfo -o '%P %l'`), or missing"),
+    _Rule("invalid --time", "time", "not a time that Slurm understands"),
+    _Rule("invalid feature", "constraint", "no node has such features (`sinfo -o '%N %f'`)"),
+    _Rule("invalid generic resource", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
+    _Rule("gres", "gpus_per_node", "no such GPUs (`sinfo -o '%N %G'`)"),
+    _Rule("memory specification", "mem", "no node has that much memory (`sinfo -o '%N %m'`)"),
+    _Rule("invalid node name", "exclude", "no such node (`sinfo -N`)"),
+    _Rule("cpu count", "cpus_per_node", "no node has that many CPUs (`sinfo -o '%N %c'`)"),
+    _Rule(
+        "reservation",
+        "sbatch.reservation",
+        "no such reservation, or not yours (`scontrol show res`)",
+    ),
+)
+
+_GENERAL = (
+    ("job array", "array tasks are numbered up to MaxArraySize - 1 (`scontrol show config`)"),
+    ("qos policy", "your account's or QOS' limits allow no further jobs; fewer nodes, or later"),
+    ("qosmax", "a limit of the QOS; fewer nodes or another launcher.qos"),
+    ("unable to contact slurm controller", "slurmctld does not answer; is SLURM_CONF right?"),
+    ("socket timed out", "slurmctld is overloaded; try again"),
+)
+
+
+_NO_SUCH_NODE = "node configuration is not available"
+_SHARES = ("gpus_per_node", "cpus_per_node", "mem", "constraint")
+"""What asks for nodes that have something."""
+_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+def explain(
+    stderr: str,
+    settings: SlurmSettings,
+    partitions: Iterable[str] = (),
+    nodes: Sequence[NodeKind] = (),
+) -> HpcElasticError:
+    """Return the error to raise for a submission that sbatch refused.
+
+    Args:
+        stderr: What sbatch wrote.
+        settings: The settings of the refused array.
+        partitions: Names of the partitions that exist, as far as known.
+        nodes: The kinds of nodes of those that were asked for, as far as known.
+    """
+    text = " ".join(line.removeprefix("sbatch: error: ") for line in stderr.strip().splitlines())
+    if _NO_SUCH_NODE in text.lower() or "gres" in text.lower() or "generic res" in text.lower():
+        error = _too_much(settings, nodes, text)
+        if error is not None:
+            return error
+    for rule in _RULES:
+        if rule.words in text.lower():
+            return _config_error(rule, text, settings, list(partitions))
+    for words, remedy in _GENERAL:
+        if words in text.lower():
+            return SubmissionError(f"sbatch refused the job: {text} ({remedy})")
+    if _NO_SUCH_NODE in text.lower():
+        asked = [
+            f"launcher.{key}={value!r}" for key in _SHARES if (value := getattr(settings, key))
+        ]
+        which = f" ({', '.join(asked)}; `sinfo -o '%P %G %c %m %f'`)" if asked else ""
+        return SubmissionError(f"no node has all that is asked for together{which} [{text}]")
+    return SubmissionError(f"sbatch refused the job: {text}")
+
+
+def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> ConfigError | None:
+    """Return an error for the first setting that no node has as much of; None: there is none."""
+    where = f"of partition {settings.partition}" if settings.partition else "of this cluster"
+    for key, wanted, most, unit in _compared(settings, nodes):
+        if wanted > most:
+            many = unit if unit == "MiB" else unit + "s"
+            have = f"have at most {counted(most, unit, many)}" if most else f"have no {many}"
+            remedy = "ask for less, or name another partition (launcher.partition)"
+            why = f"the nodes {where} {have}: {remedy} [{text}]"
+            return ConfigError(f"launcher.{key}", getattr(settings, key), why)
+    return None
+
+
+def _compared(
+    settings: SlurmSettings, nodes: Sequence[NodeKind]
+) -> Iterator[tuple[str, int, int, str]]:
+    """Yield each setting with what it asks for, the most that a node has, and the unit."""
+    if not nodes:
+        return
+    if settings.gpus_per_node is not None:
+        kind, _, number = str(settings.gpus_per_node).rpartition(":")
+        have = [node.gpus.get(kind, 0) if kind else sum(node.gpus.values()) for node in nodes]
+        if number.isdecimal():
+            yield "gpus_per_node", int(number), max(have), f"{kind} GPU".strip()
+    if settings.cpus_per_node is not None:
+        yield "cpus_per_node", settings.cpus_per_node, max(node.cpus for node in nodes), "CPU"
+    m = re.fullmatch(r"(\d+)([KMGT]?)B?", str(settings.mem or "").upper())
+    if m is not None:
+        wanted = math.ceil(int(m[1]) * _MIB[m[2] or "M"])
+        yield "mem", wanted, max(node.memory_mb for node in nodes), "MiB"
+
+
+def _config_error(
+    rule: _Rule, text: str, settings: SlurmSettings, partitions: list[str]
+) -> ConfigError:
+    group, _, flag = rule.key.partition(".")
+    value = settings.sbatch.get(flag) if flag else getattr(settings, group)
+    remedy = rule.remedy
+    if rule.key == "partition" and partitions:
+        remedy += f"{near_miss(str(value), partitions)}; there are {', '.join(sorted(partitions))}"
+    return ConfigError(f"launcher.{rule.key}", value, f"{remedy} [{text}]")

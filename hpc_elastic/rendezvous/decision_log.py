@@ -1,0 +1,166 @@
+"""The run's records on the shared file system: ``rdzv/record.<n>.json``, and the leaders' leases.
+
+What is done with them is decided in `log_entry`; here it is done to files. Everything may block for
+as long as the file system likes; callers use threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.rendezvous.log_entry import LogEntry, LogSteps, carried_out, unseal
+from hpc_elastic.run.fencing import record_path, records_in
+from hpc_elastic.shared_files import refresh, remove_behind
+from hpc_elastic.transport.auth import is_signed, sign
+
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+_NOT_WRITABLE = (errno.EACCES, errno.EROFS)
+
+
+@dataclass(frozen=True)
+class DecisionLog:
+    """The records of one run."""
+
+    path: Path
+    secret: bytes
+
+    def last_number(self) -> int:
+        """See `LogSteps.last_number`."""
+        return carried_out(LogSteps(self).last_number())
+
+    def last(self) -> tuple[int, LogEntry | None]:
+        """See `LogSteps.last`."""
+        return carried_out(LogSteps(self).last())
+
+    def look(self) -> tuple[int, LogEntry | None, int | None]:
+        """See `LogSteps.look`."""
+        return carried_out(LogSteps(self).look())
+
+    def create(self, record: LogEntry) -> bool:
+        """Create a record; False if its number is taken.
+
+        Raises:
+            RunDirectoryError: the file system has no hard links, or may not be written to.
+            OSError: it failed for now; the record may be tried again.
+        """
+        try:
+            return carried_out(LogSteps(self).create(record))
+        except OSError as e:
+            raise _explained(e, self.path) from e
+
+    def make_lease(self, epoch: int) -> Lease:
+        """Return the lease of an epoch, for its leader."""
+        return Lease(self._lease_file(epoch), self.secret, epoch)
+
+    # ---- see `LogFiles` ------------------------------------------------------------------
+
+    def numbers(self) -> frozenset[int]:
+        """Return the numbers of all records, from a fresh listing."""
+        return records_in(self.path)
+
+    def read(self, number: int) -> LogEntry | None:
+        """Open a record anew and return it."""
+        try:
+            text = record_path(self.path, number).read_text()
+        except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+            return None  # damaged: its number is taken all the same
+        record = unseal(text, self.secret)
+        return record if record is not None and record.number == number else None
+
+    def put(self, record: LogEntry) -> None:
+        """Write a record under another name, and link it to its own."""
+        staged = self.path / f".record.{secrets.token_hex(8)}"
+        try:
+            _write(staged, record.seal(self.secret))
+            os.link(staged, record_path(self.path, record.number))
+        finally:
+            remove_behind(staged)
+
+    def lease(self, epoch: int) -> int | None:
+        """Open a lease anew; return what the leader of its epoch wrote last."""
+        file = self._lease_file(epoch)
+        try:
+            refresh(file)
+            text, _, mac = file.read_text().rpartition("|")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+        if not is_signed(self.secret, f"lease|{text}", mac):
+            return None
+        of_epoch, _, beats = text.partition("|")
+        return int(beats) if int(of_epoch) == epoch else None
+
+    def _lease_file(self, epoch: int) -> Path:
+        return self.path / f"lease.{epoch}"
+
+
+class Lease:
+    """The lease of one leader. Its file stays open, so a renewal is one operation."""
+
+    def __init__(self, path: Path, secret: bytes, epoch: int) -> None:
+        self._path = path
+        self._secret = secret
+        self._epoch = epoch
+        self._beats = 0
+        self._fd: int | None = None
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def renew(self) -> None:
+        """Show that the leader lives.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        self._beats += 1
+        text = f"{self._epoch}|{self._beats:012d}"
+        content = f"{text}|{sign(self._secret, f'lease|{text}')}".encode()
+        with self._lock:
+            try:
+                if self._fd is None:
+                    self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                os.pwrite(self._fd, content, 0)
+                os.fdatasync(self._fd)
+            except OSError:  # such as ESTALE: the server was restarted
+                self._release()
+                raise
+            if self._is_over:
+                self._release()
+
+    def close(self) -> None:
+        """Release the file; where a renewal hangs, once that is over."""
+        self._is_over = True
+        if self._lock.acquire(blocking=False):
+            self._release()
+            self._lock.release()
+
+    def _release(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("x") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _explained(error: OSError, folder: Path) -> OSError:
+    """Return the error that says what to do, where it will not go away by itself."""
+    if error.errno in _NO_HARD_LINKS:
+        return RunDirectoryError(
+            f"{folder}: the file system has no hard links ({error.strerror}), by which the nodes "
+            "of a run agree: put hydra.sweep.dir on one that has, such as NFS, Lustre or GPFS"
+        )
+    if error.errno in _NOT_WRITABLE:
+        return RunDirectoryError(f"{folder}: not writable on this node ({error.strerror})")
+    return error

@@ -1,0 +1,284 @@
+"""An episode: one thing that happened to a run, with its cause and its cost (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hpc_elastic.report.attempts import EventIndex, TaskAttempt, first_of
+from hpc_elastic.run.events import Event
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a change of the group has cost.
+
+    Attributes:
+        saved_step: The step that all ranks saved for it; None: they could not.
+        reached_step: The last step that was made before; None: nobody says.
+        resumed_step: The step from which training went on; None: nobody says.
+        lost_steps: Steps that are made again because of it; None: it can not be told.
+        pause_s: Seconds from the last step before to the first one after it, or, if ``trains`` is
+            false, to the forming of the group. None: it is not over, or nobody paused.
+        trains: Whether the first step after it is known.
+    """
+
+    saved_step: int | None = None
+    reached_step: int | None = None
+    resumed_step: int | None = None
+    lost_steps: int | None = None
+    pause_s: float | None = None
+    trains: bool = False
+
+
+@dataclass(frozen=True)
+class TimelineEntry:
+    """One thing that happened.
+
+    Attributes:
+        kind: ``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes
+            left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
+            ``resumed`` (after that), ``ended``; and what touches no group: ``left``,
+            ``gave up``, ``given back``, ``parked``, ``excluded``, ``strike``, ``crash loop``,
+            ``brought back``, ``leader``, ``hang``, ``straggler``, ``preflight``, ``spare lost``,
+            ``not saved``, ``saved again``, ``cancel``, ``resume``.
+        time: When it began, in Unix seconds.
+        causes: What brought it about.
+        nodes_before: Size of the group; None: there was none, or it does not matter.
+        nodes_after: Size of the group; None: there is none yet.
+        workers: World size of the group; None as above.
+        round: Number of the round that it led to.
+        leader: The host that leads from now on, if another did before.
+        cost: What it has cost.
+        text: What else there is to say: an error, a reason.
+        facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
+            to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
+            given back: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host, hosts_left;
+            strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts,
+            avoids; hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the
+            event; not saved: step.
+        is_open: Whether it goes on still.
+        has_replicas: Whether nobody was stopped because of others (``ft=true``).
+    """
+
+    kind: str
+    time: float
+    causes: tuple[Cause, ...] = ()
+    nodes_before: int | None = None
+    nodes_after: int | None = None
+    workers: int | None = None
+    round: int | None = None
+    leader: str | None = None
+    cost: Cost = field(default_factory=Cost)
+    text: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    is_open: bool = False
+    has_replicas: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+
+def kind_of(departed: Iterable[object], arrived: Iterable[object]) -> str:
+    """Tell what became of a group."""
+    left, came = any(True for _ in departed), any(True for _ in arrived)
+    return {
+        (True, True): "changed", (True, False): "shrank",
+        (False, True): "grew", (False, False): "restarted",
+    }[left, came]  # fmt: skip
+
+
+def cost(
+    before: Iterable[Event],
+    after: Iterable[Event],
+    *,
+    saved: int | None,
+    since: float,
+    until: float,
+) -> Cost:
+    """Return what it cost to stop workers and to start them again.
+
+    Args:
+        before: The ``stopped`` events of those who trained before.
+        after: The ``trains`` events of those who train after it.
+        saved: The step that all ranks saved before.
+        since: When training stopped, where no step before is known.
+        until: When the group formed, where no step after it is known.
+    """
+    before, after = list(before), list(after)
+    reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
+    stood = max((float(e["step_time"]) for e in before if e.get("step_time")), default=since)
+    on = min((float(e["time"]) for e in after), default=until)
+    resumed = _resumed(after)
+    if resumed is None and not after:
+        resumed = saved
+    lost = None if reached is None or resumed is None else max(0, reached - resumed)
+    if lost is None and saved is not None and not after:
+        lost = 0
+    pause_s = round(max(0.0, on - stood), 1)
+    return Cost(saved, reached, resumed, lost, pause_s, trains=bool(after))
+
+
+def _resumed(after: list[Event]) -> int | None:
+    """Return the step from which training went on."""
+    restored = first_of(after, "restored")
+    if restored is not None:
+        return int(restored)
+    steps = [int(e["step"]) for e in after if e.get("step") is not None and not e.get("counted")]
+    return max(0, min(steps) - 1) if steps else None
+
+
+def ready_s(lives: Iterable[TaskAttempt], round_: Event) -> float | None:
+    """Return the seconds from a round to the first step of those that it started."""
+    number, formed = int(round_["number"]), float(round_["time"])
+    times = [float(li.trains[number]["time"]) for li in lives if number in li.trains]
+    return round(max(0.0, max(times) - formed), 1) if times else None
+
+
+# ---- Why a node left a run, or came (pure)
+
+
+_COMES_BACK = ("requeue", "requeued", "replace")
+_SIGNALLED = "signalled"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What brought a change about.
+
+    Attributes:
+        what: ``preempted``, ``time limit``, ``asked``, ``requeued`` (its task was, and it was not
+            preempted), ``cancelled``, ``run ended`` (its task was told so), ``signalled`` (SIGTERM,
+            and it is not known why), ``given back``, ``excluded``,
+            ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
+            ``leader lost``, ``leader changed``, ``out of reach`` (for a while), ``worker failed``,
+            ``rejoined``, ``arrived``, ``returned``, ``other``.
+        time: Unix seconds at which it was known.
+        hosts: Of whom it is true.
+        detail: An error, or what was seen.
+        signal: What announced it; None: no signal did.
+        given_s: The time that was given; None: none, or unknown.
+        comes_back: Whether the task has gone back to the queue; None: unknown.
+        away_s: How long the node was away before it returned; None: it did not, or unknown.
+    """
+
+    what: str
+    time: float
+    hosts: tuple[str, ...] = ()
+    detail: str = ""
+    signal: str | None = None
+    given_s: float | None = None
+    comes_back: bool | None = None
+    away_s: float | None = None
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether there was time to save."""
+        return self.what in (
+            "preempted", "time limit", "asked", "requeued", "cancelled", "run ended", _SIGNALLED,
+            "arrived", "returned",
+        )  # fmt: skip
+
+
+def why_left(
+    life: TaskAttempt,
+    excluded: Mapping[str, Event],
+    *,
+    since: float = 0.0,
+    led: bool = False,
+    without_it: float = float("inf"),
+) -> Cause:
+    """Tell why a node is not a member any more.
+
+    Args:
+        life: What happened to it.
+        excluded: The exclusions of the run, by host.
+        since: When the round began that it left, if there was one.
+        led: Whether it led the run.
+        without_it: When it was given up, or the others went on, if nobody had said why. A notice
+            after that is no reason: Slurm ends what it has written off once it can be reached.
+    """
+    notice = life.notice
+    if notice is not None and _time(notice) < without_it:
+        return _noticed(life, notice)
+    ends = life.ends_after(since)
+    if "gone" in ends and _time(ends["gone"]) > without_it:
+        del ends["gone"]  # that was another time
+    if ends.get("gone", {}).get("why") == "silent":
+        ends.pop("given back", None)  # excluded for its silence, it was told so when it was back
+    if "given back" in ends and life.host in excluded:
+        event = excluded[life.host]
+        return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
+    return _unannounced(life, ends, led=led)
+
+
+def _noticed(life: TaskAttempt, notice: Event) -> Cause:
+    left = life.ends_after(0.0).get("left", {})
+    how, reason = left.get("how"), str(notice["reason"])
+    back = None if how in (None, "stay") else how in _COMES_BACK
+    what = str(left.get("means") or _SIGNALLED) if reason == "signal" else reason
+    return Cause(
+        what, _time(notice), (life.host,), str(left.get("node") or ""),
+        signal=notice.get("signal"), given_s=notice.get("given_s"), comes_back=back,
+    )  # fmt: skip
+
+
+def _unannounced(life: TaskAttempt, ends: Mapping[str, Event], *, led: bool) -> Cause:
+    where = (life.host,)
+    for kind, what, key in (
+        ("gave up", "gave up", "why"), ("taken", "agent ended", "signal"),
+    ):  # fmt: skip
+        if kind in ends:
+            event = ends[kind]
+            return Cause(what, _time(event), where, str(event.get(key, "")))
+    if "given back" in ends:
+        event = ends["given back"]
+        delay_s = float(event.get("delay_s", 0.0))
+        return Cause("given back", _time(event), where, given_s=delay_s, comes_back=True)
+    gone = ends.get("gone", {})
+    time = _time(gone) if gone else 0.0
+    return Cause("leader lost" if led else "lost", time, where, str(gone.get("why", "")))
+
+
+def why_came(life: TaskAttempt, run: EventIndex, at: float) -> Cause:
+    """Tell where a new member has come from.
+
+    A node that was in the group before came back, whichever of its tasks had it then. It was away
+    from when the group lost it until its agent was there again: one that was only cut off, or
+    stood still, is there when it is a member.
+
+    Args:
+        life: What happened to it.
+        run: What happened to all.
+        at: When it became a member.
+    """
+    time = life.started if life.started is not None else at
+    left = run.last_left(life.host, at)
+    if left is None:
+        return Cause("arrived", time, (life.host,))
+    back = time if time > left else at
+    return Cause("returned", back, (life.host,), away_s=round(back - left, 1))
+
+
+def together(causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Return the causes with those that are the same but for the host made one."""
+    found: dict[Cause, Cause] = {}
+    for cause in causes:
+        key = replace(cause, time=0.0, hosts=(), away_s=None)
+        same = found.get(key)
+        found[key] = cause if same is None else _both(same, cause)
+    return tuple(found.values())
+
+
+def _both(one: Cause, other: Cause) -> Cause:
+    times = sorted(s for s in (one.away_s, other.away_s) if s is not None)
+    return replace(
+        one, time=min(one.time, other.time), hosts=(*one.hosts, *other.hosts),
+        away_s=times[-1] if times else None,
+    )  # fmt: skip
+
+
+def _time(event: Event) -> float:
+    return float(event["time"])

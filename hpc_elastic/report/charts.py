@@ -1,0 +1,549 @@
+"""The charts of a report in Vega-Lite, from its JSON form (pure).
+
+A chart holds its data and no colours: those come with the config of a theme (`colours.config`).
+All charts over time have the same axis, from the run's beginning to its end. What is too small to
+be seen is joined (`charts`), so that a run of days is as quickly drawn as one of minutes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from hpc_elastic._util import duration, node_time
+from hpc_elastic.report.node_time import KINDS
+
+Spec = dict[str, Any]
+Values = Mapping[str, Any]
+
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
+_COLUMNS = 800
+"""Pixels of a wide chart: what is finer is not drawn."""
+MOST_LANES = 150
+"""Tasks that are drawn."""
+_LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
+"""With so many lanes at most, each is so many pixels high."""
+_UNSEEN_END = ("end",)
+"""The end of the run is no end of a node that needs a mark."""
+LOST = ("gone", "gave up", "silence", "hung", "taken")
+"""How nodes end that had no time to save."""
+_CROSS = "M-1,-1L1,1M1,-1L-1,1"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        name: Of its place in the page.
+        spec: In Vega-Lite, without size and colours.
+        height: Pixels.
+    """
+
+    name: str
+    spec: Spec
+    height: int
+
+
+def charts(report: Values) -> list[Chart]:
+    """Return the charts of a report that have anything to show.
+
+    Args:
+        report: Its JSON form.
+    """
+    found = [_bar(report), _lanes(report), _group(report), _step(report), _loss(report)]
+    return [chart for chart in found if chart is not None]
+
+
+def begin_of(report: Values) -> float | None:
+    """Return when the first thing happened that is drawn; None: nothing has."""
+    begins = [node["begin"] for node in report["nodes"]]
+    begins += [wait["begin"] for wait in report["queue"]]
+    begins += [size["time"] for size in report["group"]]
+    return min(begins, default=None)
+
+
+def with_legend(chart: Chart) -> Chart:
+    """Return a chart that explains its colours itself, for a picture."""
+    encoding = chart.spec.get("encoding") or chart.spec["layer"][0]["encoding"]
+    legend = {"orient": "bottom", "columns": len(SPENT_ON), "title": None}
+    colour = {**encoding["color"], "legend": legend}
+    if "encoding" in chart.spec:
+        return replace(chart, spec={**chart.spec, "encoding": {**encoding, "color": colour}})
+    first, *others = chart.spec["layer"]
+    first = {**first, "encoding": {**encoding, "color": colour}}
+    return replace(chart, spec={**chart.spec, "layer": [first, *others]})
+
+
+# ---- where the time went ------------------------------------------------------------------
+
+
+def _bar(report: Values) -> Chart | None:
+    spent = report["spent"]
+    total = spent["node_s"] + spent["queue_s"]
+    if total <= 0:
+        return None
+    unit, unit_s = ("hours", 3600) if total >= 36_000 else ("minutes", 60)
+    rows = [
+        {"kind": kind, "at": place, "row": row, "time": round(s / unit_s, 4),
+         "said": f"{node_time(s)} ({s / (whole or 1):.1%} of {row})"}
+        for place, (kind, s, row, whole) in enumerate(_parts(spent)) if s > 0
+    ]  # fmt: skip
+    encoding = {
+        "y": {"field": "row", "type": "nominal", "title": " ", "sort": ["on nodes", "in queue"],
+              "axis": {"domain": False, "ticks": False}},
+        "x": {"field": "time", "type": "quantitative", "title": f"node-{unit}",
+              "scale": {"nice": False}, "axis": {"tickCount": {"expr": "max(3, width / 90)"}}},
+        "order": {"field": "at", "type": "quantitative"},
+        "color": _kinds(),
+        "tooltip": [{"field": "kind"}, {"field": "said", "title": "time"}],
+    }  # fmt: skip
+    spec = {"data": {"values": rows}, "mark": {"type": "bar"}, "encoding": encoding}
+    return Chart("bar", spec, 28 * len({row["row"] for row in rows}))
+
+
+def _parts(spent: Values) -> Iterator[tuple[str, float, str, float]]:
+    """Yield each kind with its seconds, its bar, and the seconds of that."""
+    for kind in KINDS:
+        yield kind, spent["by_kind"][kind], "on nodes", spent["node_s"]
+    yield QUEUE, spent["queue_s"], "in queue", spent["queue_s"]
+
+
+def _kinds() -> Spec:
+    return {"field": "kind", "type": "nominal", "scale": {"domain": list(SPENT_ON)}, "legend": None}
+
+
+# ---- the timeline of nodes ----------------------------------------------------------------
+
+
+def lanes_of(report: Values) -> list[str]:
+    """Return the tasks that are drawn, one lane each, in order of their names."""
+    names = {node["task"] for node in report["nodes"]} | {w["task"] for w in report["queue"]}
+    return sorted(names, key=_naturally)[:MOST_LANES]
+
+
+def _labels(lanes: Sequence[str]) -> dict[str, str]:
+    """Return what each lane is called: without the array's number, where all have the same."""
+    parts = {name: name.rpartition("_") for name in lanes}
+    if len({head for head, _, _ in parts.values()}) > 1:
+        return {name: name for name in lanes}
+    return {name: f"task {tail}" for name, (_, _, tail) in parts.items()}
+
+
+def _naturally(name: str) -> tuple[Any, ...]:
+    """Sort 7_2 before 7_10."""
+    head, _, tail = name.rpartition("_")
+    return (head, 0, int(tail)) if tail.isdecimal() else (name, 1, 0)
+
+
+def _lanes(report: Values) -> Chart | None:
+    lanes, begin = lanes_of(report), begin_of(report)
+    if not lanes or begin is None:
+        return None
+    shortest_s = max(0.001, (report["about"]["until"] - begin) / _COLUMNS)
+    height = next(high for most, high in _LANE if len(lanes) <= most)
+    labels = _labels(lanes)
+    y = {"field": "task", "type": "nominal", "title": " ",
+         "scale": {"domain": list(labels.values())},
+         "axis": {"labelOverlap": True, "labelLimit": 90, "ticks": False}}  # fmt: skip
+    from_ms = clock_ms(begin)
+    moments = [
+        {"calculate": f"{from_ms} + 1000 * datum.{name}", "as": f"{name}_ms"}
+        for name in ("begin", "end")
+    ]
+    # half a pixel more, under the next one: no background shows in between
+    moments.append({"calculate": f"datum.end_ms + {500 * shortest_s}", "as": "drawn_ms"})
+    told = {"calculate": "utcFormat(datum.begin_ms, '%b %d %H:%M:%S') + ' to '"
+            " + utcFormat(datum.end_ms, '%H:%M:%S')", "as": "when"}  # fmt: skip
+    time = {"data": _table(_rows(report, begin, shortest_s, labels)),
+            "transform": [*moments, told],
+            "mark": {"type": "bar", "height": {"band": 0.86}},
+            "encoding": {"y": y, "x": _time("begin_ms"), "x2": {"field": "drawn_ms"},
+                         "color": _kinds(),
+                         "tooltip": [{"field": name} for name in ("task", "node", "kind", "when")],
+                         }}  # fmt: skip
+    ends = {"data": {"values": list(_ends(report, labels))},
+            "mark": {"type": "point", "size": 3 * height},
+            "encoding": {"y": y, "x": _axis(report, begin, "time"),
+                         "shape": {"field": "lost", "type": "nominal", "legend": None,
+                                   "scale": {"domain": ["announced", "lost"],
+                                             "range": ["triangle-down", _CROSS]}},
+                         "tooltip": [{"field": name} for name in
+                                     ("task", "node", "attempt", "joined", "left", "why")],
+                         }}  # fmt: skip
+    spec = {"layer": [time, ends]}
+    return Chart("lanes", spec, max(40, height * len(lanes)))
+
+
+def _rows(
+    report: Values, begin: float, shortest_s: float, labels: Mapping[str, str]
+) -> Iterator[tuple[str, str, str, float, float]]:
+    """Yield what is drawn of each lane: task, node, kind, and seconds since the beginning."""
+    for wait in report["queue"]:
+        if wait["task"] in labels:
+            ends = round(wait["begin"] - begin, 1), round(wait["end"] - begin, 1)
+            yield labels[wait["task"]], "", QUEUE, *ends
+    for node in report["nodes"]:
+        if node["task"] not in labels:
+            continue
+        for i in thinned_stretches(node["intervals"], shortest_s):
+            ends = round(i["begin"] - begin, 1), round(i["end"] - begin, 1)
+            yield labels[node["task"]], node["host"], i["kind"], *ends
+
+
+def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield how attempts ended, but with the run."""
+    for node in report["nodes"]:
+        why = node["ended_by"]
+        if why is None or why in _UNSEEN_END or node["task"] not in labels:
+            continue
+        yield {
+            "task": labels[node["task"]], "time": clock_ms(node["end"]), "node": node["host"],
+            "attempt": node["attempt"], "joined": moment(node["begin"]),
+            "left": moment(node["end"]), "why": why, "lost": "lost" if why in LOST else "announced",
+        }  # fmt: skip
+
+
+# ---- the group and its training -----------------------------------------------------------
+
+
+def _group(report: Values) -> Chart | None:
+    begin = begin_of(report)
+    sizes = [(size["time"], size["nodes"]) for size in report["group"]]
+    if not sizes or begin is None:
+        return None
+    until = max(report["about"]["until"], sizes[-1][0])
+    sizes = [(begin, 0), *sizes, (until, sizes[-1][1])]
+    stretches = [{"begin": b, "end": e, "kind": n} for (b, n), (e, _) in pairwise(sizes)]
+    seen = thinned_stretches(stretches, (until - begin) / _COLUMNS)
+    drawn = [*((s["begin"], s["kind"]) for s in seen), (until, sizes[-1][1])]
+    most = max(1, *(nodes for _, nodes in sizes))
+    marks = list(range(0, most + 1, -(-most // 4)))
+    spec = {
+        "data": {"values": [{"time": clock_ms(t), "nodes": n} for t, n in drawn]},
+        "mark": {"type": "area", "interpolate": "step-after"},
+        "encoding": {
+            "x": _axis(report, begin, "time"),
+            "y": {"field": "nodes", "type": "quantitative", "title": "nodes in the group",
+                  "scale": {"domain": [0, most]}, "axis": {"values": marks, "format": "d"}},
+        },
+    }  # fmt: skip
+    return Chart("group", spec, 80)
+
+
+def _step(report: Values) -> Chart | None:
+    begin = begin_of(report)
+    steps = [(p["time"], p["step"]) for p in report["progress"] if p["step"] is not None]
+    if len(steps) < 2 or begin is None:
+        return None
+    return Chart("step", {"layer": [
+        _faults(report),
+        _line(report, begin, steps, "step"),
+        _checkpoints(report),
+    ]}, 180)  # fmt: skip
+
+
+def _loss(report: Values) -> Chart | None:
+    begin = begin_of(report)
+    losses = [(p["time"], p["loss"]) for p in report["progress"] if p["loss"] is not None]
+    if len(losses) < 2 or begin is None:
+        return None
+    low, high = min(y for _, y in losses), max(y for _, y in losses)
+    is_wide = low > 0 and high / low > 30
+    line = _line(report, begin, losses, "loss", logarithmic=is_wide)
+    return Chart("loss", {"layer": [_faults(report), line]}, 150)
+
+
+def _line(
+    report: Values, begin: float, points: Sequence[tuple[float, float]], name: str, *,
+    logarithmic: bool = False,
+) -> Spec:  # fmt: skip
+    kept = series(points, _COLUMNS)
+    title = f"{name} (logarithmic)" if logarithmic else name
+    scale = {"type": "log", "nice": False} if logarithmic else {"zero": name == "step"}
+    values = [(round(t - begin, 1), y) for t, y in kept]
+    return {
+        "data": _table(values, ("seconds", name)),
+        "transform": [
+            {"calculate": f"{clock_ms(begin)} + 1000 * datum.seconds", "as": "time"},
+            {"calculate": "utcFormat(datum.time, '%b %d %H:%M:%S')", "as": "when"},
+        ],
+        "mark": {"type": "line", "tooltip": True},
+        "encoding": {
+            "x": _axis(report, begin, "time"),
+            "y": {"field": name, "type": "quantitative", "title": title, "scale": scale,
+                  "axis": {"format": ",d" if name == "step" else "~r", "tickCount": 5}},
+            "tooltip": [{"field": name}, {"field": "when"}],
+        },
+    }  # fmt: skip
+
+
+def _faults(report: Values) -> Spec:
+    values = [
+        {"time": clock_ms(c["time"]), "what": c["sentence"], "cost": node_time(c["node_s"])}
+        for c in report["changes"] if c["fault"]
+    ]  # fmt: skip
+    return {
+        "data": {"values": values},
+        "mark": {"type": "rule", "opacity": max(0.12, min(0.5, 15 / (len(values) or 1)))},
+        "encoding": {
+            "x": _time("time"),
+            "tooltip": [{"field": "what"}, {"field": "cost"}],
+        },
+    }
+
+
+def _checkpoints(report: Values) -> Spec:
+    announced = report["checkpoints"]["announced"]
+    drawn = announced[:: -(-len(announced) // 200) or 1]
+    values = [{"time": clock_ms(c["time"]), "step": c["step"],
+               "checkpoint": f"of step {number(c['step'])}"} for c in drawn]  # fmt: skip
+    return {
+        "data": {"values": values},
+        "mark": {"type": "circle", "size": 8 if len(values) > 50 else 16},
+        "encoding": {
+            "x": _time("time"),
+            "y": {"field": "step", "type": "quantitative"},
+            "tooltip": [{"field": "checkpoint"}],
+        },
+    }
+
+
+# ---- shared -------------------------------------------------------------------------------
+
+
+def _axis(report: Values, begin: float, name: str) -> Spec:
+    """Return the axis of time, in the cluster's local time; one layer of a chart has it."""
+    until = max(report["about"]["until"], begin + 1.0)
+    # as plain numbers Vega-Lite would make dates of them, which its interpreter does not find
+    domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
+    return {
+        "field": name, "type": "temporal", "title": None,
+        "scale": {"type": "utc", "domain": domain, "nice": False},
+        "axis": {"labelOverlap": "greedy", "tickCount": {"expr": "max(3, width / 110)"},
+                 "labelFlush": True, "format": _clock_format(until - begin)},
+    }  # fmt: skip
+
+
+def _clock_format(length_s: float) -> str:
+    """Return how moments are written on the axis: by a clock of 24 hours, as everywhere else."""
+    if length_s > 18 * 3600:
+        return "%b %d %H:%M"
+    return "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
+
+
+def _time(name: str) -> Spec:
+    """Return the place on that axis of what another layer draws."""
+    return {"field": name, "type": "temporal", "scale": {"type": "utc"}}
+
+
+def _table(
+    rows: Iterable[Sequence[object]],
+    names: Sequence[str] = ("task", "node", "kind", "begin", "end"),
+) -> Spec:
+    """Return values as a table, a third of the size of objects; `expanded` makes these of it."""
+    return {"table": {"names": list(names), "rows": [list(row) for row in rows]}}
+
+
+def expanded(spec: Any) -> Any:
+    """Return a chart with its tables as Vega-Lite knows them; page.js does the same."""
+    if isinstance(spec, list):
+        return [expanded(part) for part in spec]
+    if not isinstance(spec, dict):
+        return spec
+    if "table" in spec:
+        names, rows = spec["table"]["names"], spec["table"]["rows"]
+        return {"values": [dict(zip(names, row, strict=True)) for row in rows]}
+    return {key: expanded(part) for key, part in spec.items()}
+
+
+def described(report: Values) -> str:
+    """Return the run in one line."""
+    about = report["about"]
+    begin = begin_of(report)
+    took = duration(about["until"] - begin) if begin is not None else "not started"
+    return f"{about['phase']}, {took}"
+
+
+def schema() -> str:
+    """Return the name of the language."""
+    return _SCHEMA
+
+
+# ---- The colours of a report, light and dark: one home for the page and its charts (pure)
+# Those of what nodes were at are Okabe and Ito's, which people with any kind of colour vision can
+# tell apart (https://jfly.uni-koeln.de/color/).
+
+
+QUEUE = "queue"
+SPENT_ON = (*KINDS, QUEUE)
+"""What is drawn in a colour of its own, in the order of the bars."""
+
+_BOTH = {
+    "useful": "#009e73", "replayed": "#d55e00", "checkpoint": "#0072b2", "restore": "#cc79a7",
+    "import": "#e69f00", "rendezvous": "#56b4e9",
+}  # fmt: skip
+KIND: Mapping[str, Mapping[str, str]] = {
+    "light": {**_BOTH, "start": "#f0e442", "idle": "#8c8c8c", "queue": "#d9d9d9"},
+    "dark": {**_BOTH, "start": "#f0e442", "idle": "#9a9a9a", "queue": "#4a4f57"},
+}
+"""By theme, of each of `SPENT_ON`."""
+
+PAGE: Mapping[str, Mapping[str, str]] = {
+    "light": {"back": "#ffffff", "card": "#f6f7f9", "text": "#1c2430", "dim": "#5b6675",
+              "line": "#d8dde4", "accent": "#0b63ce", "bad": "#b3261e"},
+    "dark": {"back": "#12161c", "card": "#1b2129", "text": "#e6eaf0", "dim": "#a0abb9",
+             "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80"},
+}  # fmt: skip
+"""By theme, of the page."""
+
+
+def config(theme: str) -> dict[str, Any]:
+    """Return Vega-Lite's config of a theme."""
+    page = PAGE[theme]
+    return {
+        "background": page["back"], "font": "system-ui, sans-serif",
+        "view": {"stroke": page["line"]},
+        "range": {"category": [KIND[theme][kind] for kind in SPENT_ON]},
+        "axis": {
+            "labelColor": page["text"], "titleColor": page["dim"], "gridColor": page["line"],
+            "domainColor": page["line"], "tickColor": page["line"], "titleFontWeight": "normal",
+            "labelFontSize": 11, "titleFontSize": 11,
+        },
+        "axisY": {"minExtent": 50},
+        "legend": {"labelColor": page["text"], "titleColor": page["dim"]},
+        "title": {"color": page["text"], "subtitleColor": page["dim"], "anchor": "start"},
+        "line": {"color": page["accent"], "strokeWidth": 1.5},
+        "area": {"color": page["accent"], "opacity": 0.55},
+        "rule": {"color": page["bad"], "strokeWidth": 1},
+        "circle": {"color": page["text"], "opacity": 0.9},
+        "point": {"color": page["text"], "filled": False, "opacity": 1, "strokeWidth": 1.5},
+    }  # fmt: skip
+
+
+# ---- Makes long histories small enough to draw, without changing what they look like (pure)
+
+
+Stretch = Mapping[str, Any]
+"""``begin``, ``end`` and ``kind``."""
+
+
+def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[Stretch]:
+    """Return intervals with those joined that could not be seen.
+
+    Neighbours that are shorter than could be seen are one, of the kind that fills most of it; so
+    are neighbours of one kind.
+
+    Args:
+        intervals: In order, without gaps.
+        shortest_s: What can be seen.
+    """
+    found: list[Stretch] = []
+    for stretch in _visible(intervals, shortest_s):
+        if found and found[-1]["kind"] == stretch["kind"]:
+            found[-1] = {**found[-1], "end": stretch["end"]}
+        else:
+            found.append(stretch)
+    return found
+
+
+def _visible(intervals: Iterable[Stretch], shortest_s: float) -> Iterator[Stretch]:
+    short: list[Stretch] = []
+    for interval in intervals:
+        if interval["end"] - interval["begin"] >= shortest_s:
+            yield from _as_one(short)
+            short = []
+            yield interval
+            continue
+        short.append(interval)
+        if short[-1]["end"] - short[0]["begin"] >= shortest_s:
+            yield from _as_one(short)
+            short = []
+    yield from _as_one(short)
+
+
+def _as_one(short: Sequence[Stretch]) -> Iterator[Stretch]:
+    if not short:
+        return
+    filled: dict[str, float] = {}
+    for interval in short:
+        length_s = interval["end"] - interval["begin"]
+        filled[interval["kind"]] = filled.get(interval["kind"], 0.0) + length_s
+    kind = max(filled, key=filled.__getitem__)
+    yield {"begin": short[0]["begin"], "end": short[-1]["end"], "kind": kind}
+
+
+def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
+    """Return the points of a line that looks the same where it is so many pixels wide.
+
+    Of each column the first, the last, the lowest and the highest point are kept (Jugel et al.,
+    "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
+
+    Args:
+        points: In order of the first value.
+        columns: Pixels.
+    """
+    if len(points) <= 4 * columns:
+        return list(points)
+    begin, end = points[0][0], points[-1][0]
+    width = (end - begin) / columns or 1.0
+    by_column: dict[int, list[int]] = {}
+    for index, (x, _) in enumerate(points):
+        by_column.setdefault(min(columns - 1, int((x - begin) / width)), []).append(index)
+    kept: set[int] = set()
+    for indexes in by_column.values():
+        heights = [points[i][1] for i in indexes]
+        low, high = heights.index(min(heights)), heights.index(max(heights))
+        kept |= {indexes[0], indexes[-1], indexes[low], indexes[high]}
+    return [points[i] for i in sorted(kept)]
+
+
+# ---- Numbers and times as people read them on a report (pure, but for the local time zone)
+
+
+UNKNOWN = "–"
+
+
+def clock_ms(seconds: float) -> int:
+    """Return a moment as milliseconds since 1970 of a clock that shows local time as UTC.
+
+    So a report shows the times of the cluster wherever it is read, as `events` prints them there.
+    """
+    offset = datetime.fromtimestamp(seconds).astimezone().utcoffset()
+    return round(1000 * (seconds + (offset.total_seconds() if offset else 0.0)))
+
+
+def zone() -> str:
+    """Return the name of the local time zone."""
+    return time.strftime("%Z") or "local time"
+
+
+def moment(seconds: float | None) -> str:
+    """Return a date and a time."""
+    if seconds is None:
+        return UNKNOWN
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def share(part: float | None) -> str:
+    """Return a share in percent; what is not nothing never shows as nothing."""
+    if part is None:
+        return UNKNOWN
+    if 0 < part < 0.0005:
+        return "< 0.1 %"
+    # what is lost must not be rounded away
+    return f"{math.floor(1000 * part) / 10:.1f} %" if part > 0.9 else f"{100 * part:.1f} %"
+
+
+def number(value: Any) -> str:
+    """Return a number with its thousands apart, and no more digits than mean anything."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

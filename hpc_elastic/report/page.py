@@ -1,0 +1,286 @@
+"""A report as one HTML file that needs nothing else: no network, no server, no other file.
+
+All text goes through Jinja2 with autoescape, and all values for the charts as JSON in which ``<``
+is escaped. A content security policy has the browser refuse whatever else would run or be fetched:
+only our own scripts, which carry a number drawn for this file, and no connection at all.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hpc_elastic._util import counted, duration, node_time
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.report import charts as charts_module
+from hpc_elastic.report.charts import (
+    LOST,
+    MOST_LANES,
+    UNKNOWN,
+    begin_of,
+    charts,
+    described,
+    expanded,
+    lanes_of,
+    moment,
+    number,
+    schema,
+    share,
+    with_legend,
+    zone,
+)
+
+SHOWN_AT_ONCE = 12
+"""Longer lists are folded."""
+
+MEANINGS = {
+    "useful": "steps that nobody had made before",
+    "replayed": "steps made again, because they were lost with a node or a worker",
+    "checkpoint": "the training stood still for a checkpoint",
+    "restore": "looking for a checkpoint, and loading it",
+    "import": "workers start, import and get ready, until their first step",
+    "rendezvous": "the group is being formed",
+    "start": "the node's agent starts",
+    "idle": "others train, and this node does not",
+    "queue": "tasks wait for a node; no node stands still for it",
+}
+
+
+def html(report: Mapping[str, Any]) -> str:
+    """Return the page.
+
+    Args:
+        report: The JSON form of `report.report.Report`.
+
+    Raises:
+        ReportLibraryError: the library that draws the charts is not installed.
+    """
+    drawn = charts(report)
+    return _environment().get_template("page.html.j2").render(
+        r=report, counted=counted, UNKNOWN=UNKNOWN, moment=moment, number=number, share=share,
+        zone=zone, duration=duration, node_time=node_time,
+        about=report["about"], spent=report["spent"],
+        begin=begin_of(report), tiles=tiles(report),
+        kinds=charts_module.SPENT_ON, meanings=MEANINGS,
+        colours=charts_module.KIND, page=charts_module.PAGE,
+        charts={chart.name: chart for chart in drawn},
+        specs=[{"name": c.name, "spec": {"$schema": schema(), **c.spec, "width": "container",
+                                         "height": c.height}} for c in drawn],
+        configs={theme: charts_module.config(theme) for theme in charts_module.PAGE},
+        undrawn=max(0, len({n["task"] for n in report["nodes"]}) - MOST_LANES),
+        lanes=lanes_of(report), causes=by_cause(report["changes"]),
+        costliest=costliest(report["changes"], SHOWN_AT_ONCE), at_once=SHOWN_AT_ONCE,
+        departures=departures(report["nodes"]), lost=LOST, as_yaml=as_yaml,
+        script=script() if drawn else "", nonce=secrets.token_urlsafe(16),
+    )  # fmt: skip
+
+
+def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
+    """Return the figures at the top: what, how much, and what else there is to it."""
+    about, spent, begin = report["about"], report["spent"], begin_of(report)
+    faults = [change for change in report["changes"] if change["fault"]]
+    lost = sum(change["lost_steps"] or 0 for change in faults)
+    announced = report["checkpoints"]["announced"]
+    of_total = f"of {number(about['total_steps'])}" if about["total_steps"] else ""
+    left = f", {duration(about['remaining_s'])} to go" if about["remaining_s"] else ""
+    took = duration(about["until"] - begin) if begin is not None else UNKNOWN
+    what = "useful share of node time" if spent["goodput"] is not None else "no step is known"
+    return (
+        ("Goodput", share(spent["goodput"]), what),
+        ("Lasted", took, "so far" if about["ended"] is None else ""),
+        ("Node time", node_time(spent["node_s"]),
+         f"and {node_time(spent['queue_s'])} in the queue"),
+        ("Step", number(about["step"]), of_total + left),
+        ("Loss", number(about["loss"]), "the last that was reported"),
+        ("Faults", number(len(faults)), f"{counted(lost, 'step')} lost"),
+        ("Checkpoints", number(len(announced)),
+         f"saved; {number(len(report['checkpoints']['kept']))} on disk now"),
+        ("Restarts", number(about["restarts"]), f"of {about['max_restarts']} allowed"),
+    )  # fmt: skip
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("hpc_elastic.report", "."), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+
+
+# ---- The lists and tables of a report's page (pure)
+
+
+Values = Mapping[str, Any]
+
+
+def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
+    """Return what the faults have cost, added up by their cause, the costliest first.
+
+    What is unknown of some of them counts as nothing in the sum.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        if not change["fault"]:
+            continue
+        row = found.setdefault(
+            change["cause"],
+            {"cause": change["cause"], "count": 0, "lost_steps": 0, "pause_s": 0.0, "node_s": 0.0},
+        )
+        row["count"] += 1
+        for name in ("lost_steps", "pause_s", "node_s"):
+            row[name] += change[name] or 0
+    return sorted(found.values(), key=lambda row: -row["node_s"])
+
+
+def costliest(changes: Iterable[Values], most: int) -> list[Values]:
+    """Return the faults that have cost most node time, in order of time."""
+    faults = [change for change in changes if change["fault"]]
+    chosen = sorted(faults, key=lambda change: -change["node_s"])[:most]
+    return sorted(chosen, key=lambda change: change["time"])
+
+
+def departures(nodes: Iterable[Values]) -> list[tuple[str, int]]:
+    """Return how attempts have ended, and how many, the most frequent first."""
+    return Counter(str(n["ended_by"]) for n in nodes if n["ended_by"]).most_common()
+
+
+def as_yaml(value: Any) -> str:
+    """Return values of a configuration as text."""
+    if value is None:
+        return "unknown"
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+    return text.removesuffix("...\n")
+
+
+# ---- A report as one picture: its figures and charts, drawn without a browser
+
+
+_WIDTH = 1000
+_TITLES = {
+    "bar": "Where every node-second went",
+    "lanes": "Nodes (triangle: left after a notice; x: lost)",
+    "group": "Group", "step": "Step (vertical lines: faults; dots: checkpoints)", "loss": "Loss",
+}  # fmt: skip
+
+
+def png(report: Mapping[str, Any]) -> bytes:
+    """Return the picture.
+
+    Args:
+        report: The JSON form of `report.report.Report`.
+
+    Raises:
+        ReportLibraryError: the library that draws the charts is not installed.
+    """
+    return png_of_chart(spec(report))
+
+
+def spec(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the picture in Vega-Lite (pure)."""
+    about = report["about"]
+    drawn = [with_legend(c) if c.name == "lanes" else c for c in charts(report)]
+    parts = [
+        {"title": {"text": _TITLES[c.name], "fontSize": 13}, **expanded(c.spec),
+         "width": _WIDTH, "height": c.height}
+        for c in drawn
+    ]  # fmt: skip
+    figures = [
+        f"{name} {value}" + (f" ({more})" if more else "") for name, value, more in tiles(report)
+    ]
+    half = len(figures) // 2
+    lines = [about["overrides"] or about["directory"],
+             " · ".join(figures[:half]), " · ".join(figures[half:]),
+             *report["notes"]]  # fmt: skip
+    return {
+        "$schema": schema(),
+        "title": {"text": f"{about['run_id']}: {described(report)}", "subtitle": lines,
+                  "fontSize": 18, "subtitlePadding": 6, "offset": 16},
+        "padding": 16,
+        "vconcat": parts or [_nothing()],
+        "resolve": {"scale": {"color": "independent", "shape": "independent"}},
+        "config": charts_module.config("light"),
+    }  # fmt: skip
+
+
+def _nothing() -> dict[str, Any]:
+    text = "No task of this run has started."
+    return {
+        "data": {"values": [{"text": text}]},
+        "width": _WIDTH,
+        "height": 60,
+        "mark": {"type": "text", "fontSize": 14, "color": charts_module.PAGE["light"]["dim"]},
+        "encoding": {"text": {"field": "text", "type": "nominal"}},
+    }
+
+
+# ---- The only caller of vl-convert: Vega's own code for a page, and pictures without a browser
+
+
+REMEDY = "pip install 'hpc_elastic[report]'"
+
+
+class ReportLibraryError(HpcElasticError, ImportError):
+    """The library that draws charts is not installed."""
+
+
+def script() -> str:
+    """Return Vega, Vega-Lite and their embedding as one script, which sets ``vegaEmbed``.
+
+    Raises:
+        ReportLibraryError: it is not installed.
+    """
+    return str(_library().javascript_bundle())
+
+
+def png_of_chart(spec: dict[str, Any], scale: float = 2.0) -> bytes:
+    """Return a chart as a picture.
+
+    Args:
+        spec: In Vega-Lite.
+        scale: Pixels of the picture for each of the spec.
+
+    Raises:
+        ReportLibraryError: the library is not installed.
+    """
+    drawn = _library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[])
+    return packed(bytes(drawn))
+
+
+def packed(png: bytes) -> bytes:
+    """Return a PNG file with its pixels compressed as zlib can, which is several times smaller.
+
+    The library trades size for speed. Only the chunks IDAT change (RFC 2083, 4.1.3).
+    """
+    pixels, before, after, at = b"", png[:8], b"", 8
+    while at < len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        chunk = png[at : at + 12 + length]
+        at += len(chunk)
+        if chunk[4:8] == b"IDAT":
+            pixels += chunk[8:-4]
+        elif pixels:
+            after += chunk
+        else:
+            before += chunk
+    data = b"IDAT" + zlib.compress(zlib.decompress(pixels), 6)
+    length_of = struct.pack(">I", len(data) - 4)
+    return before + length_of + data + struct.pack(">I", zlib.crc32(data)) + after
+
+
+def _library() -> ModuleType:
+    try:
+        import vl_convert
+    except ImportError as e:
+        raise ReportLibraryError(
+            f"a page or a picture needs vl-convert ({e}): {REMEDY}; --format json does not"
+        ) from e
+    library: ModuleType = vl_convert
+    return library

@@ -1,0 +1,429 @@
+"""Episodes as plain sentences, one line each, the cause first (pure)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from hpc_elastic._util import counted, duration
+from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
+
+
+def lines(episodes: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:
+    """Yield the story as it is printed: a line with the date where the day changes.
+
+    Args:
+        episodes: In order of time.
+        day: The date that was printed last.
+    """
+    for episode in episodes:
+        today = day_of(episode)
+        if today != day:
+            yield f"{today}:"
+            day = today
+        yield line(episode)
+
+
+def day_of(episode: TimelineEntry) -> str:
+    """Return the local date on which it began."""
+    return time.strftime("%Y-%m-%d", time.localtime(episode.time))
+
+
+def line(episode: TimelineEntry) -> str:
+    """Return an episode with its local time."""
+    clock = time.strftime("%H:%M:%S", time.localtime(episode.time))
+    return f"{clock} {sentence(episode)}"
+
+
+def sentence(episode: TimelineEntry) -> str:
+    """Return what an episode says to somebody who knows nothing of the run."""
+    special = _SPECIAL.get(episode.kind)
+    if special is not None:
+        return special(episode)
+    parts = [because(episode.causes, episode.leader), *_outcome(episode)]
+    return "; ".join(part for part in parts if part)
+
+
+# ---- the group ----------------------------------------------------------------------------
+
+
+def _outcome(episode: TimelineEntry) -> Iterator[str]:
+    if episode.cost.saved_step is not None:
+        yield f"all ranks saved step {episode.cost.saved_step}"
+    yield _size(episode)
+    if episode.nodes_after == 0:
+        yield _where_to(episode.causes)
+    elif episode.is_open:
+        yield "it is not over yet"
+    elif episode.has_replicas and episode.nodes_before:
+        yield _of_replicas(episode)
+    else:
+        yield _price(episode.cost)
+
+
+def _size(episode: TimelineEntry) -> str:
+    before, after = episode.nodes_before or 0, episode.nodes_after
+    group, what = ("", "replica") if episode.has_replicas else ("group ", "node")
+    if after == 0:
+        return f"no node is left of {before}"
+    if after is None:
+        return f"{group}of {counted(before, what)} changes"
+    workers = ""
+    if episode.workers not in (None, after):
+        workers = f" ({counted(episode.workers or 0, 'worker')})"
+    if before == 0:
+        return f"again {f'a {group}of ' if group else ''}{counted(after, what)}{workers}"
+    if before == after:
+        return f"{group}still {counted(after, what)}{workers}"
+    return f"{group}{before} -> {counted(after, what)}{workers}"
+
+
+def _where_to(causes: Sequence[Cause]) -> str:
+    back = [cause.comes_back for cause in causes]
+    if back and all(back):
+        return "the run waits in the queue until a node is free"
+    return "nobody trains" if None in back or any(back) else "no node comes back by itself"
+
+
+def _of_replicas(episode: TimelineEntry) -> str:
+    if episode.kind == "shrank":
+        lost = "; lost 0 steps" if episode.cost.lost_steps == 0 else ""
+        return f"the others train on{lost}"
+    ready_s = episode.facts.get("ready_s")
+    joins = "" if ready_s is None else f", together after {duration(ready_s)}"
+    return f"the others trained on{joins}"
+
+
+def _price(cost: Cost) -> str:
+    """Say what was lost, and for how long nothing was trained."""
+    lost = None
+    if cost.lost_steps is not None:
+        lost = f"lost {counted(cost.lost_steps, 'step')}"
+        if cost.lost_steps and cost.resumed_step is not None:
+            lost += f" (from {cost.reached_step} back to {cost.resumed_step})"
+    elif cost.resumed_step is not None:
+        lost = f"on from step {cost.resumed_step}"
+    pause = None
+    if cost.pause_s is not None:
+        what = "trained again" if cost.trains else "formed anew"
+        pause = f"{what} after {duration(cost.pause_s)}"
+    return ", ".join(part for part in (lost, pause) if part)
+
+
+def _formed(episode: TimelineEntry) -> str:
+    facts, workers = episode.facts, episode.workers
+    size = counted(episode.nodes_after or 0, "node")
+    what = f"group of {size}, {counted(workers or 0, 'worker')}, formed"
+    leads = f"; {episode.leader} leads" if episode.leader else ""
+    ready_s = facts.get("ready_s")
+    first = "" if ready_s is None else f"; first step after {duration(ready_s)}"
+    return f"{what}: {names(facts.get('hosts', ()))}{leads}{first}"
+
+
+# ---- what touches no group ----------------------------------------------------------------
+
+
+def _started(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    return f"the run started: its first node is {facts.get('host')} (task {facts.get('task')})"
+
+
+def _ended(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    how = {"succeeded": "the run succeeded", "failed": "the run failed"}
+    what = how.get(str(facts.get("status")), "the run was closed")
+    if episode.text:
+        what += f": {episode.text}"
+    groups = counted(int(facts.get("rounds") or 0), "group")
+    restarts = counted(int(facts.get("restarts") or 0), "restart")
+    return f"{what}; it took {duration(facts['lasted_s'])}, {groups} and {restarts} after failures"
+
+
+def _given_back(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    hosts, away = names(facts.get("hosts") or ()), duration(float(facts.get("delay_s") or 0.0))
+    if facts.get("all"):
+        why = facts.get("why") or "too few nodes for too long"
+        back = f"all go back to the queue for {away}, not to block others"
+        return f"{why}: {back}" + (f" ({hosts})" if hosts else "")
+    who = hosts or counted(int(facts.get("nodes") or 0), "node")
+    return f"{who} can not be used now: back to the queue for {away}"
+
+
+def _parked(episode: TimelineEntry) -> str:
+    return f"{names(episode.facts.get('hosts', ()))} waits, and is not taken in: {episode.text}"
+
+
+def _excluded(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    left = counted(int(facts.get("hosts_left") or 0), "other host")
+    return f"{facts.get('host')} is not used any more: {episode.text}; {left} left"
+
+
+def _strike(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    so_far = facts.get("strikes")
+    return f"{facts.get('host')} is suspected ({so_far} of 2 strikes): {episode.text}"
+
+
+def _crash_loop(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    step = facts.get("checkpoint")
+    since = "without any checkpoint" if step is None else f"without getting beyond step {step}"
+    return f"the workers failed {facts.get('attempts')} times in a row {since}: no further try"
+
+
+def _brought_back(episode: TimelineEntry) -> str:
+    tasks, hosts = episode.facts.get("tasks", ()), episode.facts.get("hosts", ())
+    what = f"task{'' if len(tasks) == 1 else 's'} {names(tasks)}"
+    where = f", last on {names(hosts)}," if list(hosts) != list(tasks) else ""
+    avoids = episode.facts.get("avoids", ())
+    but = f", but on {names(avoids)} only once that is rid of it" if avoids else ""
+    return f"{what}{where} may start again as soon as a node is free{but} (the leader asked for it)"
+
+
+def _hang(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    ranks = [r for r in facts.get("ranks") or () if isinstance(r, dict)]
+    who = ", ".join(f"rank {r.get('rank')} on {r.get('host')}" for r in ranks)
+    places = sorted({str(r["at"]) for r in ranks if r.get("at")})
+    where = f" ({', '.join(places)})" if places else ""
+    others = f"; the others: {facts['others']}" if facts.get("others") else ""
+    stalled_s = duration(float(facts.get("stalled_s") or 0.0))
+    return f"no step for {stalled_s}: held up by {who or 'nobody alone'}{where}{others}"
+
+
+def _straggler(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    who = f"rank {facts.get('rank')} on {facts.get('host')}"
+    if not facts.get("slow"):
+        return f"{who} keeps up with the others again"
+    return f"{who} is slow: it needs {facts.get('ratio')} times as long for a step as the others"
+
+
+def _preflight(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    if facts.get("fit"):
+        return f"{facts.get('host')} joins, although: {facts.get('reason')}"
+    avoided = "; it is not used any more" if facts.get("excluded") else ""
+    return f"{facts.get('host')} is not fit to join: {facts.get('reason')}{avoided}"
+
+
+def _start_failed(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    slurm = ", ".join(str(word) for word in (facts["state"], facts.get("reason")) if word)
+    where = f" on {facts['host']}" if facts.get("host") else ""
+    what = f"task {facts.get('task')} failed{where} before it joined (Slurm: {slurm})"
+    if facts.get("again"):
+        return f"{what}: it is tried on another node"
+    hosts = names(facts.get("hosts") or ())
+    return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
+
+
+def _spare_lost(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    what = f"the spare process of {facts.get('host')} ended by itself ({facts.get('why')})"
+    return f"{what}: the next restart takes longer there"
+
+
+def _not_saved(episode: TimelineEntry) -> str:
+    what = episode.text or f"the checkpoint of step {episode.facts.get('step')} was not written"
+    return f"{what}; the training goes on"
+
+
+def _saved_again(episode: TimelineEntry) -> str:
+    return f"checkpoints are written again, from step {episode.facts.get('step')} on"
+
+
+def _cancel(episode: TimelineEntry) -> str:
+    return f"{episode.facts.get('user')} cancelled the run, on {episode.facts.get('host')}"
+
+
+def _preempt(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    grace_s = float(facts.get("grace_s") or 0.0)
+    return f"{facts.get('user')} preempted {facts.get('host')} ({grace_s:g} s grace)"
+
+
+def _kill(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    return f"{facts.get('user')} killed the processes of {facts.get('host')}"
+
+
+def _resume(episode: TimelineEntry) -> str:
+    facts = episode.facts
+    return f"{facts.get('user')} let the run go on, with nodes={facts.get('nodes')}"
+
+
+def _left(episode: TimelineEntry) -> str:
+    return f"{because(episode.causes, None)}; it was in no group"
+
+
+# ---- Causes as the beginning of a sentence (pure)
+
+
+_NAMED = 4
+
+
+def names(hosts: Sequence[str]) -> str:
+    """Return names as a list in a sentence; many are cut short."""
+    named = sorted((host or "a node" for host in hosts), key=_naturally)
+    if len(named) > _NAMED + 1:
+        return f"{', '.join(named[:_NAMED])} and {len(named) - _NAMED} more"
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+
+
+def _naturally(name: str) -> list[tuple[int, str]]:
+    """Sort node2 before node10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
+def because(causes: Sequence[Cause], leader: str | None) -> str:
+    """Return what brought a change about, and who leads now if that has changed."""
+    told = [_SAYS.get(cause.what, _other)(cause) for cause in causes]
+    if leader is not None and any(c.what not in ("arrived", "returned") for c in causes):
+        told.append(f"{leader} leads now")
+    return ", ".join(told)
+
+
+def _other(cause: Cause) -> str:
+    return f"{names(cause.hosts)} {cause.detail}".strip()
+
+
+_DIED = "its agent or its node died", "their agents or their nodes died"
+_SILENT = "it did not answer any more", "they did not answer any more"
+_SEEN = {
+    "": _SILENT,
+    "its connection closed": _DIED,
+    "silent": ("nothing was heard of it any more", "nothing was heard of them any more"),
+    "has not found the new leader": (
+        "it did not come to the new leader", "they did not come to the new leader",
+    ),
+    "the scheduler says that its task has ended": (
+        "the scheduler says that its task has ended",
+        "the scheduler says that their tasks have ended",
+    ),
+    "did not join again in time": (
+        "it did not join again in time", "they did not join again in time",
+    ),
+}  # fmt: skip
+"""What the leader notes of a lost node -> what it means, of one and of several."""
+
+
+def _was(cause: Cause, what: str) -> str:
+    return f"{names(cause.hosts)} {'was' if len(cause.hosts) == 1 else 'were'} {what}"
+
+
+def _announced(what: str) -> Callable[[Cause], str]:
+    def say(cause: Cause) -> str:
+        grace = None if cause.given_s is None else f"{duration(cause.given_s)} grace"
+        how = ", ".join(part for part in (cause.signal, grace) if part)
+        stays = ", and does not come back" if cause.comes_back is False else ""
+        return _was(cause, what + (f" ({how})" if how else "")) + stays
+
+    return say
+
+
+def _of_task(what: str) -> Callable[[Cause], str]:
+    """Tell what was done to the tasks of nodes, and what Slurm says of a node at that time."""
+
+    def say(cause: Cause) -> str:
+        tasks = "the task" if len(cause.hosts) == 1 else "the tasks"
+        was = "was" if len(cause.hosts) == 1 else "were"
+        node = f", while Slurm had the node as {cause.detail}" if cause.detail else ""
+        return f"{tasks} of {names(cause.hosts)} {was} {what} ({cause.signal or 'SIGTERM'}){node}"
+
+    return say
+
+
+def _time_limit(cause: Cause) -> str:
+    left = "" if cause.given_s is None else f", {duration(cause.given_s)} before it"
+    several = len(cause.hosts) > 1
+    return f"{names(cause.hosts)} left because of {'their' if several else 'its'} time limit{left}"
+
+
+def _asked(cause: Cause) -> str:
+    by = cause.signal or "a notice file, or the script"
+    return _was(cause, f"asked to leave ({by})")
+
+
+def _seen(cause: Cause) -> str:
+    of_one, of_several = _SEEN.get(cause.detail, (cause.detail, cause.detail))
+    return of_one if len(cause.hosts) == 1 else of_several
+
+
+def _lost(cause: Cause) -> str:
+    return f"{_was(cause, 'lost')} ({_seen(cause)})"
+
+
+def _leader_lost(cause: Cause) -> str:
+    return f"{names(cause.hosts)}, the leader, was lost ({_seen(cause)})"
+
+
+def _leader_changed(cause: Cause) -> str:
+    return f"{names(cause.hosts)}, the leader, was out of reach for a while"
+
+
+def _worker_failed(cause: Cause) -> str:
+    return (
+        f"a worker failed: {cause.detail}"
+        if cause.detail
+        else f"workers failed on {names(cause.hosts)}"
+    )
+
+
+def _returned(cause: Cause) -> str:
+    several = "up to " if len(cause.hosts) > 1 else ""
+    away = "" if cause.away_s is None else f" after {several}{duration(cause.away_s)} away"
+    return f"{names(cause.hosts)} came back{away}"
+
+
+_SAYS: dict[str, Callable[[Cause], str]] = {
+    "preempted": _announced("preempted"),
+    "signalled": _of_task("told to stop"),
+    "requeued": _of_task("requeued"),
+    "cancelled": _of_task("cancelled"),
+    "run ended": _of_task("told to stop, for its run had ended"),
+    "time limit": _time_limit,
+    "asked": _asked,
+    "given back": lambda c: _was(c, "given back to the queue"),
+    "excluded": lambda c: f"{_was(c, 'excluded')} ({c.detail})",
+    "gave up": lambda c: f"the agent of {names(c.hosts)} gave up ({c.detail})",
+    "agent ended": lambda c: f"the agent of {names(c.hosts)} was ended by {c.detail}",
+    "lost": _lost,
+    "leader lost": _leader_lost,
+    "leader changed": _leader_changed,
+    "out of reach": lambda c: _was(c, "out of reach for a while"),
+    "worker failed": _worker_failed,
+    "rejoined": lambda c: c.detail or "an agent joined anew",
+    "arrived": lambda c: f"{names(c.hosts)} joined",
+    "returned": _returned,
+}
+
+
+_SPECIAL: dict[str, Callable[[TimelineEntry], str]] = {
+    "started": _started,
+    "formed": _formed,
+    "ended": _ended,
+    "given back": _given_back,
+    "parked": _parked,
+    "excluded": _excluded,
+    "strike": _strike,
+    "crash loop": _crash_loop,
+    "brought back": _brought_back,
+    "hang": _hang,
+    "straggler": _straggler,
+    "preflight": _preflight,
+    "start failed": _start_failed,
+    "spare lost": _spare_lost,
+    "not saved": _not_saved,
+    "saved again": _saved_again,
+    "cancel": _cancel,
+    "preempt": _preempt,
+    "kill": _kill,
+    "resume": _resume,
+    "left": _left,
+    "gave up": _left,
+    "leader": lambda episode: because(episode.causes, episode.leader),
+}

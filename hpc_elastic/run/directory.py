@@ -1,0 +1,449 @@
+"""The run directory: every path in it and the frozen description of the run, in one place.
+
+Written by the submission (login node), read by every agent, worker and command. It lies on the
+shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
+folder for the submission itself. What is handed to Slurm in one piece is an *array* there, number
+k of the sweep: a job array, one task a node; or a *gang*, one job of several nodes.
+
+    <sweep>/.hpc_elastic/array-<k>.json   index in the array -> (run directory, slot)
+    <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
+    <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
+    <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
+    <sweep>/.hpc_elastic/array-<k>.replaced/  which jobs stand in place of tasks that are gone
+    <sweep>/.hpc_elastic/local-tasks.json launcher=local: what its tasks are at
+    <sweep>/.hpc_elastic/local-requests/  launcher=local: what agents and commands ask it for
+    <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
+    <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
+    <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
+    <run>/settings.json                   what was asked for: nodes and launcher.*; 0600
+    <run>/secret                          0600: authenticates every message between agents
+    <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
+    <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
+    <run>/rdzv/term.<epoch>/              through it a leader writes (`rendezvous.term`);
+                                          holds the notices that are not confirmed yet
+    <run>/notice/                         a file named like a task or a node: it is to be left
+    <run>/excluded.json                   nodes that the run is not to get again, and why
+    <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
+    <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
+    <run>/departing/                      through it tasks that go back at once ask Slurm
+    <run>/saves_to/                       where they are besides (`hpc_elastic.checkpoint.store`)
+    <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
+    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
+                                          says when it was written (`hpc_elastic.run.log_index`)
+    <run>/events/<task>.jsonl             what happened, one JSON object a line
+    <run>/metrics/<task>.prom             OpenMetrics of the task's node
+    <run>/results/                        return values of the workers, by rank
+    <run>/status.json                     the group as the leader sees it, about once a second
+    <run>/progress.jsonl                  the same over time, one JSON object a line, append only: a
+                                          line at each change of the group, and else every 5 s, in
+                                          a run of days more rarely (`rendezvous.run_status`)
+    <run>/cancelled                       who cancelled it, and when: no task of it comes back
+    <run>/result.json                     written once, when the run has ended
+    <run>/before-resume.<n>/              both of these, as the n-th `resume` of the run found them
+
+A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, epoch, nodes,
+world_size, step (the furthest), total_steps, samples, loss (the first rank's), blocked_s (seconds
+for which checkpoints have held up the workers of this round), checkpoint (the last step that was
+announced as saved), steps_per_s and samples_per_s (over half a minute); null where nothing is
+known. A line may be cut short, and one of a leader that was stopped while it wrote may follow those
+of a later epoch: `report.progress_log` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.shared_files import create_atomic, names_in, read_json, write_atomic
+
+SUBMISSION = ".hpc_elastic"
+AGENT_LOG = "agent.log"
+STATUS_SELDOM_S = 8.0
+"""Between two statuses that differ in their numbers alone, where a server has the run's files."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The user's function, as something that a fresh process can import.
+
+    ``script`` (a file) or ``module`` (a dotted name, for ``python -m``) is loaded, then
+    ``qualname`` is looked up in it. A ``hydra`` entry is called with the frozen config, a
+    ``function`` entry with ``args``.
+    """
+
+    kind: Literal["hydra", "function"]
+    qualname: str
+    script: str | None = None
+    module: str | None = None
+    args: list[Any] = field(default_factory=list)
+    cwd: str = "."
+    sys_path: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What was submitted. A requeued task runs exactly this."""
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: Nproc
+    max_restarts: int
+    entry: Entry
+    submission: str
+    """Absolute path of the sweep's ``.hpc_elastic``."""
+    tasks: list[tuple[int, int]]
+    """(array number k, index in it) of each slot of the run."""
+    launcher: Literal["slurm", "local"] = "slurm"
+    grow: Literal["boundary", "now", "never"] = "boundary"
+    grow_after_s: float = 60.0
+    min_wait_s: float | None = 300.0
+    interface: str | None = None
+    max_attempts_without_progress: int = 3
+    max_requeues: int | None = None
+    notice_s: float = 120.0
+    grace_s: float = 30.0
+    """Seconds between SIGTERM and SIGKILL when a task is preempted."""
+    kill_wait_s: float = 30.0
+    """The same when it is cancelled, or out of time."""
+    notice_signal: Literal["USR1", "USR2"] = "USR2"
+    gang: bool = False
+    """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
+    ft: bool = False
+    """Each node is a replica group of its own (`hpc_elastic.ft`)."""
+    partition: str | None = None
+    """As given to sbatch: a name, or several with commas; None: the default one."""
+    time_s: float | None = None
+    """Wall time that each task was submitted with; None: none, or not known exactly."""
+    whole_nodes: bool = False
+    """Whether each task asks for whole nodes, so that it shares none with other jobs."""
+    env: dict[str, str] = field(default_factory=dict)
+    rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Python, command line, git commit, dirty or not, host, user, time."""
+    generation: int = 0
+    """How often the run was resumed. Tasks of an earlier generation have no part in it any more."""
+
+    def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
+        """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
+
+        Args:
+            job_ids: Job ids by array number.
+        """
+        num_gang = self.min_nodes if self.gang else 0
+        return [
+            task_name(job_ids[k], index, gang=slot < num_gang)
+            for slot, (k, index) in enumerate(self.tasks)
+            if k in job_ids
+        ]
+
+    def requeues_left(self, attempt: int | None) -> int | None:
+        """Return how often a task may still go back to the queue; None: as often as it has to.
+
+        Args:
+            attempt: How often it has been there; None if unknown, which counts as never.
+        """
+        return None if self.max_requeues is None else self.max_requeues - (attempt or 0)
+
+    def to_json(self) -> str:
+        """Return the text of run.json."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSpec:
+        """Read run.json back.
+
+        Raises:
+            ValueError: the text is no run description of this version.
+        """
+        raw = json.loads(text)
+        try:
+            return cls(
+                **{
+                    **raw,
+                    "entry": Entry(**raw["entry"]),
+                    "tasks": [(k, i) for k, i in raw["tasks"]],
+                    "rendezvous": RendezvousSettings(**raw["rendezvous"]),
+                    "agent": AgentSettings(**raw["agent"]),
+                }
+            )
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a run description: {e}") from e
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths below one run directory, and atomic reads and writes of its files."""
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        """The frozen description, run.json."""
+        return self.path / "run.json"
+
+    @property
+    def hydra(self) -> Path:
+        """Folder of Hydra's frozen config."""
+        return self.path / ".hydra"
+
+    @property
+    def secret(self) -> Path:
+        """The key that agents authenticate each other by."""
+        return self.path / "secret"
+
+    @property
+    def first_term(self) -> Path:
+        """The term folder, as it is made with the run; see `rendezvous.term`."""
+        return self.rdzv / "term.0"
+
+    @property
+    def rdzv(self) -> Path:
+        """Folder of the leader's files."""
+        return self.path / "rdzv"
+
+    @property
+    def results(self) -> Path:
+        """Folder of the workers' return values."""
+        return self.path / "results"
+
+    @property
+    def status(self) -> Path:
+        """The group as the leader sees it."""
+        return self.path / "status.json"
+
+    @property
+    def progress(self) -> Path:
+        """The group over time, as its leaders have seen it."""
+        return self.path / "progress.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended; exists once it has."""
+        return self.path / "result.json"
+
+    @property
+    def settings(self) -> Path:
+        """What was asked for at the last submission, as `settings.as_config` says it."""
+        return self.path / "settings.json"
+
+    @property
+    def departing(self) -> Path:
+        """Tasks that are requeued at once ask Slurm together, here (`combined_requests`)."""
+        return self.path / "departing"
+
+    @property
+    def cancelled(self) -> Path:
+        """Who cancelled the run, and when; exists from before the first task is cancelled on."""
+        return self.path / "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended or is cancelled: no task of it starts or comes back.
+
+        The folder is opened anew, which makes a client of NFS ask the server.
+        """
+        ends = (self.result.name, self.cancelled.name)
+        return not names_in(self.path).isdisjoint(ends)
+
+    @property
+    def excluded(self) -> Path:
+        """Nodes that the run is not to get again, each with the reason."""
+        return self.path / "excluded.json"
+
+    @property
+    def avoided(self) -> Path:
+        """Folder of which task avoids its last node for now (`hpc_elastic.slurm.requeue`)."""
+        return self.path / "avoided"
+
+    @property
+    def notices(self) -> Path:
+        """Folder of notice files: a file named like a task, a host, or ``all`` asks to leave."""
+        return self.path / "notice"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie as a rule: the script says where, and may say something else."""
+        return self.path / "checkpoints"
+
+    @property
+    def saves_to(self) -> Path:
+        """Folder of the other directories of checkpoints (`hpc_elastic.checkpoint.store`)."""
+        return self.path / "saves_to"
+
+    @property
+    def tasks(self) -> Path:
+        """Folder of the logs of all tasks, each with a folder of its own."""
+        return self.path / "tasks"
+
+    def attempt(self, task: str, attempt: int) -> Path:
+        """Return the log folder of one attempt of one task."""
+        return self.tasks / task / f"attempt-{attempt}"
+
+    @property
+    def event_logs(self) -> Path:
+        """Folder of the event logs of all tasks."""
+        return self.path / "events"
+
+    def events(self, task: str) -> Path:
+        """Return the event log of one task."""
+        return self.event_logs / f"{task}.jsonl"
+
+    def metrics(self, task: str) -> Path:
+        """Return the metrics of one task."""
+        return self.path / "metrics" / f"{task}.prom"
+
+    def load(self) -> RunSpec:
+        """Return the frozen description of the run.
+
+        Raises:
+            RunDirectoryError: there is none, or it was written by another version.
+        """
+        try:
+            return RunSpec.from_json(self.spec.read_text())
+        except (FileNotFoundError, NotADirectoryError) as e:
+            remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
+            raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
+        except PermissionError as e:
+            why = f"{self.spec}: {e.strerror}: only its owner, and root, may look into the run"
+            raise RunDirectoryError(why) from e
+        except (OSError, ValueError, RecursionError) as e:
+            raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
+
+    def create(self, spec: RunSpec) -> None:
+        """Make the directory with its description and a fresh secret (login node, once).
+
+        Raises:
+            RunDirectoryError: it holds a run already.
+        """
+        for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not create_atomic(self.spec, spec.to_json(), mode=0o600):
+            raise self.taken()
+        self.first_term.mkdir(exist_ok=True)
+        write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
+
+    def taken(self) -> RunDirectoryError:
+        """Return the error that says that a run is here already."""
+        remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
+        return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
+
+
+@dataclass(frozen=True)
+class ArrayFiles:
+    """The files of one array of a submission: ``array-<k>.*``.
+
+    Attributes:
+        stem: Their path without the suffix.
+    """
+
+    stem: Path
+
+    @classmethod
+    def of(cls, file: Path) -> ArrayFiles:
+        """Return the files of the array that one of them belongs to."""
+        return cls(file.with_suffix(""))
+
+    @property
+    def number(self) -> int:
+        """The array's number k in the sweep."""
+        return int(self.stem.name.removeprefix("array-"))
+
+    @property
+    def tasks(self) -> Path:
+        """Which run and slot each index is; the argument of `hpc_elastic.agent`."""
+        return self.stem.with_suffix(".json")
+
+    def run_dirs(self) -> list[Path]:
+        """Return the run directory of each task.
+
+        Raises:
+            RunDirectoryError: its file is missing, or damaged.
+        """
+        found = read_json(self.tasks)
+        if found is None:
+            raise RunDirectoryError(f"{self.tasks.parent} has no {self.tasks.name}")
+        try:
+            return [Path(run["dir"]) for run in found["runs"]]
+        except (KeyError, TypeError) as e:
+            raise RunDirectoryError(f"{self.tasks} is damaged: it names no runs") from e
+
+    @property
+    def script(self) -> Path:
+        """The batch script."""
+        return self.stem.with_suffix(".sbatch")
+
+    @property
+    def nodes(self) -> Path:
+        """A gang's nodes as it was given them."""
+        return self.stem.with_suffix(".nodes")
+
+    @property
+    def job_id_file(self) -> Path:
+        """Where the job id stands."""
+        return self.stem.with_suffix(".jobid")
+
+    @property
+    def job_id(self) -> str | None:
+        """Return the job id; None as long as the array was not submitted."""
+        try:
+            return self.job_id_file.read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+
+    def submitted_as(self, job_id: str) -> None:
+        """Write the job id down (submission; a task whose script was submitted by hand)."""
+        write_atomic(self.job_id_file, job_id + "\n")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Paths below a sweep's ``.hpc_elastic``."""
+
+    path: Path
+
+    @property
+    def logs(self) -> Path:
+        """Folder of what Slurm captures of each task."""
+        return self.path / "logs"
+
+    def log(self, task: str) -> Path:
+        """Return what Slurm captures of a task; of a gang's job, by its id, the batch script's."""
+        return self.logs / f"{task}.log"
+
+    @property
+    def local_tasks(self) -> Path:
+        """The local launcher's table of its tasks, which stands in for squeue."""
+        return self.path / "local-tasks.json"
+
+    @property
+    def local_requests(self) -> Path:
+        """Folder of what the local launcher is asked for (`hpc_elastic.slurm.scheduler`)."""
+        return self.path / "local-requests"
+
+    def array(self, number: int) -> ArrayFiles:
+        """Return the files of one array."""
+        return ArrayFiles(self.path / f"array-{number}")
+
+    def arrays(self) -> list[ArrayFiles]:
+        """Return the arrays that were laid out, submitted or not, by number."""
+        found = {ArrayFiles.of(file) for file in self.path.glob("array-*.*")}
+        numbered = (array for array in found if array.stem.name.removeprefix("array-").isdecimal())
+        return sorted(numbered, key=lambda array: array.number)
+
+    def job_ids(self) -> dict[int, str]:
+        """Return the job ids of the arrays that were submitted, by number."""
+        ids = {array.number: array.job_id for array in self.arrays()}
+        return {number: job_id for number, job_id in ids.items() if job_id}
+
+
+def task_name(job_id: str, index: int, *, gang: bool = False) -> str:
+    """Return the name of a task: ``<array job id>_<index>``, in a gang ``<job id>.<node id>``."""
+    return f"{job_id}{'.' if gang else '_'}{index}"

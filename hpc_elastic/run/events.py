@@ -1,0 +1,164 @@
+"""The event log: everything that happened to a run, one JSON object a line, append only.
+
+Each line has ``v`` (the version of the schema), ``time`` (Unix seconds), ``kind``, ``task`` and
+fields of its kind; `hpc_elastic.run.event_schema` lists them. Every task writes its own file, so
+that nothing is interleaved on a shared file system.
+
+Readers pass over what they do not know: a run may have been started by a newer version.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+"""It changes when a kind or a field changes its meaning or goes, not when one is added."""
+
+_LOGGED_CHARS = 500
+_KEPT = 1000
+"""Lines that wait for a file system to take them."""
+_LATEST = 1e11
+"""Unix seconds; what claims to be later than that is no time."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """Appends the events of one task; any thread may.
+
+    What a file system does not take, because it is full or does not answer, is written by the next
+    call that it lets through.
+    """
+
+    path: Path
+    task: str
+    _waiting: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    _lock: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event."""
+        self.append([self.line(kind, **fields)])
+
+    def write_behind(self, kind: str, **fields: Any) -> None:
+        """Append one event of now in a thread of its own: nobody waits for the file system."""
+        line = self.line(kind, **fields)
+        try:
+            threading.Thread(target=self.append, args=([line],), daemon=True).start()
+        except RuntimeError:  # no more threads: waiting is the lesser evil
+            self.append([line])
+
+    def line(self, kind: str, **fields: Any) -> str:
+        """Return the line of an event that happens now, for `append`."""
+        line = json.dumps(
+            {"v": VERSION, "time": time.time(), "kind": kind, "task": self.task, **fields}
+        )
+        _log.info("%s", line[:_LOGGED_CHARS])
+        return line
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Append events, none even, and those before them that could not be written so far."""
+        with self._lock:
+            self._waiting.extend(lines)
+            if not self._waiting:
+                return
+            try:
+                _append(self.path, "".join(f"{line}\n" for line in self._waiting).encode())
+            except OSError as e:
+                num_lost = max(0, len(self._waiting) - _KEPT)
+                del self._waiting[:num_lost]
+                told = "%s: %d events not written so far, %d lost: %s"
+                _log.warning(told, self.path, len(self._waiting), num_lost, e)
+            else:
+                self._waiting.clear()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of it, or nothing: a disk that is nearly full takes a part."""
+    with path.open("ab", buffering=0) as f:
+        before = f.seek(0, os.SEEK_END)
+        if f.write(data) < len(data):
+            f.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@dataclass
+class EventReader:
+    """Reads the events of all tasks of a run, and later those that have come since.
+
+    Args:
+        folder: The run's ``events``; it need not be there yet.
+    """
+
+    folder: Path
+    _read: dict[Path, int] = field(default_factory=dict)
+    """How many bytes of each file were read, up to the end of a line."""
+
+    def new(self) -> list[Event]:
+        """Return what has come since the last call, in order of time.
+
+        A line that is still being written comes the next time; one that was torn, because the
+        process or its node ended, is left out.
+
+        Raises:
+            OSError: the file system does not answer.
+        """
+        events = [e for path in self._files() for e in self._new_in(path)]
+        return sorted(events, key=lambda e: float(e["time"]))
+
+    def _files(self) -> list[Path]:
+        try:
+            names = os.listdir(self.folder)  # noqa: PTH208 - glob is silent where it may not look
+        except FileNotFoundError:
+            return []
+        return [self.folder / name for name in sorted(names) if name.endswith(".jsonl")]
+
+    def _new_in(self, path: Path) -> Iterator[Event]:
+        with path.open("rb") as f:
+            f.seek(self._read.get(path, 0))
+            whole, newline, _ = f.read().rpartition(b"\n")
+        self._read[path] = self._read.get(path, 0) + len(whole) + len(newline)
+        for line in whole.splitlines():
+            event = _parsed(line)
+            if event is not None:
+                yield event
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Return the events of all tasks of a run, in order of time; torn lines are left out."""
+    return EventReader(folder).new()
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _parsed(line: bytes) -> Event | None:
+    """Return the event of a line; None: it is none.
+
+    An attempt that was killed while it wrote leaves half a line, and the next attempt goes on in
+    it.
+    """
+    for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):
+        try:
+            event = json.loads(text, parse_constant=_refuse)
+            at = float(event["time"])
+            str(event["kind"]), str(event["task"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if 0.0 <= at <= _LATEST:
+            return dict(event)
+    return None

@@ -1,0 +1,93 @@
+"""Which runs this user has submitted from this account: one small file for each submission.
+
+They lie in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not set). It
+is a list of paths and no more: what a run is doing stands in its run directory, and one that was
+deleted is not listed. One that can not be looked at just now is: ``last`` is never another run for
+it. A home directory that can not be written costs the list, never a submission.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import read_json, write_atomic
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """One run.
+
+    Attributes:
+        run_id: Its id.
+        path: Its run directory.
+        submitted: Unix seconds.
+    """
+
+    run_id: str
+    path: Path
+    submitted: float
+
+
+def user() -> str:
+    """Return the name of this account; its number where it has none, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def folder() -> Path:
+    """Return where the list is kept."""
+    state = os.environ.get("XDG_STATE_HOME")
+    base = Path(state) if state else Path.home() / ".local" / "state"
+    return base / "hpc_elastic" / "submissions"
+
+
+def add(runs: Mapping[str, Path]) -> None:
+    """Write down what was submitted together, by run id."""
+    now = time.time()
+    entry = {"submitted": now, "runs": {run_id: str(path) for run_id, path in runs.items()}}
+    try:
+        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = f"{int(now * 1000):015d}-{secrets.token_hex(4)}.json"
+        write_atomic(folder() / name, json.dumps(entry) + "\n")
+    except (OSError, RuntimeError) as e:  # RuntimeError: there is no home directory
+        _log.warning("hpc-elastic list will not show what was submitted now: %s", e)
+
+
+def newest_first() -> Iterator[KnownRun]:
+    """Yield the runs whose directories are still there, as far as that can be told."""
+    try:
+        files = sorted(folder().glob("*.json"), reverse=True)
+    except (OSError, RuntimeError):
+        return
+    for file in files:
+        yield from _read(file)
+
+
+def _read(file: Path) -> Iterator[KnownRun]:
+    try:
+        entry = read_json(file) or {}
+        found = [KnownRun(i, Path(p), float(entry["submitted"])) for i, p in entry["runs"].items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        _log.warning("%s is passed over: %s", file, e)
+        return
+    yield from (run for run in reversed(found) if _may_be_there(RunDir(run.path)))
+
+
+def _may_be_there(run: RunDir) -> bool:
+    try:
+        return run.spec.exists()
+    except OSError:  # no right to look, a stale handle, a server that is away
+        return True

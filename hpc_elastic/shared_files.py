@@ -1,0 +1,445 @@
+"""Files of a folder that several machines share: how they are written, found and read.
+
+Writers replace a file in one step, so a reader sees a whole file or none.
+
+A client of a shared file system remembers names, also the names of files that were not there. NFS
+asks the server again when a folder or a file is *opened*; `exists`, `stat`, and the search for a
+path's last name are answered from memory, for up to a minute. So:
+
+**Absence is never concluded from a path. The folder is listed first, and what the listing names is
+opened.** `names_in`, `is_there` and `read_json` keep that rule; whatever waits for a file of a run
+uses them. The same holds for the folder itself where others may rename or make it: list its parent.
+Whether a file or a folder has changed is seen by `status_of`, which opens it.
+
+Two kinds of mounts need more than that; what is said of them was seen on Linux's NFS client.
+Without close-to-open consistency (``nocto``) not even opening asks the server: `refresh` makes the
+client do so, by statx(2) with AT_STATX_FORCE_SYNC. And a client of NFS 3 knows a change of a folder
+by its time alone, so that it may never see what happened within the same tick of the server's clock
+as its last look: it forgets what it knows of a folder by posix_fadvise(2) with POSIX_FADV_DONTNEED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import DamagedFileError
+
+_AT_FDCWD, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, _STATX_BYTES = -100, 0x2000, 0x7FF, 256
+_LIBC = ctypes.CDLL(None, use_errno=True) if hasattr(ctypes.CDLL(None), "statx") else None
+"""None: a C library older than statx(2)."""
+
+
+def write_atomic(
+    path: Path, content: str | bytes, *, mode: int = 0o644, staged_in: Path | None = None
+) -> None:
+    """Replace a file in one step: a reader sees the old content or the new, never a part.
+
+    Args:
+        path: The file.
+        content: What it is to hold.
+        mode: Its permissions.
+        staged_in: A folder of the same file system to write it in first; None: its own. If that
+            folder is renamed meanwhile, the file is not replaced, and `FileNotFoundError` is
+            raised.
+    """
+    staged = _stage(path, content, mode, staged_in or path.parent)
+    try:
+        staged.replace(path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+
+
+def create_atomic(path: Path, text: str, *, mode: int = 0o644) -> bool:
+    """Make a file that nobody else has made, in one step; False if somebody has.
+
+    Where the reply to link(2) is lost, the file is there although the call failed. Only its content
+    tells whose it is: a count of links may come from a cache, and inode numbers may change.
+
+    Args:
+        path: The file.
+        text: What it is to hold: unlike what any other caller writes there.
+        mode: Its permissions.
+
+    Raises:
+        OSError: it is not there, and could not be made.
+    """
+    staged = _stage(path, text, mode, path.parent)
+    try:
+        os.link(staged, path)
+    except OSError:
+        if not is_there(path):
+            raise
+        return path.read_bytes() == text.encode()
+    finally:
+        with contextlib.suppress(OSError):
+            staged.unlink()
+    return True
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Return what a folder holds, as its server says; nothing if the folder is not there.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    try:
+        return frozenset(names_listed(folder))
+    except FileNotFoundError:
+        return frozenset()
+
+
+def names_listed(folder: Path) -> list[str]:
+    """Return what a folder holds, as its server says.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: the file system does not answer.
+    """
+    mount = _mount_of(folder)
+    if not mount.opened_is_fresh:
+        _ask_about(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if mount.changes_by_time or not mount.opened_is_fresh:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return os.listdir(fd)  # noqa: PTH208 - not by its path
+    finally:
+        os.close(fd)
+
+
+def refresh(path: Path) -> None:
+    """Have the client ask the server for a file, where opening it would not.
+
+    Args:
+        path: A file, or a folder that is no mount point.
+
+    Raises:
+        OSError: it is not there, or the file system does not answer.
+    """
+    if not _mount_of(path.parent).opened_is_fresh:
+        _ask_about(path)
+
+
+def _ask_about(path: Path) -> None:
+    if _LIBC is None:
+        return
+    args = (_AT_FDCWD, os.fsencode(path), _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS)
+    if _LIBC.statx(*args, ctypes.create_string_buffer(_STATX_BYTES)):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), str(path))
+
+
+@functools.lru_cache(4096)
+def _mount_of(path: Path) -> Mount:
+    return Mount.of(path)
+
+
+def is_there(path: Path) -> bool:
+    """Tell whether a file or folder is there, as its server says.
+
+    Raises:
+        OSError: the file system does not answer.
+    """
+    return path.name in names_in(path.parent)
+
+
+def status_of(path: Path) -> os.stat_result:
+    """Return the attributes of a file or folder, as its server says.
+
+    Raises:
+        OSError: it is not there, or may not be read.
+    """
+    refresh(path)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_behind(path: Path, *, wait_s: float = 0.0) -> None:
+    """Begin to remove a file that nobody needs any more; it stays where that fails.
+
+    Nothing is to wait for the end of it: a server of NFS holds a removal up for 100 s where it has
+    to recall a delegation from a client that is dead.
+
+    Args:
+        path: The file; if it is being removed already, nothing is begun.
+        wait_s: Wait for so long at most.
+    """
+    name = f"removal of {path}"
+    if any(thread.name == name for thread in threading.enumerate()):
+        return
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    thread = threading.Thread(target=remove, name=name, daemon=True)
+    with contextlib.suppress(RuntimeError):  # no more threads: it stays
+        thread.start()
+        thread.join(wait_s)
+
+
+def _stage(path: Path, content: str | bytes, mode: int, folder: Path) -> Path:
+    """Write to a hidden file of a folder, beside the one that it is for as a rule."""
+    staged = folder / f".{path.name}.{secrets.token_hex(8)}"
+    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            remaining = memoryview(content.encode() if isinstance(content, str) else content)
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
+            if os.fstat(fd).st_mode & 0o777 != mode:  # the umask is stricter
+                os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    return staged
+
+
+def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[str, Any] | None:
+    """Return the object in a JSON file that is written atomically; None where there is none yet.
+
+    Args:
+        path: The file.
+        read: How it is read; `read_undelegated` for a file that others change later.
+
+    Raises:
+        DamagedFileError: it is no JSON.
+        OSError: it may not be read.
+    """
+    try:
+        text = read_listed(path, read)
+        value = None if text is None else json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise DamagedFileError(f"{path} is damaged: {e}") from e
+    return value if isinstance(value, dict) else None
+
+
+def read_undelegated(path: Path) -> str:
+    """Return the text of a file that another node removes or appends to after this one's death.
+
+    A server of NFS 4 gives a delegation of what is read. It would have to recall that from the dead
+    node, which takes 100 s; the other node waits for that, and if it removes the file, so do all
+    who use its folder there. So this client gives it back at once: Linux's does so before it
+    changes a mode.
+    """
+    with path.open(errors="replace") as file:
+        text = file.read()
+        with contextlib.suppress(OSError):  # it is somebody else's, or the disk is read-only
+            os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+    return text
+
+
+def read_listed(path: Path, read: Callable[[Path], str] = Path.read_text) -> str | None:
+    """Return the text of a file; None if it is not there.
+
+    Args:
+        path: The file.
+        read: How it is read.
+
+    Raises:
+        OSError: it may not be read.
+    """
+    try:
+        refresh(path)
+        return read(path)
+    except FileNotFoundError:
+        if not is_there(path):
+            return None
+    try:
+        return read(path)
+    except FileNotFoundError:  # it was removed since
+        return None
+
+
+# ---- What the mount under a folder says: its file system, and how old an answer may be there
+# An NFS client answers from its caches for as long as its mount options allow. With close-to-open
+# consistency, the default, opening a file or a folder asks the server, so what is opened anew is
+# as the server has it. With ``nocto`` it may be as old as attributes may be: 60 s by default.
+# Other file systems are coherent by locks or tokens of their servers, or name a time in their
+# manuals.
+#
+# The kernel shows the options that differ from the defaults, so the defaults of nfs(5) are here.
+
+
+LOCAL = frozenset(
+    [
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay", "squashfs"),
+        *("vfat", "f2fs", "bcachefs", "jfs", "reiserfs", "devtmpfs"),
+    ]
+)
+"""File systems that belong to one machine, unless it exports them."""
+
+SANDBOX = "fuse.hpc_elastic_nfs"
+"""The sandbox's model of an NFS client, which shows its options in the place of its source."""
+
+_NFS = frozenset(["nfs", "nfs4", SANDBOX])
+_NFS_DEFAULTS_S = {"acregmin": 3.0, "acregmax": 60.0, "acdirmin": 30.0, "acdirmax": 60.0}
+_BOUNDS_S = {
+    **dict.fromkeys(("lustre", "gpfs", "ceph", "fuse.ceph", "fuse.ceph-fuse"), 0.0),
+    **dict.fromkeys(("ocfs2", "gfs2"), 0.0),
+    **dict.fromkeys(("beegfs", "fuse.glusterfs", "glusterfs", "virtiofs"), 1.0),
+}
+"""Of file systems that are not NFS: how old an answer may be with their default settings."""
+_UNKNOWN_S = 60.0
+"""Of all others, and of a mount that is not found: as on an NFS without close-to-open."""
+_TELLING = (
+    *("vers", "cto", "nocto", "noac", "acregmin", "acregmax", "acdirmin", "acdirmax"),
+    *("lookupcache", "hard", "soft", "softerr", "timeo", "retrans", "sync"),
+    *("local_lock", "nolock", "flock", "localflock", "noflock"),
+)
+
+
+@dataclass(frozen=True)
+class Mount:
+    """The mount that a path lies on.
+
+    Attributes:
+        kind: Type of the file system, such as ``nfs4``, as the kernel names it; empty if unknown.
+        source: What is mounted, such as ``server:/export``.
+        options: The options of the mount and of its file system, as far as the kernel shows them,
+            by name; empty values where an option has none.
+    """
+
+    kind: str = ""
+    source: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path) -> Mount:
+        """Return the mount that a path lies on, or that its nearest folder that is there lies on.
+
+        Nothing is raised: a mount of unknown kind is the answer where the kernel has none.
+        """
+        for place in (path, *path.absolute().parents):
+            with contextlib.suppress(OSError, ValueError):
+                number = _mount_id(place)
+                return find(Path("/proc/self/mountinfo").read_text(errors="replace"), number)
+        return cls()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its operations ask no server."""
+        return self.kind in LOCAL
+
+    @property
+    def is_nfs(self) -> bool:
+        """Whether the options of nfs(5) hold for it."""
+        return self.kind in _NFS
+
+    @property
+    def changes_by_time(self) -> bool:
+        """Whether a change of a folder is known by its time alone, which has coarse ticks."""
+        return self.kind == "nfs" and self.options.get("vers", "").startswith("3")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how old an answer may be on such a file system."""
+        return self.is_nfs or self.is_local or self.kind in _BOUNDS_S
+
+    @property
+    def telling(self) -> dict[str, str]:
+        """The options that matter to a run: how names, times, writes and locks behave."""
+        return {name: self.options[name] for name in _TELLING if name in self.options}
+
+    @property
+    def opened_is_fresh(self) -> bool:
+        """Whether a file or folder that is opened anew is as its server has it."""
+        return self.stale_s == 0
+
+    @property
+    def stale_s(self) -> float:
+        """How old the content of a file or folder may be that is opened anew, in seconds.
+
+        An upper bound: what another node had written and closed so long before is seen. 0 where
+        each opening asks the server.
+        """
+        if not self.is_nfs:
+            return self._bound_s()
+        if "nocto" not in self.options:
+            return 0.0
+        return max(self._nfs_s("acregmax"), self._nfs_s("acdirmax"))
+
+    @property
+    def refreshed_stale_s(self) -> float:
+        """The same of one that is opened after `files.refresh`, which an NFS client obeys."""
+        return 0.0 if self.is_nfs else self.stale_s
+
+    @property
+    def path_stale_s(self) -> float:
+        """How long a path may be answered from memory, its absence too, if no folder is opened.
+
+        An upper bound, in seconds: for the look-ups of a name, as by ``stat`` or ``exists``.
+        """
+        if not self.is_nfs:
+            return self._bound_s()
+        return 0.0 if self.options.get("lookupcache") == "none" else self._nfs_s("acdirmax")
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether a node may keep what it writes into an open file, unseen by others, for long."""
+        return self.is_nfs or self._bound_s() > 0
+
+    def _bound_s(self) -> float:
+        return 0.0 if self.is_local else _BOUNDS_S.get(self.kind, _UNKNOWN_S)
+
+    def _nfs_s(self, name: str) -> float:
+        """Return the value of one of the four times for which NFS keeps attributes."""
+        if "noac" in self.options:
+            return 0.0
+        return float(self.options.get(name, _NFS_DEFAULTS_S[name]))
+
+
+def find(mountinfo: str, mount_id: int) -> Mount:
+    """Return a mount of ``/proc/self/mountinfo`` by its number; of unknown kind if it has none.
+
+    The kernel says for every open file which mount it is on, so bind mounts, mounts in mounts and
+    mounts that others hide need no rules of ours.
+    """
+    for line in mountinfo.splitlines():
+        words = line.split(" ")
+        if words[0] != str(mount_id):
+            continue
+        kind, source, shown = (*words[words.index("-") + 1 :], "", "", "")[:3]
+        given = [words[5], shown, source if kind == SANDBOX else ""]
+        pairs = (option.partition("=") for part in given for option in part.split(",") if option)
+        options = {name: _unescape(value) for name, _, value in pairs}
+        return Mount(_unescape(kind), _unescape(source), options)
+    return Mount()
+
+
+def _mount_id(path: Path) -> int:
+    """Return the number of the mount that a path lies on.
+
+    Raises:
+        OSError: the path cannot be looked up.
+        ValueError: the kernel does not say.
+    """
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    finally:
+        os.close(fd)
+    return int(dict(line.split(":", 1) for line in lines)["mnt_id"])
+
+
+def _unescape(text: str) -> str:
+    r"""Return a word of the kernel's tables as it was: ``\040`` is a blank."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)

@@ -1,0 +1,409 @@
+"""Whose turn it is among the runs of a sweep, by what Slurm's queue shows (pure).
+
+The runs of a sweep compete for the same nodes, and Slurm knows nothing of a run's minimum: it
+starts one task of a run wherever a node is free. Two rules keep nodes from being held in vain, and
+from being idle while a run could use them:
+
+- A run below its minimum gives its nodes back at once when it waits in vain (`waits_in_vain`): what
+  it lacks is held by runs of the sweep that train, or an earlier run can begin with its nodes.
+- A run that trains, and one that ends, lets others start that stay away from the queue, as soon as
+  there are idle nodes for their minimum (`let_start`).
+
+The runs have an order, that of the sweep. A run gives way to an earlier one only, so two runs do
+not take each other's nodes in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.run.directory import ArrayFiles, RunDir, RunSpec, Submission, task_name
+from hpc_elastic.run.fencing import last_record
+from hpc_elastic.shared_files import is_there
+from hpc_elastic.slurm import nodelist
+from hpc_elastic.slurm.client import RELEASE_DELAY_S, SlurmClient
+from hpc_elastic.slurm.job_state import Phase, TaskState, remedy
+from hpc_elastic.slurm.requeue import excluded, followed, list_followed
+
+AWAY_S = 12.0
+"""A task whose start lies further ahead stays away; one that requeues itself is back sooner."""
+
+_IDLE = "idle"
+_LOST = {
+    *("down", "drained", "draining", "drng", "drain", "fail", "failing", "error", "future"),
+    *("inval", "maint", "unknown", "reboot", "perfctrs"),
+}
+"""States of nodes that will not come to a job that waits; any state with a mark ``*`` as well."""
+
+
+@dataclass(frozen=True)
+class QueuedRun:
+    """One run of a sweep, as the queue shows it.
+
+    Attributes:
+        name: What to call it.
+        min_nodes: Its minimum.
+        tasks: Its tasks that Slurm lists, in the order of their slots; a gang's job is one of them.
+        num_gang: How many nodes its gang has; 0: it has none.
+        has_started: Whether a task of it has ever run. Before that, a start that lies ahead was
+            asked for by the user.
+        avoids: Nodes on which no task of it starts.
+        lost: Tasks whose attempt was lost, and which one: Slurm may call it running for minutes.
+            Its node may come to the run again, unless it does not answer.
+    """
+
+    name: str
+    min_nodes: int
+    tasks: Mapping[str, TaskState]
+    num_gang: int = 0
+    has_started: bool = True
+    avoids: frozenset[str] = frozenset()
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that it has."""
+        return [
+            node
+            for name, state in self.tasks.items()
+            if state.phase is Phase.RUNNING and not self._is_lost(name, state)
+            for node in nodelist.expand(state.node)
+        ]
+
+    def _is_lost(self, task: str, state: TaskState) -> bool:
+        return task in self.lost and (state.restarts or 0) <= self.lost[task]
+
+    @property
+    def lacks(self) -> int:
+        """How many nodes it lacks to its minimum."""
+        return max(0, self.min_nodes - len(self.nodes))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or was never submitted."""
+        return all(state.phase is Phase.ENDED for state in self.tasks.values())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it holds nodes, and too few to train."""
+        return bool(self.nodes) and self.lacks > 0
+
+    @property
+    def away(self) -> list[str]:
+        """Its tasks that wait, and may not start yet."""
+        return [
+            name
+            for name, state in self.tasks.items()
+            if self.has_started and state.is_held and (state.starts_in_s or 0.0) > AWAY_S
+        ]
+
+    @property
+    def num_waiting(self) -> int:
+        """How many nodes its tasks wait for that may start as soon as a node is free.
+
+        Of a run with a gang, only that counts: its other tasks may not start before the gang. Tasks
+        that a user holds, or that wait for something else that no free node brings, do not count.
+        """
+        away = self.away
+        tasks = [n for n, s in self.tasks.items() if _waits_for_a_node(s) and n not in away]
+        return sum(self.size(n) for n in tasks if not self.num_gang or "_" not in n)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its tasks wait for a limit of the user's or the array's, not for free nodes."""
+        waiting = (s for s in self.tasks.values() if s.phase is Phase.PENDING)
+        return any("Limit" in state.reason for state in waiting)
+
+    def size(self, task: str) -> int:
+        """Return how many nodes one of its tasks has: one, or the gang's."""
+        return 1 if "_" in task else self.num_gang
+
+
+def _waits_for_a_node(state: TaskState) -> bool:
+    waits = state.phase is Phase.PENDING and remedy(state.reason) is None
+    return waits or state.phase is Phase.LEAVING
+
+
+@dataclass(frozen=True)
+class NodeSupply:
+    """The nodes that a run may get.
+
+    Attributes:
+        states: The state of each, in sinfo's words.
+        are_whole: Whether a task gets whole nodes: then a node that a task has is not for others.
+    """
+
+    states: Mapping[str, str]
+    are_whole: bool
+
+    def num_idle(self, run: QueuedRun) -> int:
+        """Return how many are idle on which a run's tasks may start."""
+        if run.is_limited:
+            return 0
+        idle = (name for name, state in self.states.items() if state == _IDLE)
+        return sum(name not in run.avoids for name in idle)
+
+    def num_coming(self, run: QueuedRun, held: Set[str]) -> int:
+        """Return how many may come to a run that waits, beside those that the sweep holds."""
+        if run.is_limited:
+            return 0
+        here = (name for name, state in self.states.items() if _may_come(state))
+        mine = (name for name in here if name not in run.avoids)
+        return sum(not self.are_whole or name not in held for name in mine)
+
+
+def _may_come(state: str) -> bool:
+    return "*" not in state and state.rstrip("~#%+@!^-$") not in _LOST
+
+
+def waits_in_vain(runs: Sequence[QueuedRun], own: int, nodes: NodeSupply) -> str | None:
+    """Return why a run waits in vain for its minimum; None if it may yet get it.
+
+    Args:
+        runs: The runs of the sweep in their order.
+        own: The place of the run that asks.
+        nodes: The nodes that the run may get.
+    """
+    me = runs[own]
+    if not me.is_short:
+        return None
+    short = [at for at, run in enumerate(runs) if run.is_short]
+    first = _give_way(runs, short, nodes).get(own)
+    if first is not None:
+        return f"run {runs[first].name} of the sweep is earlier, and can begin with these nodes"
+    later = sum(len(runs[at].nodes) for at in short if at > own)
+    held = {node for run in runs for node in run.nodes}
+    if me.lacks <= later + nodes.num_coming(me, held):
+        return None
+    return "other runs of the sweep hold the nodes that it lacks"
+
+
+def _give_way(runs: Sequence[QueuedRun], short: Sequence[int], nodes: NodeSupply) -> dict[int, int]:
+    """Return which of the runs that hold too few nodes give way, and to which earlier one each.
+
+    The first run gets what it lacks from the last ones, then the second, and so on.
+    """
+    gives_way: dict[int, int] = {}
+    last, idle_spent = len(short), 0
+    for place, at in enumerate(short):
+        idle = min(runs[at].lacks, max(0, nodes.num_idle(runs[at]) - idle_spent))
+        lacks, rest = runs[at].lacks - idle, last
+        while lacks > 0 and rest - 1 > place:
+            rest -= 1
+            lacks -= len(runs[short[rest]].nodes)
+        if lacks <= 0:
+            gives_way |= dict.fromkeys(short[rest:last], at)
+            last, idle_spent = rest, idle_spent + idle
+    return gives_way
+
+
+def let_start(
+    runs: Sequence[QueuedRun],
+    own: int,
+    nodes: NodeSupply,
+    *,
+    ends: bool = False,
+    lost: Set[str] = frozenset(),
+) -> list[str]:
+    """Return the tasks that stay away and are to start, for there are nodes for them.
+
+    The minimum of each run in turn; then the further nodes of the run that asks.
+
+    Args:
+        runs: The runs of the sweep in their order.
+        own: The place of the run that asks: it trains, or it ends.
+        nodes: The nodes that they may get.
+        ends: Whether it ends, so that its nodes are free soon.
+        lost: Its tasks that were lost: they are brought back by other rules.
+    """
+    me = runs[own]
+    freed = len(me.nodes) if ends else 0
+    taken = 0
+    started: list[str] = []
+    for run in (run for at, run in enumerate(runs) if at != own and run.lacks and not run.is_over):
+        free = max(0, nodes.num_idle(run) + freed - taken)
+        missing = run.lacks - run.num_waiting
+        if missing > 0 and (run.lacks > free or not run.away):
+            continue
+        started += _as_many(run, missing)
+        taken += min(free, run.lacks)
+    if not ends and me.lacks == 0:
+        away = [task for task in me.away if task not in lost]
+        started += away[: max(0, nodes.num_idle(me) - taken)]
+    return started
+
+
+def _as_many(run: QueuedRun, num_nodes: int) -> list[str]:
+    """Return the first tasks of a run that stay away, for so many nodes."""
+    chosen: list[str] = []
+    for task in run.away:
+        if num_nodes <= 0:
+            break
+        chosen.append(task)
+        num_nodes -= run.size(task)
+    return chosen
+
+
+# ---- The runs of one sweep in Slurm's queue: what `sweep_queue` decides, asked and carried out
+
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0
+"""How often the first run that trains looks whether others may start that stay away; the n-th n
+times as seldom, so that any number of runs asks Slurm no more than a few do."""
+LOOK_SELDOM_S = 30.0
+"""The same, where at the last look none stayed away."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A run of the sweep: its directory, and its names in the queue in the order of its slots."""
+
+    run: RunDir
+    tasks: tuple[str, ...]
+
+
+class SweepQueue:
+    """The queue as the leader of one run of a sweep sees it.
+
+    Calls block for as long as Slurm does. They raise `SlurmError` where Slurm does not answer, and
+    `OSError` where the submission's files can not be read.
+    """
+
+    def __init__(
+        self, run: RunDir, spec: RunSpec, partition: str | None, client: SlurmClient
+    ) -> None:
+        self._run = run
+        self._spec = spec
+        self._partition = spec.partition or partition
+        self._client = client
+        self._submission = Submission(Path(spec.submission))
+        self._specs: dict[Path, RunSpec] = {}
+        self._looking = threading.Lock()
+        self._next_look = 0.0
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs were submitted together."""
+        return len(self._members())
+
+    def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
+        """Return why this run waits in vain for its minimum; None if it may yet get it.
+
+        Args:
+            lost: This run's tasks that were lost, each with its attempt.
+        """
+        found = self._runs()
+        if found is None:
+            return None
+        runs, own = found
+        runs[own] = replace(runs[own], lost=lost)
+        return waits_in_vain(runs, own, self._nodes())
+
+    def let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
+        """Let runs start that stay away, as far as there are idle nodes for their minimum.
+
+        Args:
+            lost: This run's tasks that were lost.
+            ends: Whether this run has ended. If not, and it was asked too recently, nothing is
+                done.
+        """
+        if not self._looking.acquire(blocking=ends):
+            return  # Slurm has not answered yet
+        try:
+            if ends or time.monotonic() >= self._next_look:
+                self._let_others_start(frozenset(lost), ends=ends)
+        finally:
+            self._looking.release()
+
+    def _let_others_start(self, lost: frozenset[str], *, ends: bool) -> None:
+        found = self._runs()
+        if found is None:
+            return
+        runs, own = found
+        earlier = sum(run.lacks == 0 and not run.is_over for run in runs[:own])
+        are_away = any(run.away for run in runs)
+        every_s = LOOK_EVERY_S if are_away else LOOK_SELDOM_S
+        self._next_look = time.monotonic() + every_s * (1 + earlier)
+        if not are_away:
+            return
+        names = let_start(runs, own, self._nodes(), ends=ends, lost=lost)
+        now = followed(self._submission)
+        names = [now.get(name, name) for name in names]
+        if names:
+            _log.info("there are nodes for tasks that stayed away: %s", ", ".join(names))
+            self._client.postpone(names, RELEASE_DELAY_S)
+
+    # ---- what there is ------------------------------------------------------------------
+
+    def _runs(self) -> tuple[list[QueuedRun], int] | None:
+        """Return the runs of the sweep in their order, and this one's place among them."""
+        members = self._members()
+        own = next((i for i, m in enumerate(members) if m.run.path == self._run.path), None)
+        if own is None:
+            return None
+        jobs = self._submission.job_ids()
+        listed = list_followed(self._client, self._submission, jobs.values())
+        return [self._queued(member, listed) for member in members], own
+
+    def _queued(self, member: _Member, listed: Mapping[str, TaskState]) -> QueuedRun:
+        """Return a run as the queue shows it; one whose directory was removed wants nothing."""
+        name = member.run.path.name
+        tasks = {task: listed[task] for task in member.tasks if task in listed}
+        waits = any(state.phase is Phase.PENDING for state in tasks.values())
+        try:
+            spec = self._spec_of(member.run)
+            has_started = waits and last_record(member.run.rdzv) > 0
+        except (RunDirectoryError, FileNotFoundError):
+            if is_there(member.run.spec):
+                raise
+            return QueuedRun(name, 0, tasks)
+        return QueuedRun(
+            name,
+            spec.min_nodes,
+            tasks,
+            spec.min_nodes if spec.gang else 0,
+            has_started=has_started,
+            avoids=frozenset(excluded(member.run) if waits else ()),
+        )
+
+    def _members(self) -> list[_Member]:
+        """Read which runs were submitted together, and which tasks each has."""
+        found: dict[Path, dict[int, str]] = {}
+        for array in self._submission.arrays():
+            job = array.job_id
+            if job:
+                for run, slot, name in _tasks_of(array, job):
+                    found.setdefault(run, {})[slot] = name
+        return [
+            _Member(RunDir(run), tuple(dict.fromkeys(slots[n] for n in sorted(slots))))
+            for run, slots in found.items()
+        ]
+
+    def _spec_of(self, run: RunDir) -> RunSpec:
+        if run.path not in self._specs:
+            self._specs[run.path] = run.load()
+        return self._specs[run.path]
+
+    def _nodes(self) -> NodeSupply:
+        return NodeSupply(self._client.each_node(self._partition), self._spec.whole_nodes)
+
+
+def _tasks_of(array: ArrayFiles, job: str) -> Iterable[tuple[Path, int, str]]:
+    """Yield the run, the slot and the name in the queue of each task of an array or gang."""
+    try:
+        content = json.loads(array.tasks.read_text())
+        gang = bool(content.get("gang"))
+        for index, task in enumerate(content["runs"]):
+            name = job if gang else task_name(job, index)
+            yield Path(task["dir"]), int(task["slot"]), name
+    except (ValueError, KeyError, TypeError) as e:
+        raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e

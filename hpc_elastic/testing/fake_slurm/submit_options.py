@@ -1,0 +1,465 @@
+"""The options of the fake's commands: a table for each, and one reader for all. Pure.
+
+What is not in a table is refused by name: a test that passes because an option was skipped over
+would prove nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic.slurm import nodelist
+from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal, unknown
+
+FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
+"""Takes no value; takes one; takes one only behind an equals sign."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one command takes.
+
+    Attributes:
+        kinds: By long name, whether it takes a value.
+        short: The long name of each single letter.
+        stops: Whether options end at the first argument that is none, as for srun and sbatch.
+    """
+
+    kinds: Mapping[str, str]
+    short: Mapping[str, str] = field(default_factory=dict)
+    stops: bool = False
+
+
+@dataclass
+class Parsed:
+    """A command line, read.
+
+    Attributes:
+        options: By long name; flags are ``""``. The last one counts.
+        rest: Other arguments.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.options
+
+    def get(self, name: str) -> str | None:
+        """Return an option's value, None if it was not given."""
+        return self.options.get(name)
+
+
+def parse(argv: Sequence[str], table: Table) -> Parsed:
+    """Read a command line.
+
+    Raises:
+        Refusal: it has an option that the fake does not know, or one without its value.
+    """
+    parsed, words = Parsed(), list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            parsed.rest += words
+            break
+        if word.startswith("--"):
+            _long(word, words, table, parsed)
+        elif word.startswith("-") and len(word) > 1:
+            _short(word, words, table, parsed)
+        elif table.stops:
+            parsed.rest += [word, *words]
+            break
+        else:
+            parsed.rest.append(word)
+    return parsed
+
+
+def _long(word: str, words: list[str], table: Table, parsed: Parsed) -> None:
+    name, equals, value = word[2:].partition("=")
+    kind = table.kinds.get(name)
+    if kind is None:
+        raise unknown(f"--{name}")
+    if kind == FLAG and equals:
+        raise Refusal(f"option '--{name}' doesn't allow an argument")
+    if kind == VALUE and not equals:
+        value = _next(words, f"--{name}")
+    parsed.options[name] = value
+
+
+def _short(word: str, words: list[str], table: Table, parsed: Parsed) -> None:
+    letters = word[1:]
+    while letters:
+        letter, letters = letters[0], letters[1:]
+        name = table.short.get(letter)
+        if name is None:
+            raise unknown(f"-{letter}")
+        if table.kinds[name] == FLAG:
+            parsed.options[name] = ""
+            continue
+        takes_next = table.kinds[name] == VALUE and not letters
+        parsed.options[name] = _next(words, f"-{letter}") if takes_next else letters
+        return
+
+
+def _next(words: list[str], name: str) -> str:
+    if not words:
+        raise Refusal(f"option '{name}' requires an argument")
+    return words.pop(0)
+
+
+def directives(script: str) -> list[str]:
+    """Return the options in the #SBATCH lines of a script, up to its first command.
+
+    Raises:
+        Refusal: it is no script.
+    """
+    if not script.startswith("#!"):
+        raise Refusal(
+            "This does not look like a batch script.  The first line must start with #! followed "
+            "by the path to an interpreter.\nFor instance: #!/bin/sh"
+        )
+    found: list[str] = []
+    for line in script.splitlines()[1:]:
+        if line.startswith("#SBATCH"):
+            found += _words(line.removeprefix("#SBATCH"))
+        elif line.strip() and not line.startswith("#"):
+            break
+    return found
+
+
+def _words(text: str) -> Iterator[str]:
+    """Yield the words of a line as sbatch reads them: a backslash escapes in quotes, too."""
+    word, quote, characters = "", "", iter(text.strip())
+    begun = False
+    for c in characters:
+        if c == "\\":
+            word, begun = word + next(characters, ""), True
+        elif c == quote:
+            quote = ""
+        elif not quote and c in "'\"":
+            quote, begun = c, True
+        elif not quote and c == "#" and not begun:
+            return
+        elif not quote and c.isspace():
+            if begun:
+                yield word
+            word, begun = "", False
+        else:
+            word, begun = word + c, True
+    if begun:
+        yield word
+
+
+# ---- What a job asks for, read from the options of sbatch and srun, or refused in Slurm's words
+
+
+_SHARED = {
+    **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"), VALUE),
+    **dict.fromkeys(("partition", "time", "output", "error", "open-mode", "chdir"), VALUE),
+    **dict.fromkeys(("nodelist", "exclude", "begin", "dependency", "account", "qos"), VALUE),
+    **dict.fromkeys(("mem", "constraint", "gpus-per-node", "gres", "export", "comment"), VALUE),
+    "no-kill": OPTIONAL,
+    "exclusive": OPTIONAL,
+    "hold": FLAG,
+}
+_SHORT = {
+    **{"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition"},
+    **{"t": "time", "o": "output", "e": "error", "D": "chdir", "w": "nodelist", "x": "exclude"},
+    **{"b": "begin", "d": "dependency", "A": "account", "q": "qos", "C": "constraint"},
+    **{"H": "hold", "k": "no-kill"},
+}
+_SBATCH_ONLY = {
+    **dict.fromkeys(("array", "wrap", "signal"), VALUE),
+    **dict.fromkeys(("parsable", "requeue", "no-requeue"), FLAG),
+}
+SBATCH = Table({**_SHARED, **_SBATCH_ONLY}, {**_SHORT, "a": "array"}, stops=True)
+SRUN = Table(
+    {**_SHARED, "kill-on-bad-exit": OPTIONAL, "wait": VALUE, "label": FLAG},
+    {**_SHORT, "K": "kill-on-bad-exit", "W": "wait", "l": "label"},
+    stops=True,
+)
+_DEPENDENCIES = ("after", "afterany", "afterok")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """``--signal``: one that is sent before the time is up.
+
+    Attributes:
+        name: Of the signal, without SIG.
+        ahead_s: How long before the end.
+        to_shell: Whether the batch script gets it and the steps do not.
+    """
+
+    name: str
+    ahead_s: float = 60.0
+    to_shell: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one job, or each element of an array, asks for.
+
+    Attributes:
+        name: Its name in the queue.
+        partition: The name of its partition.
+        num_nodes: How many nodes it needs.
+        num_tasks: How many tasks its steps have unless they say otherwise.
+        tasks_per_node: As ``--ntasks-per-node`` said; None: it did not.
+        cpus_per_task: As ``--cpus-per-task`` said; None: it did not.
+        exclusive: Whether it wants nodes for itself.
+        nodelist: Nodes that it must have.
+        exclude: Nodes that it must not have.
+        limit_s: Its time limit; None: none.
+        requeue: Whether Slurm may requeue it.
+        no_kill: Whether it outlives the loss of a node.
+        hold: Whether it waits until it is released.
+        begin: Before when it does not start, in epoch seconds.
+        dependency: Kind and job ids of what it waits for.
+        notice: ``--signal``.
+        output: File name pattern of its log.
+        error: The same for what it writes to stderr; None: the same file.
+        append: Whether the log is kept at a restart.
+        cwd: Where it runs.
+        env: The environment of whoever submitted it.
+        script: The batch script; None for an allocation of srun's own.
+        arguments: Those of the script.
+    """
+
+    name: str
+    partition: str
+    num_nodes: int
+    num_tasks: int
+    tasks_per_node: int | None
+    cpus_per_task: int | None
+    exclusive: bool
+    nodelist: tuple[str, ...]
+    exclude: tuple[str, ...]
+    limit_s: float | None
+    requeue: bool
+    no_kill: bool
+    hold: bool
+    begin: float
+    dependency: tuple[tuple[str, int], ...]
+    notice: Notice | None
+    output: str | None
+    error: str | None
+    append: bool
+    cwd: str
+    env: Mapping[str, str] = field(repr=False)
+    script: str | None = field(repr=False)
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that it needs on each of its nodes."""
+        per_node = self.tasks_per_node or -(-self.num_tasks // self.num_nodes)
+        return per_node * (self.cpus_per_task or 1)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a request comes from: directory, environment, time, script and its name."""
+
+    cwd: str
+    env: Mapping[str, str]
+    now: float
+    script: str | None = None
+    name: str = "wrap"
+    arguments: tuple[str, ...] = ()
+
+
+def read(options: Parsed, origin: Origin, config: FakeConfig) -> Request:
+    """Return what a job asks for.
+
+    Raises:
+        Refusal: it can never run here.
+    """
+    _refuse_what_is_not_here(options, config)
+    num_nodes, num_tasks = _sizes(options)
+    return Request(
+        name=options.get("job-name") or origin.name,
+        partition=options.get("partition") or "low",
+        num_nodes=num_nodes,
+        num_tasks=num_tasks,
+        tasks_per_node=_number(options, "ntasks-per-node"),
+        cpus_per_task=_number(options, "cpus-per-task"),
+        exclusive="exclusive" in options,
+        nodelist=_hosts(options, "nodelist", config),
+        exclude=_hosts(options, "exclude", config),
+        limit_s=parse_limit(options.get("time") or "0"),
+        requeue="no-requeue" not in options,
+        no_kill="no-kill" in options,
+        hold="hold" in options,
+        begin=parse_begin(options.get("begin") or "now", origin.now),
+        dependency=_dependency(options.get("dependency")),
+        notice=_notice(options.get("signal")),
+        output=options.get("output"),
+        error=options.get("error"),
+        append=options.get("open-mode") == "append",
+        cwd=options.get("chdir") or origin.cwd,
+        env=origin.env,
+        script=origin.script,
+        arguments=origin.arguments,
+    )
+
+
+def _refuse_what_is_not_here(options: Parsed, config: FakeConfig) -> None:
+    names = [partition.name for partition in config.partitions]
+    if (partition := options.get("partition")) is not None and partition not in names:
+        raise _refused(
+            f"invalid partition specified: {partition}", "Invalid partition name specified"
+        )
+    if "gpus-per-node" in options or "gres" in options:
+        raise _refused(None, "Invalid generic resource (gres) specification")
+    if "constraint" in options:
+        raise _refused(None, "Invalid feature specification")
+    if options.get("export") not in (None, "ALL"):
+        raise Refusal(f"FakeSlurm does not know --export={options.get('export')}, only ALL")
+    if memory := options.get("mem"):
+        units = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
+        number, unit = (memory[:-1], memory[-1].upper()) if memory[-1].isalpha() else (memory, "M")
+        if unit not in units or not number.isdecimal():
+            raise Refusal(f"Invalid --mem specification: {memory}")
+        if int(number) * units[unit] > config.memory_mb:
+            why = "Memory specification can not be satisfied"
+            raise _refused(why, "Requested node configuration is not available")
+
+
+def _refused(first: str | None, why: str) -> Refusal:
+    lines = [*([first] if first else []), f"Batch job submission failed: {why}"]
+    return Refusal("\n".join(lines))
+
+
+def _sizes(options: Parsed) -> tuple[int, int]:
+    """Return how many nodes and tasks are asked for; one says what the other is, if it is alone."""
+    per_node = _number(options, "ntasks-per-node") or 1
+    wanted, tasks = _number(options, "nodes"), _number(options, "ntasks")
+    listed = len(nodelist.expand(options.get("nodelist") or ""))
+    nodes = wanted or max(1, listed)
+    return nodes, tasks or nodes * per_node
+
+
+def _number(options: Parsed, name: str) -> int | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise Refusal(f"FakeSlurm does not know --{name}={text}: it takes a number from 1 on")
+    return int(text)
+
+
+def _hosts(options: Parsed, name: str, config: FakeConfig) -> tuple[str, ...]:
+    try:
+        hosts = nodelist.expand(options.get(name) or "")
+    except ValueError as e:
+        raise Refusal(f"Invalid --{name}: {e}") from e
+    if not set(hosts) <= set(config.node_names):
+        raise _refused(None, "Invalid node name specified")
+    return tuple(hosts)
+
+
+def _dependency(text: str | None) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[str, int]] = []
+    for part in (text or "").split(","):
+        kind, *ids = part.split(":")
+        if not part:
+            continue
+        if kind not in _DEPENDENCIES or not ids or not all(i.isdecimal() for i in ids):
+            raise Refusal(f"FakeSlurm does not know --dependency={text}")
+        found += [(kind, int(job)) for job in ids]
+    return tuple(found)
+
+
+def _notice(text: str | None) -> Notice | None:
+    if text is None:
+        return None
+    name, _, ahead = text.removeprefix("B:").partition("@")
+    if ahead and not ahead.isdecimal():
+        raise Refusal(f"Invalid --signal specification: {text}")
+    return Notice(signal_name(name), float(ahead or 60), to_shell=text.startswith("B:"))
+
+
+def signal_name(text: str) -> str:
+    """Return a signal's name without SIG; it may be given with it, or as a number.
+
+    Raises:
+        Refusal: there is no such signal.
+    """
+    name = text.upper().removeprefix("SIG")
+    try:
+        found = signal.Signals(int(name)) if name.isdecimal() else signal.Signals[f"SIG{name}"]
+    except (KeyError, ValueError):
+        raise Refusal(f"Unknown job signal: {text}") from None
+    return found.name.removeprefix("SIG")
+
+
+# ---- Slurm's times, read and written. Pure
+
+
+DATE = "%Y-%m-%dT%H:%M:%S"
+_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
+_AHEAD = re.compile(r"now(?:\+(\d+)([a-z]*))?")
+_UNITS = {"": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 604800}
+
+
+def parse_limit(text: str) -> float | None:
+    """Return the seconds of a time limit as ``--time`` takes it; None: no limit.
+
+    ``5`` are minutes, ``5:30`` minutes and seconds, ``1-12`` days and hours. Slurm rounds up to
+    whole minutes; here seconds count, so that a test need not wait for one.
+    """
+    if text.upper() in ("UNLIMITED", "INFINITE", "0", "-1"):
+        return None
+    m = _LIMIT.fullmatch(text)
+    if m is None:
+        raise Refusal("Invalid --time specification")
+    days, *rest = m.groups()
+    parts = [int(part) for part in rest if part is not None]
+    if days is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = 0, parts[0], (*parts, 0)[1]
+    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_begin(text: str, now: float) -> float:
+    """Return the moment of ``now``, ``now+10``, ``now+1hour`` or a full date, in epoch seconds."""
+    if m := _AHEAD.fullmatch(text):
+        unit = (m[2] or "").removesuffix("s")
+        if unit not in _UNITS:
+            raise Refusal(f"Invalid time specification: {text}")
+        return now + int(m[1] or 0) * _UNITS[unit]
+    try:
+        return time.mktime(time.strptime(text, DATE))
+    except ValueError:
+        raise unknown(f"the time {text}; it takes now, now+SECONDS and dates") from None
+
+
+def show_span(seconds: float | None) -> str:
+    """Return a length of time as squeue prints it: ``2:03``, ``1-02:03:04`` or ``UNLIMITED``."""
+    if seconds is None:
+        return "UNLIMITED"
+    minutes, second = divmod(max(0, int(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}-{hour:02}:{minute:02}:{second:02}"
+    return f"{hour:02}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def show_full_span(seconds: float | None) -> str:
+    """Return a length of time as scontrol prints it: ``00:02:03``."""
+    text = show_span(seconds)
+    return text if seconds is None or seconds >= 3600 else f"00:{text:0>5}"
+
+
+def show_date(moment: float | None, nothing: str = "N/A") -> str:
+    """Return a moment as Slurm prints it, in local time."""
+    return nothing if moment is None else time.strftime(DATE, time.localtime(moment))

@@ -1,0 +1,250 @@
+"""When to save: one answer on all ranks, at the same step, for every reason that there is.
+
+    from hpc_elastic import should_checkpoint
+
+    for step, batch in enumerate(batches, start=first_step + 1):
+        train(batch)
+        if should_checkpoint(step, every_s=600):
+            checkpoints.save(step)
+
+It says yes because a node is about to be taken, because a node waits to join, or because a
+periodic checkpoint is due. The ranks agree through their agents and the run's leader on a step
+that none of them has passed (`hpc_elastic.worker.shared_page`,
+`hpc_elastic.rendezvous.step_agreement`): there is
+no collective and no synchronisation with a device, and a step at which nothing is asked for costs
+less than a microsecond. Outside a run it works for one process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpc_elastic.worker.reporting import own_page
+from hpc_elastic.worker.shared_page import SharedPage
+
+_FIRST_AFTER_S = 30.0
+"""With a share of time, what a checkpoint costs is not known before the first one."""
+_DEFAULT_SHARE = 0.02
+_ASK_AGAIN_S = 10.0
+_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True)
+class Period:
+    """How often to save, by the measure that was given; see `should_checkpoint`."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {k: v for k, v in vars(self).items() if v is not None}
+        if len(given) > 1:
+            raise ValueError(f"give one of every_steps, every_s and share, not {sorted(given)}")
+        for name, value in given.items():
+            if not value > 0 or (name == "share" and value >= 1):
+                legal = "between 0 and 1" if name == "share" else "above 0"
+                raise ValueError(f"{name}={value!r}: must be {legal}")
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether the count of steps alone says so; every rank finds the same."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def interval_s(self, cost_s: float | None) -> float | None:
+        """Return the seconds between two checkpoints; None where time has no say.
+
+        Args:
+            cost_s: For how long the training stood still for the last one; None before the first.
+        """
+        if self.every_steps is not None or self.every_s is not None:
+            return self.every_s
+        share = self.share or _DEFAULT_SHARE
+        return _FIRST_AFTER_S if cost_s is None else cost_s / share
+
+
+class Clock:
+    """Measures steps and checkpoints, and tells when the next one is due (pure).
+
+    Times are monotonic seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.cost_s: float | None = None
+        """For how long the training stood still for the last checkpoint."""
+        self._saved_at = self._called_at = now
+        self._saving = False
+        self._step_s: float | None = None
+
+    def called(self, now: float) -> None:
+        """A step is done; if a checkpoint was made before it, the rest of the time is its cost."""
+        took_s, self._called_at = now - self._called_at, now
+        if self._saving:
+            self._saving = False
+            self.cost_s = max(0.0, took_s - (self._step_s or 0.0))
+        elif self._step_s is None:
+            self._step_s = took_s
+        else:
+            self._step_s += _SMOOTHING * (took_s - self._step_s)
+
+    def saves(self, now: float) -> None:
+        """A checkpoint is made now."""
+        self._saving, self._saved_at, self._called_at = True, now, now
+
+    def is_due(self, period: Period, now: float) -> bool:
+        """Tell whether it is time for the next checkpoint."""
+        interval_s = period.interval_s(self.cost_s)
+        return interval_s is not None and now - self._saved_at >= interval_s
+
+
+class PeriodDecision:
+    """The answers of one process, from its control page and its clock."""
+
+    def __init__(self, page: SharedPage | None, rank: int, world_size: int, now: float) -> None:
+        self._page = page
+        self._is_first = rank == 0
+        self._world_size = world_size
+        self._clock = Clock(now)
+        self._asked_at: float | None = None
+
+    def at(self, step: int, period: Period, now: float) -> bool:
+        """Decide whether to save after this step; every rank decides the same."""
+        self._clock.called(now)
+        if self._page is None:
+            yes = period.is_due(step) or self._is_time_alone(period, now)
+        else:
+            yes = self._page.passes(step) or period.is_due(step)
+            if not yes and self._is_first:
+                self._want(self._page, period, now)
+        if yes:
+            self._asked_at = None
+            self._clock.saves(time.monotonic() if self._page else now)
+        return yes
+
+    def _is_time_alone(self, period: Period, now: float) -> bool:
+        if self._world_size > 1 and period.every_steps is None:
+            raise ValueError(
+                "outside a run of hpc_elastic several workers can not agree by the clock: "
+                "give every_steps, or start the script with launcher=slurm or launcher=local"
+            )
+        return self._clock.is_due(period, now)
+
+    def _want(self, page: SharedPage, period: Period, now: float) -> None:
+        """Ask for a checkpoint of the whole group, once, and again if nothing comes of it."""
+        waits = self._asked_at is not None and now - self._asked_at < _ASK_AGAIN_S
+        if not waits and self._clock.is_due(period, now):
+            self._asked_at = now
+            page.want()
+
+
+Rule = Callable[[int, bool, bool], bool]
+"""(step, whether the count of steps says that a checkpoint is due, whether this process's clock
+does) -> whether to save."""
+
+
+class _Own:
+    """This process's decision, made on first use."""
+
+    decision: PeriodDecision | None = None
+    period: Period | None = None
+    rule: Rule | None = None
+    clock: Clock | None = None
+
+
+def answer_by(rule: Rule | None) -> None:
+    """Let somebody else answer `should_checkpoint` in this process (`hpc_elastic.ft.Manager`).
+
+    A replica group of a run with ``ft=true`` saves for all: whether it is this one, and whether all
+    its ranks say the same, is for its Manager to see to.
+
+    Args:
+        rule: The rule; None: ask the control page again.
+    """
+    _Own.rule = rule
+    _Own.clock = None if rule is None else Clock(time.monotonic())
+
+
+def _by_rule(rule: Rule, step: int, period: Period, now: float) -> bool:
+    clock = _Own.clock
+    assert clock is not None
+    clock.called(now)
+    yes = rule(step, period.is_due(step), clock.is_due(period, now))
+    if yes:
+        clock.saves(time.monotonic())
+    return yes
+
+
+def should_checkpoint(
+    step: int,
+    *,
+    every_steps: int | None = None,
+    every_s: float | None = None,
+    share: float | None = None,
+) -> bool:
+    """Tell whether to save now; call it on every rank, once after every optimizer step.
+
+    True on all ranks at the same step. Where a node is about to leave or to join, the checkpoint
+    must be complete on this rank before the training goes on: `Checkpointer.save` sees to that, and
+    then stays until the group is formed anew; a script that saves by itself calls
+    `checkpoint_boundary` afterwards.
+
+    Args:
+        step: Optimizer steps done, at least 0, and less than 2**40. Steps of gradient accumulation
+            do not count.
+        every_steps: Save every so many steps.
+        every_s: Save when so many seconds have passed since the last checkpoint.
+        share: Save as often as this share of the time allows, from what the last one cost: 0.02 is
+            two percent, and what happens where none of the three is given.
+
+    Raises:
+        ValueError: more than one of the three is given, or one is out of range; or there are
+            several workers outside a run, and not ``every_steps``.
+        HpcElasticError: the agent is silent; the group is lost.
+    """
+    now = time.monotonic()
+    if _Own.rule is not None:
+        return _by_rule(_Own.rule, step, Period(every_steps, every_s, share), now)
+    decision, period = _Own.decision, _Own.period
+    if decision is None or period is None:
+        period = _Own.period = Period(every_steps, every_s, share)
+        decision = _Own.decision = PeriodDecision(
+            own_page(), _from_env("RANK", 0), _world_size(), now
+        )
+    elif (period.every_steps, period.every_s, period.share) != (every_steps, every_s, share):
+        period = _Own.period = Period(every_steps, every_s, share)
+    return decision.at(step, period, now)
+
+
+def notice_left_s() -> float | None:
+    """Return the seconds after which this node is taken; None if nothing of the kind is known.
+
+    Nobody needs to ask: `should_checkpoint` says when to save. May be below 0.
+    """
+    page = own_page()
+    return page.notice_left_s if page is not None else None
+
+
+def leave_node(*, within_s: float = 600.0) -> None:
+    """Ask for this worker's node to be left, as if Slurm were about to take it (any rank).
+
+    The group saves, goes on without the node, and the node's task goes back to the queue. For a
+    script that has found its node to be slow or faulty. Outside a run it does nothing.
+
+    Args:
+        within_s: It is left after so many seconds even if no checkpoint was made by then; above 0.
+    """
+    if not within_s > 0:
+        raise ValueError(f"within_s={within_s!r}: must be above 0")
+    page = own_page()
+    if page is not None:
+        page.leave(within_s)
+
+
+def _world_size() -> int:
+    return _from_env("WORLD_SIZE", 1)
+
+
+def _from_env(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))

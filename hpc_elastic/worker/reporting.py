@@ -1,0 +1,242 @@
+"""What a worker says of itself to its agent, on its page (`control`).
+
+`report` and `checkpoint_boundary` are what scripts call; the rest is for this package's own parts,
+a `Checkpointer` above all. Outside of a run nobody listens, and nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from hpc_elastic.worker import shared_page
+from hpc_elastic.worker.shared_page import SharedPage
+
+_log = logging.getLogger(__name__)
+
+
+class _Reporter:
+    """The worker's own page, opened on first use; nothing happens outside a run."""
+
+    def __init__(self) -> None:
+        self.page: SharedPage | None = None
+        self.opened = False
+        self.by_user = False
+        self.save_is_last = False
+        self.when_returned: list[Callable[[], object]] = []
+
+    def find_page(self) -> SharedPage | None:
+        if not self.opened:
+            self.opened = True
+            directory = os.environ.get(shared_page.DIRECTORY_VARIABLE)
+            if directory is not None:
+                self.page = SharedPage.of(Path(directory), int(os.environ["LOCAL_RANK"]))
+        return self.page
+
+
+_reporter = _Reporter()
+
+
+def own_page() -> SharedPage | None:
+    """Return this worker's page; None outside a run."""
+    return _reporter.find_page()
+
+
+def report(
+    *,
+    step: int | None = None,
+    loss: SupportsFloat | None = None,
+    samples: int | None = None,
+    total_steps: int | None = None,
+) -> None:
+    """Publish this worker's progress to the live display and the run's status.
+
+    May be called by any rank as often as it likes; outside a run it does nothing. The first rank's
+    loss is the one shown. Every call is a sign of life, also with nothing new in it: where a
+    validation or the like takes longer than `launcher.agent.hang_after_s`, call it now and then.
+
+    Args:
+        step: Optimizer steps done, at least 0. Without it the steps are counted by a hook on
+            torch's optimizers.
+        loss: The last loss. A tensor on a GPU is synchronised with: pass one every few steps.
+        samples: Samples seen so far, at least 0.
+        total_steps: The step at which the training will be done, at least 1. With it, a late node
+            is admitted only if what remains repays the restart.
+    """
+    page = own_page()
+    if step is not None and not _reporter.by_user:
+        _reporter.by_user = True
+        if page is not None:
+            page.tell()
+    if page is not None:
+        page.report(step, loss, samples, total_steps)
+
+
+def report_counted(number: int) -> None:
+    """Publish the n-th step of this worker, unless the script reports its steps itself."""
+    page = None if _reporter.by_user else own_page()
+    if page is not None:
+        page.count(number)
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Say, for as long as the context lasts, that this worker is at something that takes long.
+
+    Nobody takes it for hung then. Used by our checkpoints; other scripts `report` now and then.
+    """
+    page, since = own_page(), time.monotonic()
+    if page is not None:
+        page.occupy(1)
+    try:
+        yield
+    finally:
+        if page is not None:
+            page.occupy(-1, time.monotonic() - since)
+
+
+def save_is_last(yes: bool) -> None:
+    """Say whether nobody who has the state stays: the checkpoint due now is all that is left."""
+    _reporter.save_is_last = yes
+
+
+def save_is_urgent() -> bool:
+    """Tell whether a checkpoint has to be committed before this worker does anything else.
+
+    Its group will change, or its node is left and the state with it.
+    """
+    page = own_page()
+    return _reporter.save_is_last or (page is not None and page.is_held)
+
+
+def when_returned(then: Callable[[], object]) -> None:
+    """Have something done once the user's function has returned in this worker."""
+    _reporter.when_returned.append(then)
+
+
+def function_returned() -> None:
+    """Do what `when_returned` was asked for, then publish the return; the worker calls it, once.
+
+    It is the only sign of success: see `agent.worker_failures.has_succeeded`.
+    """
+    while _reporter.when_returned:
+        _reporter.when_returned.pop()()
+    page = own_page()
+    if page is not None:
+        page.returned()
+
+
+def note_restored(step: int | None, took_s: float) -> None:
+    """Publish what a Checkpointer restored, for the run's account; see `SharedPage.restored`."""
+    page = own_page()
+    if page is not None:
+        page.restored(step, took_s)
+
+
+def note_blocked(seconds: float) -> None:
+    """Publish for how long a save has held up the training, for the run's account."""
+    page = own_page()
+    if page is not None:
+        page.blocked(seconds)
+
+
+def note_stored(step: int) -> None:
+    """Publish that the checkpoint of a step is in its directory, for the run's story."""
+    page = own_page()
+    if page is not None:
+        page.stored(step)
+
+
+def note_not_saved(step: int, why: str) -> None:
+    """Publish that the checkpoint of a step could not be written, for the run's story."""
+    page = own_page()
+    if page is not None:
+        page.not_saved(step, why)
+
+
+def announce_boundary(*, step: int) -> None:
+    """Say that the checkpoint of a step is complete, from whatever thread, and go on."""
+    page = own_page()
+    if page is not None:
+        page.announce(step)
+
+
+def checkpoint_boundary(*, step: int) -> None:
+    """Say that the checkpoint of a step is complete: a good moment for the group to change.
+
+    Every rank calls it, after each checkpoint, before the next step. It returns at once, unless
+    nodes wait to join or are to leave: then it stays until the group is stopped, so that no later
+    step is made that would be lost. Outside a run it does nothing.
+
+    Args:
+        step: Optimizer steps that the checkpoint holds, at least 0.
+    """
+    page = own_page()
+    if page is not None and not page.pass_boundary(step):
+        held_s = shared_page.LONGEST_HOLD_S
+        _log.warning("held at the checkpoint of step %d for %g s; going on", step, held_s)
+
+
+# ---- What a run came through, as scalars beside the loss: for TensorBoard, W&B, or the like
+#     from hpc_elastic import log_run_scalars
+#
+#     if step % 50 == 0:
+#         log_run_scalars(writer, step)  # every rank may call it; rank 0 writes
+#
+# Nothing is looked for or patched: the script says where to, and how often.
+
+
+_PREFIX = "hpc_elastic/"
+
+
+def run_scalars() -> dict[str, float]:
+    """Return what is known of this worker's run; empty outside a run.
+
+    Returns:
+        ``restarts`` spent on workers' failures; ``round``: how often the group was formed;
+        ``world_size``; and, once known, ``goodput``: the share of the time since this node's task
+        was started in which steps were made that had not been made before.
+    """
+    page = own_page()
+    if page is None:
+        return {}
+    scalars = {
+        "restarts": float(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "round": float(os.environ.get("HPC_ELASTIC_ROUND", 0)),
+        "world_size": float(os.environ.get("WORLD_SIZE", 1)),
+    }
+    goodput = page.goodput
+    return scalars if goodput is None else {**scalars, "goodput": goodput}
+
+
+def log_run_scalars(writer: Any, step: int) -> None:
+    """Write the run's scalars, as ``hpc_elastic/restarts`` and so on (rank 0; others do nothing).
+
+    Outside a run it does nothing.
+
+    Args:
+        writer: TensorBoard's ``SummaryWriter`` or what has its ``add_scalar(tag, value, step)``;
+            or a W&B run or what has its ``log(values, step=...)``.
+        step: Optimizer steps done, at least 0.
+
+    Raises:
+        TypeError: the writer has neither.
+    """
+    if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+        kind = type(writer).__name__
+        raise TypeError(
+            f"writer={kind}: needs add_scalar, as a SummaryWriter, or log, as a W&B run"
+        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    scalars = {_PREFIX + name: value for name, value in run_scalars().items()}
+    if hasattr(writer, "add_scalar"):
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, step)
+    elif scalars:
+        writer.log(scalars, step=step)

@@ -8,7 +8,7 @@ While this node is under notice (`hpc_elastic.agent.preemption`) its workers go 
 stops the round at a checkpoint or there is no sense in waiting. Once they are stopped, nothing that
 they have started lives on (`hpc_elastic.agent.process_cleanup`).
 
-All use of torch's private names is in this module and in `processes`: `_monitor_workers`,
+All use of torch's private names is in this module: `_monitor_workers`,
 `_start_workers`, `_stop_workers`, `_rendezvous`, `_shutdown`, `_exit_barrier`,
 `_assign_worker_ranks`, `_remaining_restarts` (tests/unit/test_agent.py fails if torch changes
 them).
@@ -99,10 +99,10 @@ class AgentContext:
         place: Where it is, and where its workers' logs go.
         control: Folder of the control pages, in memory.
         run: The run's directory.
-        stopped: Writes the event of workers that were stopped (`stopping`).
+        stopped: Writes the event of workers that were stopped (`last_step_fields`).
         settings: The run's ``launcher.agent``.
         notices: Where a notice for this node is found.
-        trains: Writes the event of its workers' first step in a round (`beginning`).
+        trains: Writes the event of its workers' first step in a round (`FirstStepLog`).
         events: Its task's events.
         saves_itself: Whether under notice there is sense in waiting for a script that does not
             say when it saves.

@@ -1,9 +1,8 @@
 """Watches one node's workers for steps that do not come, and looks into them when it is asked.
 
 What is a hang is decided by the leader (`rendezvous.hang_diagnosis`), who asks all nodes; with
-``ft=true``,
-where a replica is alone, by its own agent. When to suspect one stands in `hangwatch`. Looking into
-workers (`looks`) takes a second or two, on a thread of its own.
+``ft=true``, where a replica is alone, by its own agent. When to suspect one stands in `StepClock`.
+Looking into workers (`StackSampler`) takes a second or two, on a thread of its own.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def why_leave_now(
     return None
 
 
-# ---- Finds out that this node is to be left, and tells the run (see `agent/preemption`)
+# ---- Finds out that this node is to be left, and tells the run
 # `PreemptionState` holds the one notice of a task, wherever it comes from. `PreemptionWatcher` is
 # a thread that waits for signals and for the end of the wall time; it may ask Slurm, which can
 # take seconds, and nothing of the training waits for it.

@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 All ranks write into one staging folder, whose name only their group knows (`RankGroup.token`) and
-which
-is new for each save. A rank's part counts once ``part-<rank>.json`` is there. Rank 0 waits for all
-parts, writes the manifest, asks the fence, and renames the folder: that is the commit. The others
-look at the directory until the staging folder is gone; then the step is there, or was given up.
+which is new for each save. A rank's part counts once ``part-<rank>.json`` is there. Rank 0 waits
+for all parts, writes the manifest, asks the fence, and renames the folder: that is the commit. The
+others look at the directory until the staging folder is gone; then the step is there, or was given
+up.
 
 A rank that can not write its part, or skips a save because it is busy, leaves
 ``failed-<rank>.json`` and removes what it wrote. Rank 0 that sees one gives the step up, and says
@@ -416,7 +416,7 @@ class Staging:
         """Return the names in it; none if it is not there.
 
         A client of NFS goes on to list a folder that rank 0 has renamed, unless its parent is
-        listed first (`files`).
+        listed first (`shared_files`).
         """
         return {".", *names_in(self.folder)} if is_there(self.folder) else set()
 

@@ -1,4 +1,4 @@
-"""One node of a run, as `nodes` and `nodes` name it, take it and see it go."""
+"""One node of a run, as `preempt` and `kill` name it, take it and see it go."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ the one before it had come to. Everything else is a problem.
 A run that goes on, or was killed, has steps that not all ranks have written down; of its last
 stretch only those count that all have. A run that succeeded has to have them all, up to where its
 last group says that the training was over (`ledger.TrainingEnd`). Every rank writes down every
-step, even
-one that gave it no sample, so that nothing can be missing unnoticed at the end of an epoch either.
+step, even one that gave it no sample, so that nothing can be missing unnoticed at the end of an
+epoch either.
 
 Ranges are kept, not samples, and joined where they adjoin: an undisturbed epoch is one range.
 """

@@ -320,7 +320,7 @@ class Ledger:
 
 
 # ---- A sampler's ledger as the sampler sees it: what it writes, and which stretch its state is of
-# `ledger` says what stands in the files. Two kinds of groups write:
+# What stands in the files is said above. Two kinds of groups write:
 #
 # - Ranks that are started anew whenever the group changes. Their stretch is named by the record
 #   that formed the group; each writes its share of a batch, and the proof needs the shares of

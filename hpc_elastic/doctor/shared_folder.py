@@ -1,9 +1,9 @@
 """What one node of the probe sees of what another one does to the folder.
 
 The *doer* prepares a trial folder, and changes it when it is asked to (`probe_network` carries
-what is
-asked). The *observer* has looked at it before, so that its client remembers what it was like, and
-looks until it sees the changes. Each is in a folder of its own: looking for one refreshes no other.
+what is asked). The *observer* has looked at it before, so that its client remembers what it was
+like, and looks until it sees the changes. Each is in a folder of its own: looking for one refreshes
+no other.
 
 And both race for names by link(2), round after round, of which one may win each.
 """

@@ -2,7 +2,7 @@
 
     from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-`manager` says how it is used, `protocol` how it works, and `docs/ft.md` what differs from torchft,
+`manager` says how it is used, `messages` how it works, and `docs/ft.md` what differs from torchft,
 whose names these are. All are loaded when they are first used: the package itself needs no torch.
 """
 

@@ -2,8 +2,8 @@
 
 One keeper serves a run, with its leader, or a lighthouse. Whoever drives it hands over events and
 sends what is returned, in order. `quorum` has the rules of who is in, `lighthouse_state` how all
-members come
-to ask at one call, `quorum` who heals from whom; here is what follows from each message.
+members come to ask at one call, `quorum` who heals from whom; here is what follows from each
+message.
 
 The quorum is *broken*, and all its members are told at once, when
 
@@ -17,14 +17,13 @@ bytes. They are told a while later, in case its node was gone before its connect
 
 A *switch* is begun for newcomers that ask while the quorum stands, and for members under notice.
 Who is confirmed to leave gets its farewell at the switch call, when all have come to it, so that no
-collective is cut off; `lighthouse_state` says who leaves.
+collective is cut off; who leaves is said below.
 
 A *new keeper* knows nothing but who is dead for certain. Its ids begin with its epoch. Those who
 come back say which quorum they are in (`ReplicaStatus`), and it goes on as if it had formed that:
-the
-newest, if they differ. A proposal of the keeper before may have been confirmed to some and not to
-others, so none is taken back before all members are there and have answered a question: who has a
-confirmation does not answer, but asks at its call. Then the others are asked to do so at the same
+the newest, if they differ. A proposal of the keeper before may have been confirmed to some and not
+to others, so none is taken back before all members are there and have answered a question: who has
+a confirmation does not answer, but asks at its call. Then the others are asked to do so at the same
 call; only if they are past it the quorum is broken.
 """
 
@@ -66,7 +65,7 @@ _TOLD_AFTER_S, _TOLD_EVERY_S = 0.2, 1.0
 
 
 # ---- The course of the quorums: one stands, breaks or is switched, and the next is formed (pure)
-# `lighthouse_state` opens with the rules; this is what its messages, and those of a new keeper,
+# The rules are at the head of this module; this is what its messages, and those of a new keeper,
 # have in common.
 
 

@@ -15,9 +15,8 @@ once, and the step is not committed. The next one begins with a new quorum, a ne
 the same process, and, for who has missed something, with a state from a peer's memory.
 
 A step in an unchanged quorum costs no message and no thread (`manager_client`); a new quorum is
-entered on a
-thread beside the forward pass (`quorum_client`). `messages` has the theory, `docs/ft.md` what
-differs from torchft's Manager, whose names and meanings these are.
+entered on a thread beside the forward pass (`quorum_client`). `messages` has the theory,
+`docs/ft.md` what differs from torchft's Manager, whose names and meanings these are.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ It lives outside of the training processes, in the agent of a run or in an
 `manager_server_process`, so that
 nothing that they do to the interpreter lock costs the group its membership. `messages` has the
 theory. It combines what its workers say (`manager_server`), sees within milliseconds when one dies
-and
-within a second when one is stopped (`manager_server`), and keeps what a new keeper has to be told.
-While there is none (`down`), workers go on as long as they need no quorum, and asks wait for `up`.
+and within a second when one is stopped (`manager_server`), and keeps what a new keeper has to be
+told. While there is none (`down`), workers go on as long as they need no quorum, and asks wait for
+`up`.
 """
 
 from __future__ import annotations

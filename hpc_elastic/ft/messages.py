@@ -5,8 +5,8 @@ Theory of operation
 A *replica group* is the workers of one array task: one copy of the model. Each group has a *server*
 (`manager_server`), outside of the training processes: the agent of a run, or a small process of its
 own (`manager_server_process`). It speaks for its workers to the *keeper* (`lighthouse_state`),
-which decides about the
-quorum (`quorum`): it lives with the leader of a run, or in a `coordination.LighthouseServer`.
+which decides about the quorum (`quorum`): it lives with the leader of a run, or in a
+`coordination.LighthouseServer`.
 
     worker  --Unix socket-->  server of its group  --signed connection-->  keeper
 

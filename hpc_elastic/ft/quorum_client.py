@@ -1,8 +1,8 @@
 """Enters quorums: asks for a place, forms the process group, sends or fetches the state.
 
 Who is here: `Manager` calls `QuorumClient.enter` on a thread beside the training, where a new
-quorum
-is needed, and `process_group` is called on the link's reading thread. Between the two stands one
+quorum is needed, and `process_group` is called on the link's reading thread. Between the two stands
+one
 lock: a quorum that breaks aborts what is under way in it, and never what a later one has begun.
 
 A quorum that breaks before its first collective costs no step: `enter` asks again. Not so in a

@@ -3,11 +3,10 @@
 Theory of operation
 -------------------
 A reconfigurable group has at most one *live* group of torch's, and at most one `CancellableTask`
-to make
-the next. `configure` takes leave of the live one, begins an attempt and adopts its result. `abort`
-may come from any thread at any time: it takes away both under a lock, then gives up the attempt and
-breaks the live group's connections, and remembers why until the next `configure`. An attempt whose
-result comes later discards it itself.
+to make the next. `configure` takes leave of the live one, begins an attempt and adopts its result.
+`abort` may come from any thread at any time: it takes away both under a lock, then gives up the
+attempt and breaks the live group's connections, and remembers why until the next `configure`. An
+attempt whose result comes later discards it itself.
 
 Who uses the group meanwhile finds no live group, and is told why.
 """

@@ -2,7 +2,7 @@
 
 A task may be requeueing itself at this moment, and another may be submitting a replacement. So
 ``<run>/cancelled`` is written first, and whoever brings a task back looks for it afterwards, and
-takes the task back (`slurm.requeue`, `slurm.requeue`, `slurm.scheduler`); a task that starts under
+takes the task back (`slurm.requeue`, `slurm.scheduler`); a task that starts under
 it ends at once. What is seen in the queue again is cancelled again until nothing is left.
 
 The tasks get what ``scancel`` gives them: SIGTERM, and SIGKILL after Slurm's KillWait. Within that

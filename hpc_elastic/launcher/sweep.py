@@ -213,7 +213,7 @@ def _returned(job: FrozenJob, value: Any = None) -> JobReturn:
 
 # ---- One job of a Hydra sweep, frozen: what a requeued task will run, whatever has changed by then
 # `freeze_job` decides (it writes nothing), `write_hydra_files` writes what Hydra itself writes
-# into the output directory of a job, but with interpolations resolved (see `sweep`). Workers load
+# into the output directory of a job, but with interpolations resolved. Workers load
 # these files in place of composing the config again.
 
 

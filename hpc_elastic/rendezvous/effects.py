@@ -192,7 +192,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Announce:
-    """Start the round's bootstrap store, and tell every member its place (see `effects`)."""
+    """Start the round's bootstrap store, and tell every member its place."""
 
     start: StartRound
     record: int

@@ -8,17 +8,15 @@ or nothing was heard for ``lost_after_s``, its workers are to be stopped and it 
 workers of a replica (`replica_state`) go on meanwhile: their agent tells the next leader that it is
 *here*, by which record, and what it has reported of them.
 
-A leader that is dead (`follower_state` says when) is replaced: the agent *claims* the next epoch.
-Members
-of the last round claim one after the other, in rank order, so that ten thousand of them do not fall
-upon the file system at once; whoever comes first has it, the others follow.
+A leader that is dead (see `LeaderFailureDetector`) is replaced: the agent *claims* the next epoch.
+Members of the last round claim one after the other, in rank order, so that ten thousand of them do
+not fall upon the file system at once; whoever comes first has it, the others follow.
 
 Notice. A node that has to be left by some time is *under notice*. Outside a round its agent leaves
 the run at once. In a round it tells the leader, who lets all ranks save (`step_agreement`), and
-goes on;
-it leaves when the round is stopped, for whatever reason, instead of asking for another place, or
-when its own time is over (`leave_now`). It says so before its workers have ended: nobody is to wait
-for those.
+goes on; it leaves when the round is stopped, for whatever reason, instead of asking for another
+place, or when its own time is over (`leave_now`). It says so before its workers have ended: nobody
+is to wait for those.
 
 Events return the effects to carry out, in order. Times are monotonic seconds of this node. Where a
 tick comes late it was this agent that slept, and the leader's silence does not count for that long.

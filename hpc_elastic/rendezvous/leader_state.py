@@ -8,9 +8,8 @@ Liveness   Whom it hears, and whose silence means loss, stands in `leader_state`
 
 Decisions  Closing a round, releasing members, giving all nodes back and ending the run are
            *decisions*: each is the next `log_entry` of the run. The leader asks for the record to
-           be
-           created, and carries the decision out only when it was; everything that follows waits in
-           order. If the number is taken, or a later record is seen, another agent leads: the
+           be created, and carries the decision out only when it was; everything that follows waits
+           in order. If the number is taken, or a later record is seen, another agent leads: the
            leader is fenced and steps down.
 
 Lease      The leader renews a lease on the shared file system while it hears at least half of the

@@ -5,9 +5,8 @@ Theory of operation
 Ranks run ahead of each other, by as many steps as the script lets them, and nobody may wait for a
 collective or for the GPU to agree on a step. So the leader *proposes* a step that is ahead of
 everybody, on the page that each worker shares with its agent (`hpc_elastic.worker.shared_page`). A
-worker that
-comes to the proposed step waits there, and goes on when it is confirmed (it saves), moved or taken
-back (it does not). Each member answers
+worker that comes to the proposed step waits there, and goes on when it is confirmed (it saves),
+moved or taken back (it does not). Each member answers
 
   ok      each of its workers is before the step, or waits there: all of them will see the proposal
   not ok  some worker has passed the step, or may be about to without having seen the proposal

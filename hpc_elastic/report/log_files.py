@@ -2,8 +2,8 @@
 
 A run writes many files: for each attempt of each task, each round and each rank one for standard
 output and one for standard error. A `LogSource` is one of them, a `LogLine` is a line of it with
-the time
-at which it was written (`hpc_elastic.run.log_index`). `log_files` reads, `log_follow` follows.
+the time at which it was written (`hpc_elastic.run.log_index`). `log_files` reads, `log_follow`
+follows.
 
 Two rules hold throughout: lines of one file stay in its order, and lines of several files are
 ordered by time, those of the same time by the order of their sources.

@@ -146,8 +146,9 @@ def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
     """The first node tells that it has ended; the next ones wait for that, and no others do."""
     asked = []
     monkeypatch.setattr(start_module.signal, "signal", lambda *args: None)
-    end = lambda *args: asked.append(args[:2])  # noqa: E731
-    monkeypatch.setattr(start_module.scheduler, "end_if_orphaned", end)
+    monkeypatch.setattr(
+        start_module.scheduler, "end_if_orphaned", lambda *args: asked.append(args[:2])
+    )
     tasks = [
         find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))
         for n in range(2)

@@ -2,10 +2,9 @@
 
 The *layout* is one JSON object: the tree without its tensors, and for each tensor its path, type,
 shape, strides and place in one stream of bytes. Equal layouts (by `StateLayout.digest`) mean that
-two
-peers have the same step, the same values and tensors of the same form, so that their bytes may be
-mixed. Small tensors come first: they are taken from one peer (`small_bytes`), because what replicas
-do not have in common, such as a random generator's state or running means, is small.
+two peers have the same step, the same values and tensors of the same form, so that their bytes may
+be mixed. Small tensors come first: they are taken from one peer (`small_bytes`), because what
+replicas do not have in common, such as a random generator's state or running means, is small.
 """
 
 from __future__ import annotations

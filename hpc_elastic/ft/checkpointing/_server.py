@@ -1,11 +1,10 @@
 """Offers a replica's state to its peers, out of the tensors' own memory, with threads of its own.
 
 A state is offered from `StateServer.offer` until `StateServer.withdraw`, which waits for those
-that were
-announced. A destination is known by its name for the fetch; it has come with its first request, and
-is done when it has closed its last connection, for whatever reason. So neither a peer that has all
-it wants nor one that has died is waited for. One that had all from others, before it heard of us,
-says so; it may do so before our offer.
+that were announced. A destination is known by its name for the fetch; it has come with its first
+request, and is done when it has closed its last connection, for whatever reason. So neither a peer
+that has all it wants nor one that has died is waited for. One that had all from others, before it
+heard of us, says so; it may do so before our offer.
 """
 
 from __future__ import annotations

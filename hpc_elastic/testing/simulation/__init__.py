@@ -12,10 +12,8 @@ agent       the adapter around `rendezvous.follower_state`, and the agent's own 
 leader      the adapter around `rendezvous.term`, and through it `rendezvous.leader_state`
 shared      the files that leaders share: status, progress, notices
 training    the workers of a round; `rank` is one of them, with its control page
-faults      what goes wrong
-invariants  what must hold all the same
-replicas    schedules of a run whose nodes are replicas
-parts       the classes under test; `mutants`: the same with planted bugs
+faults      what goes wrong invariants  what must hold all the same replicas    schedules of a run
+whose nodes are replicas parts       the classes under test; `mutants`: the same with planted bugs
 simulator   one schedule; `schedule`: how one is played; `campaign`: many
 """
 

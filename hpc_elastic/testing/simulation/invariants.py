@@ -19,7 +19,7 @@ Departure  Where nothing else goes wrong, a node that is to be left with enough 
            `Scenario.forms_again_s`.
 Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
            run has; nothing is brought back that the run itself has given back, and that waits.
-Files      What nodes learn of records and leases: see `register`. Those that leaders share: see
+Files      What nodes learn of records and leases: see `decision_log`. Those that leaders share: see
            `shared.SharedMonitor`.
 Progress   See `Scenario.bound_s`; checked by `simulator`.
 """

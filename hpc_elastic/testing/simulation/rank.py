@@ -1,8 +1,8 @@
 """One rank of a round: a worker that makes steps, asks whether to save, saves, and may stay.
 
 It shares a page with its agent, as `hpc_elastic.worker.shared_page` describes it. Each access to
-the page is
-one event here, and the agent looks at it a little later, so that all orders of the two come up.
+the page is one event here, and the agent looks at it a little later, so that all orders of the two
+come up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One random schedule: a run of a few nodes in virtual time, with all that can go wrong.
 
 The protocol's own classes run here (`rendezvous.follower_state`, `rendezvous.leader_state`, and
-through it
-`rendezvous.round_state`), under adapters of the simulation. All chance comes from one seed, so a
-schedule that fails fails again.
+through it `rendezvous.round_state`), under adapters of the simulation. All chance comes from one
+seed, so a schedule that fails fails again.
 """
 
 from __future__ import annotations

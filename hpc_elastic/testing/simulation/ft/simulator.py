@@ -1,10 +1,8 @@
 """One random schedule: a few replica groups in virtual time, and all that can go wrong.
 
-The protocol's own classes run here: `ft.lighthouse_state` and `ft.manager_client`, and through
-them `ft.quorum`,
-`ft.lighthouse_state`, `ft.lighthouse_state` and `ft.quorum`. The servers of the groups, the
-process groups and
-the Manager are models of theirs. All chance comes from one seed, so what fails fails again.
+The protocol's own classes run here: `ft.lighthouse_state`, `ft.manager_client` and, through them,
+`ft.quorum`. The servers of the groups, the process groups and the Manager are models of theirs. All
+chance comes from one seed, so what fails fails again.
 """
 
 from __future__ import annotations

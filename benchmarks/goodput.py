@@ -46,7 +46,7 @@ from goodput.trace import NUM_NODES, TRACE, TRACE_S, play, read_held, scaled
 from goodput.workload import GLOBAL_BATCH
 from rich.console import Console
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 PEERS = ["ours", "submitit", "submitit-one-job"]
 PATIENCE_S = 180.0

@@ -51,7 +51,7 @@ from recovery.trail import STAGES, Recovery
 from recovery.waiting import PATIENCE_S, outcome, trained
 from rich.console import Console
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 PEERS = ["ours", "c10d", "c10d-tuned"]
 TARGET_S = 5.0

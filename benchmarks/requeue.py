@@ -41,7 +41,7 @@ from requeue.candidates import (
 
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, job_of
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig
+from slurm_sandbox import SandboxConfig
 
 OURS = "hpc_elastic"
 CANDIDATES: dict[str, Callable[[Path, str], Candidate]] = {

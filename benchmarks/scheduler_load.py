@@ -34,7 +34,7 @@ from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
 from hpc_elastic.run.events import read_events
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 PATIENCE_S = 300.0
 MINUTE_S = 60.0

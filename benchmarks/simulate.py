@@ -17,13 +17,16 @@ import os
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 
 from evidence.result import About, Column, Figure, Result, Table, Target
 from evidence.show import options, present
 
-from hpc_elastic.testing import simulation
-from hpc_elastic.testing.simulation import ft
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+import simulation
+from simulation import ft
 
 SHOWN_FAILURES = 5
 _DOES_NOT_SHOW = (

@@ -26,7 +26,7 @@ from evidence.result import About, Column, Result, Table, Target, figure
 from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig
+from slurm_sandbox import SandboxConfig
 
 SCRIPT = """
 import os, sys, time

@@ -34,7 +34,7 @@ from evidence.result import About, Cell, Column, Peer, Result, Table, Target, fi
 from evidence.sandbox import sandbox_of
 from evidence.show import options, present
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 TARGET_ABOVE_BARE_S = 1.5
 OURS, PEER = "hpc_elastic", "hydra-submitit-launcher"

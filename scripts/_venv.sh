@@ -36,10 +36,10 @@ make_venv() {
     "$python" -m venv --clear "$VENV" || die "could not make $VENV"
 }
 
-# Installs once for each content of pyproject.toml and constraints.txt.
+# Installs once for each content of both pyproject.toml and of constraints.txt.
 install_extra() {
     local stamp=$VENV/.installed-$1 wanted
-    wanted=$(cat pyproject.toml constraints.txt <(python --version) | sha256sum)
+    wanted=$(cat pyproject.toml tools/slurm_sandbox/pyproject.toml constraints.txt <(python --version) | sha256sum)
     [[ -e $stamp && $(<"$stamp") == "$wanted" ]] && return
     if ! python -c 'import torch' 2>/dev/null; then
         say "Installing torch ($(torch_build) build) into .venv"
@@ -47,8 +47,8 @@ install_extra() {
         quiet_pip $(torch_index) torch
     fi
     say "Installing hpc_elastic[$1] into .venv"
-    # setuptools' default editable install hides hydra_plugins, a namespace package, from Hydra.
-    quiet_pip --config-settings editable_mode=compat --editable ".[$1]"
+    quiet_pip --editable ".[$1]"
+    case $1 in test | check | bench | docs) quiet_pip --editable ./tools/slurm_sandbox ;; esac
     printf '%s\n' "$wanted" >"$stamp"
 }
 

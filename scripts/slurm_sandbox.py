@@ -4,9 +4,9 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools" / "slurm_sandbox"))
 
-from hpc_elastic.testing.slurm_sandbox.cli import main
+from slurm_sandbox.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

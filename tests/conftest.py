@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-pytest_plugins = ["hpc_elastic.testing.pytest_plugin"]
+pytest_plugins = ["hpc_elastic.testing.fake_slurm.fake", "slurm_sandbox.pytest_plugin"]
 
 # for the processes that tests start as well
 _STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="hpc-elastic-state-")

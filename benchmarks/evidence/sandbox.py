@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from evidence.torchrun import UNSHARED
 
 from goodput.trace import NUM_NODES
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.state import load
+from slurm_sandbox import SlurmSandbox
+from slurm_sandbox.state import load
 
 HERE = Path(__file__).parent
 _VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", **UNSHARED}

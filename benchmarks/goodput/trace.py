@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.slurm.nodelist import expand
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
+from slurm_sandbox import SlurmSandbox
 
 NUM_NODES = 4
 PARTITION = "high"

@@ -16,11 +16,11 @@ from typing import Any
 
 from evidence.sandbox import sandbox_of
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.config import LOGIN
-from hpc_elastic.testing.slurm_sandbox.daemons import munged_argv, program
-from hpc_elastic.testing.slurm_sandbox.layout import Layout
-from hpc_elastic.testing.slurm_sandbox.state import load
+from slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox.config import LOGIN
+from slurm_sandbox.daemons import munged_argv, program
+from slurm_sandbox.layout import Layout
+from slurm_sandbox.state import load
 
 from . import machines
 from .machines import LOCKS, Machine, MachineError

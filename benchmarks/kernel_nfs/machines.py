@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.testing.slurm_sandbox import node_init
-from hpc_elastic.testing.slurm_sandbox.layout import Layout
+from slurm_sandbox import node_init
+from slurm_sandbox.layout import Layout
 
 MODULES = "/usr/lib/uml/modules"
 _BOOT_S = 60.0

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.testing.slurm_sandbox.config import LOGIN
-from hpc_elastic.testing.soak import training
-from hpc_elastic.testing.soak.checks import rank_checks
+from slurm_sandbox.config import LOGIN
+from soak import training
+from soak.checks import rank_checks
 
 from .cluster import CLONE, FOLDER, Cluster, python, wait_until
 from .machines import EXPORT

@@ -7,7 +7,7 @@ import json
 import sys
 
 from hpc_elastic import launch
-from hpc_elastic.testing.soak import training
+from soak import training
 
 if __name__ == "__main__":
     folder, nodes, settings = sys.argv[1:]

@@ -18,9 +18,9 @@ from evidence.needs import SANDBOX
 from evidence.result import Column, Peer, Table, Target, figure
 from evidence.sandbox import sandbox_of
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig
-from hpc_elastic.testing.slurm_sandbox.requirements import missing_packages
 from operate.big_run import Plan, write
+from slurm_sandbox import SandboxConfig
+from slurm_sandbox.requirements import missing_packages
 
 HPC_ELASTIC = str(Path(sys.executable).parent / "hpc-elastic")
 TORCH = "python -c 'import torch'"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.commands import wait_until
-from hpc_elastic.testing.slurm_sandbox.state import load
 from recovery.peers import TRAINING, Peer
 from recovery.trail import Fault, Worker
+from slurm_sandbox import SlurmSandbox
+from slurm_sandbox.commands import wait_until
+from slurm_sandbox.state import load
 
 NEWCOMER = "node4"
 _PATIENCE_S = 60.0

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from evidence.machine import ROOT
 from evidence.torchrun import TORCHRUN, TUNED, UNSHARED, conf
 
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from recovery.trail import Notice, host_of_leader, read_notices
+from slurm_sandbox import SlurmSandbox
 
 OURS = "hpc_elastic"
 TRAINING = Path(__file__).with_name("training.py")

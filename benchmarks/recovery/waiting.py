@@ -8,10 +8,10 @@ from pathlib import Path
 
 from evidence.trails import show_ends
 
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
 from recovery.faults import jobs
 from recovery.peers import Peer
 from recovery.trail import Fault, Recovery, Worker, group_of, read_workers, recovery
+from slurm_sandbox import SlurmSandbox
 
 BOUND_S = 120.0
 """Longer than any time-out that torchrun's rendezvous has by default, but for its join."""

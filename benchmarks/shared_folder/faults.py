@@ -16,10 +16,10 @@ from recovery.trail import run_events
 from recovery.waiting import trained
 
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.testing.slurm_sandbox import SandboxTimeoutError
-from hpc_elastic.testing.slurm_sandbox.commands import wait_until
-from hpc_elastic.testing.soak.watch import Watch
 from shared_folder.place import NFS, Place, Training, training
+from slurm_sandbox import SandboxTimeoutError
+from slurm_sandbox.commands import wait_until
+from soak.watch import Watch
 
 LASTS_S = 60.0
 _AWAY_S = 20.0

@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 from evidence.result import Cell, Column, Figure, Table, Target
 
-from hpc_elastic.testing.slurm_sandbox.commands import wait_until
-from hpc_elastic.testing.soak.processes import workers_on
 from shared_folder.place import NEVER, NFS, PATIENCE_S, Training, place_of, training
+from slurm_sandbox.commands import wait_until
+from soak.processes import workers_on
 
 LEADER_A_SECOND, FOLLOWER_A_MINUTE = 3.0, 4.0
 FILES_AT, NUM_CHECKPOINTS = 16, 100

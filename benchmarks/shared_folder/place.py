@@ -21,9 +21,9 @@ from evidence.sandbox import sandbox_of
 from evidence.trails import show_ends
 from recovery.trail import Notice, Worker, group_of, host_of_leader, read_notices, read_workers
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.commands import wait_until
 from shared_folder.submit import tell
+from slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox.commands import wait_until
 
 LOCAL, NFS = "local disk", "NFS"
 SUBMIT = Path(__file__).with_name("submit.py")

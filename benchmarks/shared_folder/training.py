@@ -20,7 +20,7 @@ NUM_SAMPLES, BATCH = 240, 24
 _ENDLESS = 1_000_000
 _BALLAST_MIB = 8
 _kept: list[nn.Module] = []
-"""Models that live as long as the process, as in `hpc_elastic.testing.soak.training`."""
+"""Models that live as long as the process, as in `soak.training`."""
 
 
 def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: float) -> int:

@@ -28,5 +28,5 @@ With effects:
                     whose entry point is `registry`
 
 They speak over `hpc_elastic.transport`. Only `torch_handler` imports torch.
-`hpc_elastic.testing.simulation` runs the pure ones in virtual time.
+`simulation` runs the pure ones in virtual time.
 """

@@ -323,7 +323,7 @@ class LogSteps:
 # ---- Procedures on the shared file system, as generators (pure)
 # A procedure yields one step on the file system after the other, and is sent what came of it. So
 # the same procedure runs on real files, in a thread that may wait (`carried_out`), and in virtual
-# time (`testing.simulation.storage`), where another node may come between any two steps.
+# time (`simulation.storage`), where another node may come between any two steps.
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What tests need, ours and users' own: a real Slurm on one machine, fakes, and the simulator."""
+"""A fake Slurm for tests of training scripts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ __all__ = ["FakeSlurm"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the fake at first use: the sandbox runs where nothing is installed."""
+    """Import the fake at first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hpc_elastic.testing import fake_slurm

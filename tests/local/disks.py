@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.testing.disk import full, mount, mount_memory, unmount
+from slurm_sandbox.disk import full, mount, mount_memory, unmount
 
 __all__ = ["full", "mounted", "read_only"]
 

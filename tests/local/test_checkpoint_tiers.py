@@ -16,11 +16,11 @@ import near_training
 import pytest
 import torch
 import torch.distributed as dist
-from ended import is_gone
 from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
 from near_memory import fill, is_of, nodes, parts_of
 
+from ended import is_gone
 from hpc_elastic import launch
 from hpc_elastic.checkpoint import Checkpointer, Tiers
 from hpc_elastic.checkpoint.store import Store

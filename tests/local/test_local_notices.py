@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from ended import is_gone
 from local_runs import PATIENCE_S, LocalRun
 
+from ended import is_gone
 from hpc_elastic.slurm.environment import as_array_task, outside
 
 SCRIPT = textwrap.dedent(

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helps import not_in_help
 from local_runs import LocalRun
+
+from helps import not_in_help
 
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
 SCRIPT = textwrap.dedent(

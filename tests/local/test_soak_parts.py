@@ -9,8 +9,8 @@ import sys
 from savers import Counter, checkpointer, save_at
 
 from hpc_elastic.checkpoint.store import Store, verify
-from hpc_elastic.testing.soak.hands import spoil
-from hpc_elastic.testing.soak.training import __name__ as training
+from soak.hands import spoil
+from soak.training import __name__ as training
 
 
 def test_the_undisturbed_training_sees_each_sample_once_an_epoch(tmp_path):

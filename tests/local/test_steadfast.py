@@ -9,10 +9,10 @@ import textwrap
 
 import psutil
 import pytest
-from ended import is_gone
 from group import eventually
 from torch.utils.data._utils import signal_handling, worker
 
+from ended import is_gone
 from hpc_elastic.agent.worker_main import STOP
 
 WORKER = textwrap.dedent(

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from disks import full, mounted
 from group import eventually
-from helps import not_in_help
 
+from helps import not_in_help
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import read_events
 from hpc_elastic.slurm.scheduler import live_tasks

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,10 +82,20 @@ def test_shipped_files_are_found(run: Run, environment: Path, resource: str, pat
     assert list(folder.glob(pattern))
 
 
-def test_the_source_of_the_nfs_client_is_found(run: Run) -> None:
-    """The sandbox compiles it on the machine."""
-    code = "from hpc_elastic.testing.slurm_sandbox import nfs; print(nfs._SOURCE.exists())"
-    assert run("python", "-c", code).strip() == "True"
+def test_the_slurm_sandbox_is_a_distribution_of_its_own(environment: Path, tmp_path: Path) -> None:
+    """The wheel of hpc_elastic has no tools for tests in it; that of the sandbox is complete."""
+    (installed,) = environment.glob("lib/python*/site-packages")
+    testing = installed / "hpc_elastic" / "testing"
+    assert {p.parent.name for p in testing.rglob("*.py")} == {"testing", "fake_slurm"}
+    assert not (installed / "slurm_sandbox").exists()
+    sandbox = CLONE / "tools" / "slurm_sandbox"
+    sources = shutil.copytree(sandbox, tmp_path / "src", ignore=NOT_SOURCES)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(sources)]
+    subprocess.run(build, check=True, capture_output=True)
+    (built,) = (sources / "dist").glob("*.whl")
+    shipped = {name for name in zipfile.ZipFile(built).namelist() if "dist-info" not in name}
+    package = sandbox / "slurm_sandbox"
+    assert shipped == {str(p.relative_to(sandbox)) for p in package.glob("*.[pc]*") if p.is_file()}
 
 
 def test_the_page_of_a_report_is_found(run: Run) -> None:

@@ -13,7 +13,7 @@ from test_lost_nodes import *  # noqa: F403
 from test_signals_and_ends import *  # noqa: F403
 from test_steps import *  # noqa: F403
 
-from hpc_elastic.testing.slurm_sandbox.config import parse_version
+from slurm_sandbox.config import parse_version
 
 pytestmark = pytest.mark.long
 

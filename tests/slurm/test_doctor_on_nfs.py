@@ -8,7 +8,7 @@ from hpc_elastic import shared_files
 from hpc_elastic.doctor import probe_network
 from hpc_elastic.doctor.probe_folder import ProbeFolder
 from hpc_elastic.doctor.shared_folder import DEEDS, NUM_ROUNDS, PATH, Race
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
+from slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"
 

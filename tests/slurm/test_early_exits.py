@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from sweeps import Sweep, eventually, hosts
 
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox
+from slurm_sandbox import SlurmSandbox
 
 SCRIPT = textwrap.dedent(
     """

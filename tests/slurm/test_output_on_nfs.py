@@ -18,7 +18,7 @@ from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import Discovery, LogLine, Selection
 from hpc_elastic.report.log_follow import Follower
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
-from hpc_elastic.testing.slurm_sandbox import nfs
+from slurm_sandbox import nfs
 
 TASK = "7_0"
 

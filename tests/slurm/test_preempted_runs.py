@@ -13,8 +13,8 @@ from counting import LONG, NUM_STEPS, Counting, counting, undisturbed_loss
 from sweeps import eventually, hosts
 
 from hpc_elastic.checkpoint.store import Store
-from hpc_elastic.testing.slurm_sandbox import SlurmSandbox, daemons, processes, state
-from hpc_elastic.testing.soak.processes import agent_on
+from slurm_sandbox import SlurmSandbox, daemons, processes, state
+from soak.processes import agent_on
 
 PREEMPTIONS, TAKEN_S = (5, 20) if LONG else (2, 7)
 LINKS = 5 if LONG else 1

@@ -28,7 +28,7 @@ from test_steered_runs import (  # noqa: F401
     test_a_cancelled_run_is_resumed_on_other_nodes,
 )
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 NAME = "nfs_runs"
 

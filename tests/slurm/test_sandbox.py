@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.testing.slurm_sandbox import (
+from slurm_sandbox import (
     CommandError,
     NotUpError,
     SandboxConfig,
@@ -18,11 +18,11 @@ from hpc_elastic.testing.slurm_sandbox import (
     SlurmSandbox,
     lifecycle,
 )
-from hpc_elastic.testing.slurm_sandbox.cli import main
-from hpc_elastic.testing.slurm_sandbox.network import namespaces
-from hpc_elastic.testing.slurm_sandbox.processes import is_alive
-from hpc_elastic.testing.slurm_sandbox.requirements import missing_packages
-from hpc_elastic.testing.slurm_sandbox.state import load
+from slurm_sandbox.cli import main
+from slurm_sandbox.network import namespaces
+from slurm_sandbox.processes import is_alive
+from slurm_sandbox.requirements import missing_packages
+from slurm_sandbox.state import load
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_sandbox.py"
 

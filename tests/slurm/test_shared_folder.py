@@ -16,12 +16,12 @@ import pytest
 from hpc_elastic import shared_files
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.shared_files import Mount
-from hpc_elastic.testing.pytest_plugin import refuse
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
-from hpc_elastic.testing.slurm_sandbox.cli import main
-from hpc_elastic.testing.slurm_sandbox.config import client_options
-from hpc_elastic.testing.slurm_sandbox.requirements import check
-from hpc_elastic.testing.slurm_sandbox.state import DEFAULT_ROOT
+from slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
+from slurm_sandbox.cli import main
+from slurm_sandbox.config import client_options
+from slurm_sandbox.pytest_plugin import refuse
+from slurm_sandbox.requirements import check
+from slurm_sandbox.state import DEFAULT_ROOT
 
 QUICK = "acregmin=1,acregmax=4,acdirmin=2,acdirmax=2,dirty=600"
 NAME = "shared"

@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import sys
 
-from hpc_elastic.testing.pytest_plugin import refuse
-from hpc_elastic.testing.slurm_sandbox import SandboxError, SlurmSandbox
-from hpc_elastic.testing.slurm_sandbox.requirements import check
+from slurm_sandbox import SandboxError, SlurmSandbox
+from slurm_sandbox.pytest_plugin import refuse
+from slurm_sandbox.requirements import check
 
 MINUTES = 5
 SEED = "7"
@@ -32,7 +31,7 @@ def test_a_run_gets_over_five_minutes_of_faults():
         refuse(str(error), in_ci=bool(os.environ.get("CI")))
     seed = os.environ.get("HPC_ELASTIC_SEED", SEED)
     print("HPC_ELASTIC_SEED =", seed)
-    argv = [sys.executable, "-m", "hpc_elastic.testing.soak", f"--minutes={MINUTES}"]
+    argv = ["./scripts/soak", f"--minutes={MINUTES}"]
     argv += [f"--seed={seed}", *release()]
     soak = subprocess.Popen(argv, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:

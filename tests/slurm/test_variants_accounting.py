@@ -6,8 +6,8 @@ import pytest
 from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig
-from hpc_elastic.testing.slurm_sandbox.requirements import missing_packages
+from slurm_sandbox import SandboxConfig
+from slurm_sandbox.requirements import missing_packages
 
 CONFIG = SandboxConfig(
     name="accounted",

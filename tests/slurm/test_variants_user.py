@@ -13,7 +13,7 @@ import pytest
 from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig
+from slurm_sandbox import SandboxConfig
 
 CONFIG = SandboxConfig(
     name="variants",

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sweeps import ROOT, Sweep, eventually, train_without_end
 
-from hpc_elastic.testing.slurm_sandbox import SandboxConfig, SlurmSandbox
+from slurm_sandbox import SandboxConfig, SlurmSandbox
 
 
 class Cluster:

@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from helps import not_in_help
 from output_files import EPOCH, Output, make_run
 
+from helps import not_in_help
 from hpc_elastic.cli.log_lines import Writer, as_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.options import parse_time

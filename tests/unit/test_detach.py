@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from ended import is_gone
 from helps import not_in_help
-
 from hpc_elastic.launcher import detach
 from hpc_elastic.run.directory import RunDir
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from hpc_elastic.cli.main import program
 from hpc_elastic.config.schema import LocalSettings, SlurmSettings
-from hpc_elastic.testing.slurm_sandbox import cli as sandbox_cli
+from slurm_sandbox import cli as sandbox_cli
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from helps import not_in_help
 
+from helps import not_in_help
 from hpc_elastic.cli.doctor import doctor_command
 from hpc_elastic.cli.main import main
 

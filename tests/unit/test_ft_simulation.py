@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from hpc_elastic.testing.simulation import find, format_trace, run_in_parallel
-from hpc_elastic.testing.simulation.ft import MUTANTS, Simulator
+from simulation import find, format_trace, run_in_parallel
+from simulation.ft import MUTANTS, Simulator
 
 SCHEDULES = 2_000
 MUTANT_SCHEDULES = 600

@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import click
 import pytest
-from helps import help_of, not_in_help
 
+from helps import help_of, not_in_help
 from hpc_elastic.cli import list as listing
 from hpc_elastic.cli import options
 from hpc_elastic.cli.main import program

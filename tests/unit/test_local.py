@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ended import is_gone
 
 import hpc_elastic
+from ended import is_gone
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
 from hpc_elastic.launcher import control, local, session

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from arrays import GONE, write_table
-from ended import is_gone
 
+from ended import is_gone
 from hpc_elastic.errors import LocalQueueError
 from hpc_elastic.launcher import local
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission

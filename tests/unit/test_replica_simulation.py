@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from hpc_elastic.testing.simulation import find, run_many
-from hpc_elastic.testing.simulation.replicas import REPLICA_MUTANTS, REPLICAS, ReplicaSimulator
+from simulation import find, run_many
+from simulation.replicas import REPLICA_MUTANTS, REPLICAS, ReplicaSimulator
 
 SCHEDULES = 800
 MUTANT_SCHEDULES = 1_000

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.testing import pytest_plugin
-from hpc_elastic.testing.slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError
-from hpc_elastic.testing.slurm_sandbox import config as texts
-from hpc_elastic.testing.slurm_sandbox.client import is_there, is_written_off
-from hpc_elastic.testing.slurm_sandbox.layout import Layout
-from hpc_elastic.testing.slurm_sandbox.network import build_commands, choose_octet
-from hpc_elastic.testing.slurm_sandbox.processes import Process, end, identify, is_alive, send
-from hpc_elastic.testing.slurm_sandbox.requirements import check, install_command
-from hpc_elastic.testing.slurm_sandbox.state import State, from_json, to_json
+from slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError, pytest_plugin
+from slurm_sandbox import config as texts
+from slurm_sandbox.client import is_there, is_written_off
+from slurm_sandbox.layout import Layout
+from slurm_sandbox.network import build_commands, choose_octet
+from slurm_sandbox.processes import Process, end, identify, is_alive, send
+from slurm_sandbox.requirements import check, install_command
+from slurm_sandbox.state import State, from_json, to_json
 
 CONFIG = SandboxConfig(name="golden", nodes=2)
 LAYOUT = Layout("golden", Path("/run/sandbox/golden"), octet=77, port=20130)

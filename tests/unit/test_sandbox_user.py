@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from hpc_elastic.testing.slurm_sandbox.layout import Layout
-from hpc_elastic.testing.slurm_sandbox.releases import apt_conf, candidate
-from hpc_elastic.testing.slurm_sandbox.user import open_lines, with_group, with_user
+from slurm_sandbox.layout import Layout
+from slurm_sandbox.releases import apt_conf, candidate
+from slurm_sandbox.user import open_lines, with_group, with_user
 
 LAYOUT = Layout("s", Path("/run/s"), octet=77, port=20130)
 

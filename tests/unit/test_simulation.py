@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from hpc_elastic.testing.simulation import (
+from simulation import (
     MUTANTS,
     Simulator,
     find,

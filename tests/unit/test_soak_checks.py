@@ -1,6 +1,6 @@
 """What the ranks of a soak have returned is looked at."""
 
-from hpc_elastic.testing.soak.checks import rank_checks
+from soak.checks import rank_checks
 
 GOOD = {"epochs": 3, "times_seen": [3], "digest": "a", "world_size": 2}
 

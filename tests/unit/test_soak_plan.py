@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpc_elastic.testing.soak.hands import HANDS
-from hpc_elastic.testing.soak.kinds import KINDS
-from hpc_elastic.testing.soak.plan import NUM_NODES, num_tasks, plan, volleys
+from soak.hands import HANDS
+from soak.kinds import KINDS
+from soak.plan import NUM_NODES, num_tasks, plan, volleys
 
 SEEDS = range(300)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
-from hpc_elastic.testing.soak.plan import Fault
-from hpc_elastic.testing.soak.told import Finding, Thrown, tell
+from soak.plan import Fault
+from soak.told import Finding, Thrown, tell
 
 
 def thrown(kind: str, *hosts: str, number: int = 1, **more) -> Thrown:

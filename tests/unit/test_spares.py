@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ended import is_gone
 from torch.distributed.elastic.multiprocessing import start_processes
 
+from ended import is_gone
 from hpc_elastic.agent.elastic_agent import RoundLogs, made_from
 from hpc_elastic.agent.warm_workers import WarmWorkerPool, _receive, fits
 from hpc_elastic.agent.worker_failures import WorkerFiles

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helps import not_in_help
 from rich.console import Console
 
+from helps import not_in_help
 from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main

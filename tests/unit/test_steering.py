@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import pytest
 from arrays import GONE, run_of, write_table
-from ended import sleeping
 from followers import LEADER, LIVENESS, RECORD, agent, of, told
 from groups import B
 
+from ended import sleeping
 from hpc_elastic.agent.task_context import find_task
 from hpc_elastic.checkpoint import store
 from hpc_elastic.checkpoint.store import Store

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.launcher.plan import PlannedRun, make_plan
-from hpc_elastic.testing.simulation.sweep import Figures, SweepSimulation
+from simulation.sweep import Figures, SweepSimulation
 
 AIM_S = 20.0
 

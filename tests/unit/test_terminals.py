@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from arrays import ME, run_of, write_table
-from ended import sleeping
-from helps import not_in_help
 from output_files import make_run
 from terminals import CTRL_C, PATIENCE_S, Terminal
 
+from ended import sleeping
+from helps import not_in_help
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir, Submission
 from hpc_elastic.slurm.scheduler import started

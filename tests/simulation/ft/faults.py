@@ -1,0 +1,160 @@
+"""What goes wrong in a schedule, and when it is mended."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from simulation.ft.group import Group
+from simulation.ft.scenario import Kind
+from simulation.network import Host
+
+if TYPE_CHECKING:
+    from simulation.ft.simulator import Simulator
+
+_SILENCE_S = 5.0
+
+
+class Faults:
+    """Plans the faults of one schedule, and heals them."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.count: Counter[str] = Counter()
+        self._sim = sim
+        self._rng = sim.world.rng
+        self._cuts: list[tuple[Group, Host]] = []
+
+    def plan(self) -> None:
+        """Draw what will go wrong until all is calm."""
+        self._plan_files(self._sim.storage.rng)
+        kinds = {
+            Kind.QUIET: ("notice",),
+            Kind.KEEPER: ("kill keeper", "notice"),
+            Kind.ALL: (
+                "notice", "kill keeper", "kill worker", "kill worker", "kill node", "lose node",
+                "stop", "hold the lock", "reset", "cut", "own failure", "bye",
+            ),
+        }[self._sim.scenario.kind]  # fmt: skip
+        calm = self._sim.scenario.calm_after_s
+        for _ in range(self._rng.randint(1, 6 if len(kinds) > 1 else 2)):
+            at = 0.5 + (calm - 0.5) * self._rng.random()
+            self._sim.world.after(at, None, self._strike, self._rng.choice(kinds))
+
+    def _plan_files(self, rng: random.Random) -> None:
+        """Draw when notice files are written, and when keepers are deposed."""
+        calm = self._sim.scenario.calm_after_s
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._ask, rng)
+        if self._sim.scenario.kind is Kind.ALL and rng.random() < 0.3:
+            self._sim.world.after(0.5 + (calm - 0.5) * rng.random(), None, self._depose, rng)
+
+    def _ask(self, rng: random.Random) -> None:
+        up = [g for g in self._sim.groups if g.up and not g.is_over]
+        if up:
+            self.count["notice file"] += 1
+            self._sim.shared.ask(rng.choice(up).name)
+
+    def _depose(self, rng: random.Random) -> None:
+        self.count["depose keeper"] += 1
+        self._sim.coordinator.depose(0.3 + 6.0 * rng.random())
+
+    def announce(self, group: Group) -> None:
+        """A node is to be left, in good time."""
+        assert group.server is not None
+        left_s = 30 * self._sim.scenario.step_s + self._sim.scenario.bound_s
+        group.server.give_notice(left_s)
+        self._sim.world.after(left_s, None, group.leave)
+
+    def _strike(self, kind: str) -> None:
+        group = self._rng.choice(self._sim.groups)
+        if kind == "kill keeper":
+            self._sim.coordinator.kill()
+        elif not group.up:
+            return
+        else:
+            getattr(self, "_" + kind.replace(" ", "_"))(group)
+        self.count[kind] += 1
+        self._sim.world.note("fault", kind, group.name)
+
+    # ---- kinds ----------------------------------------------------------------------------
+
+    def _notice(self, group: Group) -> None:
+        assert group.server is not None
+        scenario = self._sim.scenario
+        left_s = 30 * scenario.step_s + scenario.bound_s
+        if scenario.kind is Kind.ALL and self._rng.random() < 0.5:
+            left_s = 3 * self._rng.random()
+        group.server.give_notice(left_s)
+        self._sim.world.after(left_s, None, group.leave)
+
+    def _kill_worker(self, group: Group) -> None:
+        group.kill_worker()
+        self._sim.world.after(2 * self._rng.random(), None, group.start_worker)
+
+    def _kill_node(self, group: Group) -> None:
+        group.crash(silently=False)
+        self._sim.world.after(0.5 + 3 * self._rng.random(), None, group.boot)
+
+    def _lose_node(self, group: Group) -> None:
+        group.crash(silently=True)
+        self._sim.world.after(0.5 + 8 * self._rng.random(), None, self._return, group)
+
+    def _return(self, group: Group) -> None:
+        self._sim.network.came_back(group)
+        group.boot()
+
+    def _stop(self, group: Group) -> None:
+        group.pause_worker(stopped=True)
+        self._sim.world.after(4 * self._rng.random(), None, group.resume_worker)
+
+    def _hold_the_lock(self, group: Group) -> None:
+        group.pause_worker(stopped=False)
+        self._sim.world.after(10 * self._rng.random(), None, group.resume_worker)
+
+    def _reset(self, group: Group) -> None:
+        if group.server is not None and group.server.connection is not None:
+            group.server.connection.reset()
+
+    def _cut(self, group: Group) -> None:
+        keeper = self._sim.coordinator.keeper
+        if keeper is None or keeper.host is group:
+            return
+        self._sim.network.cut(group, keeper.host)
+        self._cuts.append((group, keeper.host))
+        self._sim.world.after(_SILENCE_S, None, self._is_silent, group, keeper.host)
+        self._sim.world.after(8 * self._rng.random(), None, self._mend, group, keeper.host)
+
+    def _is_silent(self, group: Group, host: Host) -> None:
+        if not self._sim.network.is_cut(group, host):
+            return
+        keeper, server = self._sim.coordinator.keeper, group.server
+        if keeper is not None and keeper.host is host:
+            keeper.silent(group.name)
+        if server is not None and server.connection is not None:
+            server.lost(server.connection)
+
+    def _mend(self, group: Group, host: Host) -> None:
+        if (group, host) in self._cuts:
+            self._cuts.remove((group, host))
+            self._sim.network.mend(group, host)
+
+    def _own_failure(self, group: Group) -> None:
+        if group.worker is not None:
+            group.worker.fails_next = True
+
+    def _bye(self, group: Group) -> None:
+        if group.worker is not None:
+            group.worker.ends_next = True
+
+    def heal(self) -> None:
+        """All is well from now on."""
+        for group, host in list(self._cuts):
+            self._mend(group, host)
+        for group in self._sim.groups:
+            group.resume_worker()
+            if not group.up and not group.is_over:
+                self._return(group)
+            group.start_worker()
+        self._sim.coordinator.resume_all()
+        self._sim.coordinator.elect()

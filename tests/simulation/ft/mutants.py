@@ -1,0 +1,234 @@
+"""Planted bugs: each breaks one rule of the quorum, and the simulator must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpc_elastic.ft import quorum
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage, SwitchState
+from hpc_elastic.ft.manager_client import QuorumSteps
+from hpc_elastic.ft.messages import (
+    CheckpointBeforeLeave,
+    ConfirmSwitch,
+    LeaveGranted,
+    ProposeSwitch,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    SwitchVote,
+    WorkersLost,
+)
+from hpc_elastic.ft.quorum import ActiveQuorum
+from hpc_elastic.rendezvous.term import Gate
+from simulation.ft.parts import Parts
+
+
+class StaysOpen(Gate):
+    """Lets a keeper's leader go on with its duties though its term is over."""
+
+    @property
+    def is_over(self) -> bool:  # noqa: D102
+        return False
+
+
+class WaitsForNobody(LighthouseState):
+    """Forms a quorum of those that ask, whoever else lives."""
+
+    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
+        sends = super()._ask(replica, ask, now)
+        standing = self._roll.standing
+        if standing is not None and not standing.stands:
+            standing.silent.clear()
+        return sends
+
+
+class TellsNobody(LighthouseState):
+    """Notices that a member is lost, and keeps it to itself."""
+
+    def _lost(self, replica: str, lost: WorkersLost, now: float) -> list[ReplicaMessage]:
+        super()._lost(replica, lost, now)
+        return []
+
+
+class IgnoresFailures(LighthouseState):
+    """Lets the others wait for a member whose step failed."""
+
+    def _break(self, why: str, besides: str = "") -> list[ReplicaMessage]:
+        sends = super()._break(why, besides)
+        return [] if "step that failed" in why else sends
+
+    def _reported(self, replica: str, broken: Any, now: float) -> list[ReplicaMessage]:
+        return []
+
+
+class ConfirmsTooEarly(LighthouseState):
+    """Confirms a call as soon as one member has agreed to it."""
+
+    def _at(self, replica: str, at: SwitchVote, now: float) -> list[ReplicaMessage]:
+        if at.ok and at.number == self._switch.number and self._switch.call:
+            self._switch.awaited.intersection_update({replica})
+        return super()._at(replica, at, now)
+
+
+class LetsGoAtOnce(LighthouseState):
+    """Does not wait, before it lets a member go, until the others have come to the call."""
+
+    def _ask(self, replica: str, ask: QuorumRequest, now: float) -> list[ReplicaMessage]:
+        if replica in self._leaves and self._roll.is_member(replica):
+            self._roll.retire(replica)
+            return [ReplicaMessage(replica, LeaveGranted())]
+        return super()._ask(replica, ask, now)
+
+
+class ForgetsTheLast(LighthouseState):
+    """Neither says, with the confirmation, that the newest state leaves, nor sees that it does."""
+
+    def _is_unsaved(self, leaving: list[str]) -> bool:
+        return False
+
+    def _say(self, step: ProposeSwitch | ConfirmSwitch | None, now: float) -> list[ReplicaMessage]:
+        return [
+            replace(s, message=replace(s.message, last=False))
+            if isinstance(s.message, ConfirmSwitch)
+            else s
+            for s in super()._say(step, now)
+        ]
+
+
+class LetsTheLastGo(LighthouseState):
+    """Lets go who has to save first."""
+
+    def _advance(self, now: float) -> list[ReplicaMessage]:
+        return [
+            replace(s, message=LeaveGranted())
+            if isinstance(s.message, CheckpointBeforeLeave)
+            else s
+            for s in super()._advance(now)
+        ]
+
+
+class TakesBackAtOnce(LighthouseState):
+    """Does not know, with a new keeper, that a call may have been confirmed to some."""
+
+    def _here(self, replica: str, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        sends = super()._here(replica, here, now)
+        return [*sends, ReplicaMessage(replica, ProposeSwitch(here.quorum_id, 0, 0))]
+
+    def _follow(self, now: float) -> list[ReplicaMessage]:
+        return self._break("a member asks for another, after a step that failed")
+
+
+class GreetsNobody(LighthouseState):
+    """Lets a newcomer go ahead before members of the last quorum have come back."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "rules": replace(kwargs["rules"], greet_s=0.0)})
+
+
+class BlamesTheDead(LighthouseState):
+    """Takes a dead leader for a member, though it had left before."""
+
+    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        sends = super()._adopt(here, now)
+        if self._roll.lost:
+            self._standing.over = "the leader is dead"
+        return sends
+
+
+def _any_token(
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+) -> dict[str, QuorumResults]:
+    """Equal steps count as equal states."""
+    alike = {m: replace(a, lineage="?") for m, a in asks.items()}
+    placed = quorum.place(quorum_id, members, alike)
+    return {
+        m: replace(p, ranks=tuple(replace(r, lineage=asks[m].lineage) for r in p.ranks))
+        for m, p in placed.items()
+    }
+
+
+class CountsSteps(LighthouseState):
+    """Takes members at the same step for equal, whatever their histories are."""
+
+    _place = staticmethod(_any_token)
+
+
+def _all_count(
+    quorum_id: int, members: Sequence[str], asks: Mapping[str, QuorumRequest]
+) -> dict[str, QuorumResults]:
+    """All members count in the mean, those that heal as well."""
+    placed = quorum.place(quorum_id, members, asks)
+    return {
+        m: replace(p, ranks=tuple(replace(r, cohort_size=r.replica_world_size) for r in p.ranks))
+        for m, p in placed.items()
+    }
+
+
+class CountsAll(LighthouseState):
+    """Says that all members contribute while some heal."""
+
+    _place = staticmethod(_all_count)
+
+
+class AgreesToAll(QuorumSteps):
+    """Says ok to a call that it has begun."""
+
+    def proposed(self, propose: ProposeSwitch, now: float) -> SwitchVote | None:  # noqa: D102
+        at = super().proposed(propose, now)
+        return replace(at, ok=True) if at is not None else None
+
+
+class RunsPast(QuorumSteps):
+    """Does not wait at a proposed call."""
+
+    @property
+    def undecided(self) -> bool:  # noqa: D102
+        return False
+
+    def settle(self, call: int) -> None:  # noqa: D102
+        pass
+
+
+class AdoptsAnything(LighthouseState):
+    """Goes on with an older quorum of which somebody tells it."""
+
+    def _adopt(self, here: ReplicaStatus, now: float) -> list[ReplicaMessage]:
+        standing = self._roll.standing
+        if standing is not None and here.quorum_id != standing.quorum_id:
+            adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
+            self._roll.standing = adopted
+            self._switch.state = SwitchState.IDLE
+            return []
+        return super()._adopt(here, now)
+
+
+MUTANTS: Mapping[str, tuple[Parts, str]] = {
+    "epochs do not rise": (
+        Parts(epochs_rise=False),
+        "a quorum id came again|the status went back",
+    ),
+    "groups do not say where they are": (Parts(says_here=False), "costs a step|not all make"),
+    "duties go on": (Parts(gate=StaysOpen), "acts though its term is over"),
+    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
+    "waits for nobody": (Parts(WaitsForNobody), "a minority"),
+    "tells nobody": (Parts(TellsNobody), "not all make steps|for ever"),
+    "ignores failures": (Parts(IgnoresFailures), "not all make steps"),
+    "confirms too early": (Parts(ConfirmsTooEarly), "costs a step|not all make steps"),
+    "lets go at once": (Parts(LetsGoAtOnce), "costs a step|leaves unnoticed"),
+    "forgets the last": (Parts(ForgetsTheLast), "leaves unnoticed"),
+    "lets the last go": (Parts(LetsTheLastGo), "leaves unnoticed"),
+    "takes back at once": (
+        Parts(TakesBackAtOnce),
+        "costs a step|not all make steps|a minority",
+    ),
+    "greets nobody": (Parts(GreetsNobody), "costs a step"),
+    "blames the dead": (Parts(BlamesTheDead), "costs a step|not all make steps"),
+    "counts steps": (Parts(CountsSteps), "different states|another state|two histories"),
+    "counts all": (Parts(CountsAll), "the mean counts others|cohort"),
+    "agrees to all": (Parts(steps=AgreesToAll), "costs a step|not all make steps"),
+    "runs past": (Parts(steps=RunsPast), "costs a step|not all make steps"),
+    "adopts anything": (Parts(AdoptsAnything), "minority|came again|not all make"),
+}
+"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

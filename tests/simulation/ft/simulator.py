@@ -1,0 +1,162 @@
+"""One random schedule: a few replica groups in virtual time, and all that can go wrong.
+
+The protocol's own classes run here: `ft.lighthouse_state`, `ft.manager_client` and, through them,
+`ft.quorum`. The servers of the groups, the process groups and the Manager are models of theirs. All
+chance comes from one seed, so what fails fails again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_elastic.ft.messages import QuorumResult
+from simulation.ft.coordinator import Coordinator
+from simulation.ft.faults import Faults
+from simulation.ft.group import Group
+from simulation.ft.meeting import Meeting
+from simulation.ft.monitor import Monitor
+from simulation.ft.parts import SOUND, Parts
+from simulation.ft.scenario import draw
+from simulation.ft.worker import Doing
+from simulation.invariants import InvariantError
+from simulation.network import Network
+from simulation.scenario import SLOWEST_FILES_S
+from simulation.schedule import Tally
+from simulation.shared import SharedFiles, SharedMonitor
+from simulation.storage import Storage
+from simulation.world import World
+
+_LOOK_EVERY_S = 0.5
+_COMMITS = 2
+
+
+@dataclass
+class Outcome(Tally):
+    """What became of one schedule, or of many."""
+
+    quorums: int = 0
+    commits: int = 0
+    failed_steps: int = 0
+    heals: int = 0
+    proposals: int = 0
+    farewells: int = 0
+    dropped: int = 0
+    """Quorums that left live members behind."""
+    shown: int = 0
+    """How often a keeper's leader replaced the status."""
+    notices: int = 0
+    """Notice files that were obeyed."""
+    keepers: int = 0
+    stood: int = 0
+    """Schedules in which all were in one quorum in the end."""
+
+
+class Simulator:
+    """The world of one schedule."""
+
+    def __init__(self, seed: int, parts: Parts = SOUND, whole_trace: bool = False) -> None:
+        self.seed = seed
+        self.parts = parts
+        self.world = World(seed, whole_trace)
+        self.scenario = draw(self.world.rng)
+        self.monitor = Monitor(self.scenario, self.world)
+        self.network = Network(self.world, self.scenario.longest_delay_s)
+        self.storage = Storage(self.world, random.Random(f"storage {seed}"), SLOWEST_FILES_S)
+        monitor = SharedMonitor(self.monitor.check, self._is_named_alive)
+        self.shared = SharedFiles(self.storage, monitor, parts.fenced_files)
+        self.coordinator = Coordinator(self)
+        self.groups = [Group(self, slot) for slot in range(self.scenario.num_groups)]
+        self.faults = Faults(self)
+        self._meetings: dict[int, Meeting] = {}
+        self._stood = False
+
+    def meeting(self, place: QuorumResult) -> Meeting:
+        """Return the process group of a quorum."""
+        meeting = self._meetings.get(place.quorum_id)
+        if meeting is None:
+            meeting = self._meetings[place.quorum_id] = Meeting(place, self.world, self.monitor)
+        return meeting
+
+    def group(self, name: str) -> Group:
+        """Return the group of this name."""
+        return next(g for g in self.groups if g.name == name)
+
+    def run(self) -> None:
+        """Run the schedule.
+
+        Raises:
+            InvariantError: something happened that must never happen.
+        """
+        scenario, rng = self.scenario, self.world.rng
+        for group in self.groups:
+            late = group.slot >= len(self.groups) - scenario.num_late
+            latest = scenario.calm_after_s if late else 1.0
+            self.world.after(latest * rng.random(), None, group.boot)
+        self.world.after(1.0 * rng.random(), None, self.coordinator.elect)
+        self.faults.plan()
+        self.world.run(scenario.calm_after_s)
+        self.world.note("world", "is calm from now on")
+        self.faults.heal()
+        self._wait_for_progress()
+
+    def _wait_for_progress(self) -> None:
+        begun = {g.name: g.worker.commits if g.worker else 0 for g in self.groups}
+        lives = {g.name: g.worker for g in self.groups}
+        end = self.world.now + self.scenario.bound_s
+        while not self._is_well(begun, lives):
+            if self.world.now > end:
+                raise InvariantError(self._complaint())
+            self.world.run(self.world.now + _LOOK_EVERY_S)
+
+    def _is_named_alive(self, name: str) -> bool:
+        """Tell whether the node lives that a notice names."""
+        return any(g.name == name and g.up and not g.is_over for g in self.groups)
+
+    def _live(self) -> list[Group]:
+        return [g for g in self.groups if not g.is_over and not g.is_done]
+
+    def _is_well(self, begun: dict[str, int], lives: Mapping[str, object]) -> bool:
+        """Tell whether all that live are in one quorum and have made steps there."""
+        live = self._live()
+        if any(map(self._is_named_alive, self.shared.notices)):
+            return False
+        if any(g.server is not None and g.server.notice_at is not None for g in live):
+            return False
+        if len(live) < self.scenario.rules.min_replicas:
+            return True
+        workers = [g.worker for g in live if g.worker is not None]
+        if len(workers) < len(live):
+            return False
+        ids = {w.steps.quorum_id for w in workers}
+        made = all(
+            w.commits >= _COMMITS + (begun[g.name] if lives[g.name] is w else 0)
+            for g, w in zip(live, workers, strict=True)
+        )
+        same = len(ids) <= 1 and all(w.is_settled for w in workers)
+        self._stood = same and made and bool(workers)
+        return same and made
+
+    def _complaint(self) -> str:
+        at = [
+            (g.name, w.doing.value, w.steps.quorum_id & 0xFFFFF, w.steps.call, w.commits)
+            for g in self._live()
+            if (w := g.worker) is not None and w.doing is not Doing.OVER
+        ]
+        notices = self.shared.notices
+        if any(map(self._is_named_alive, notices)):
+            return f"a notice is not obeyed: {notices}"
+        return f"not all make steps {self.scenario.bound_s:.0f} s after all was healed: {at}"
+
+    def outcome(self) -> Outcome:
+        """Return the numbers of the schedule."""
+        m = self.monitor
+        return Outcome(
+            schedules=1, virtual_s=self.world.now, events=self.world.num_events,
+            checks=m.num_checks, faults=self.faults.count, quorums=m.quorums, commits=m.commits,
+            failed_steps=m.failed_steps, heals=m.heals, proposals=m.switches,
+            shown=self.shared.monitor.shown, notices=self.shared.monitor.obeyed,
+            farewells=m.farewells, dropped=m.dropped, keepers=self.coordinator.epoch,
+            stood=int(self._stood),
+        )  # fmt: skip

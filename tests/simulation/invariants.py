@@ -1,0 +1,319 @@
+"""What must hold at every step of every schedule.
+
+Records    Each number is created once, and the numbers follow each other. Within an epoch all
+           records are its leader's; an epoch begins with a claim, which changes nothing but the
+           leader. So one leader at most closes rounds in an epoch; a fenced one changes nothing.
+Rounds     Between min and max members, each task once. Only the leader that created a round's
+           record announces it, once. Whoever accepts a place in it is among its members,
+           with the ranks that follow from their order, and no rank is taken twice. An agent accepts
+           no round before its workers of the last one have ended, and never an older one.
+The end    Once it is recorded no record follows, and nobody is told of an end that is not. It is a
+           success only if the function of every rank of the last round has returned.
+Restarts   Never more than ``max_restarts``, and never more than workers have failed on their own.
+Change     A round that is broken at a checkpoint has made no step beyond it.
+Agreement  When a step is confirmed, every rank is before it, or has not gone on from it. Each saves
+           there, and no rank saves as agreed at a step that was not confirmed. In the calm nobody
+           waits at a proposed step for longer than `_LONGEST_WAIT_S`.
+Departure  Where nothing else goes wrong, a node that is to be left with enough grace leaves at a
+           checkpoint, and the others form another round within
+           `Scenario.forms_again_s`.
+Blame      Not so many hosts are excluded that fewer than min nodes are left of those that the
+           run has; nothing is brought back that the run itself has given back, and that waits.
+Files      What nodes learn of records and leases: see `decision_log`. Those that leaders share: see
+           `shared.SharedMonitor`.
+Progress   See `Scenario.bound_s`; checked by `simulator`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.rendezvous.effects import Announce
+from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
+from hpc_elastic.rendezvous.step_agreement import ANSWER_WITHIN_S
+from hpc_elastic.slurm.job_state import Phase
+from simulation.rank import Doing, Rank
+from simulation.scenario import Scenario
+from simulation.world import World
+
+if TYPE_CHECKING:
+    from hpc_elastic.rendezvous.round_state import RoundState
+    from simulation.agent import AgentProcess
+    from simulation.training import Work
+
+_AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
+_LONGEST_WAIT_S = ANSWER_WITHIN_S + 3.0
+"""With the leader's tick, and the answer's way."""
+
+
+class InvariantError(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Monitor:
+    """Sees everything, and raises `InvariantError` at once."""
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        self.num_checks = 0
+        self.checkpoint = 0
+        """The last step that all ranks of a round have saved."""
+        self.own_failures = 0
+        """Workers that have failed on their own."""
+        self.rounds = 0
+        self.elections = 0
+        self.fenced = 0
+        self.silent = 0
+        self.is_published = False
+        """Whether the end was carried out."""
+        self.growths = 0
+        self.agreements = 0
+        self.departures = 0
+        self._scenario = scenario
+        self._rules = scenario.rules
+        self._world = world
+        self._num_changes = 0
+        self._departed: set[int] = set()
+        self._confirmed: dict[int, dict[int, int]] = {}
+        """Record of a round -> the steps that were confirmed in it, and by which proposal."""
+        self._by_number: dict[int, LogEntry] = {}
+        self._announced: set[int] = set()
+        self._taken: dict[int, set[int]] = {}
+        self._accepted: dict[Agent, int] = {}
+        self._at_work: dict[Agent, int] = {}
+        self._returned: dict[Agent, int] = {}
+        """Agents whose worker's function has returned, and the record of the round of that."""
+        self._round_record = 0
+
+    def check(self, holds: bool, what: str, *facts: object) -> None:
+        """Raise unless it holds."""
+        self.num_checks += 1
+        if not holds:
+            raise InvariantError(f"{what}: {', '.join(map(str, facts))}")
+
+    # ---- records ------------------------------------------------------------------------
+
+    def record_created(self, records: Sequence[LogEntry], record: LogEntry) -> None:
+        """Check a record that comes to be after (or, if that is broken, among) these."""
+        number = record.number
+        self.check(number not in self._by_number, "a record was created twice", number)
+        self.check(number == len(records) + 1, "a record's number was left out", number)
+        self._by_number[number] = record
+        before = records[-1] if records else None
+        if before is None:
+            self.check(record.epoch == 1 and record.round == 0, "the first record claims", record)
+            self.elections += 1
+            return
+        self.check(before.ending is None, "a record follows the end", before, record)
+        self.check(record.epoch >= before.epoch, "an epoch went backwards", before, record)
+        if record.epoch == before.epoch:
+            self._decision(before, record)
+        else:
+            self._claim(before, record)
+
+    def _claim(self, before: LogEntry, record: LogEntry) -> None:
+        self.elections += 1
+        self.check(record.epoch == before.epoch + 1, "an epoch was left out", before, record)
+        state = replace(
+            before, number=record.number, epoch=record.epoch, leader=record.leader,
+            lost=record.lost, unseen=record.unseen,
+        )  # fmt: skip
+        self.check(record == state, "a claim changed the run's state", before, record)
+
+    def _decision(self, before: LogEntry, record: LogEntry) -> None:
+        self.check(
+            record.leader == before.leader, "a fenced leader changed something", before, record
+        )
+        self.check(record.round - before.round in (0, 1), "a round was left out", before, record)
+        self.check(
+            before.restarts <= record.restarts <= min(self._rules.max_restarts, self.own_failures),
+            f"restarts: {self.own_failures} workers failed", before.restarts, record.restarts,
+        )  # fmt: skip
+        if record.round == before.round:
+            self._members(before, record)
+        else:
+            self._round(record)
+            self._round_record = record.number
+        if record.ending is not None and record.ending.status == "succeeded":
+            early = [a for a in record.members if not self._has_returned(a, record)]
+            self.check(not early, "a success before its function had returned", record, early)
+
+    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
+        return self._returned.get(agent) == self._round_record
+
+    def returned(self, agent: Agent, number: int) -> None:
+        """The function of an agent's worker has returned, in the round of a record."""
+        self._returned[agent] = number
+
+    def _members(self, before: LogEntry, record: LogEntry) -> None:
+        self.check(record.members == before.members, "members without a round", record)
+
+    def _round(self, record: LogEntry) -> None:
+        self.rounds += 1
+        size, tasks = len(record.members), {m.task for m in record.members}
+        self.check(len(tasks) == size, "a task twice in a round", record)
+        self.check(self._rules.min_nodes <= size <= self._rules.max_nodes, "a round's size", record)
+
+    # ---- what leaders and agents do -----------------------------------------------------
+
+    def announced(self, leader: Endpoint, announce: Announce) -> None:
+        """A leader carries out that a round has closed."""
+        record = self._own(leader, announce.record, "announced")
+        self.check(
+            announce.record not in self._announced, "a round was announced twice", announce.record
+        )
+        self._announced.add(announce.record)
+        start = announce.start
+        same = start.members == record.members and start.number == record.round
+        self.check(same, "announced another round than recorded", start, record)
+
+    def published(self, record: LogEntry) -> None:
+        """Somebody carries out that the run has ended: its leader, or who has seen the record."""
+        recorded = self._by_number.get(record.number)
+        self.check(
+            record is recorded and record.ending is not None,
+            "published an end that was not recorded", record, recorded,
+        )  # fmt: skip
+        self.is_published = True
+
+    def _own(self, leader: Endpoint, number: int, done: str) -> LogEntry:
+        record = self._by_number.get(number)
+        self.check(record is not None, f"{done} what was not recorded", leader, number)
+        assert record is not None
+        self.check(record.leader == leader, f"{done} another leader's record", leader, record)
+        return record
+
+    def accepted(self, agent: Agent, told: dict[str, Any]) -> LogEntry:
+        """An agent is told its place in a round; return the round's record."""
+        number, rank = told["record"], told["group_rank"]
+        record = self._by_number.get(number)
+        self.check(record is not None, "a place in a round that was not recorded", agent, told)
+        assert record is not None
+        last = self._accepted.get(agent, 0)
+        self.check(number > last, "an older round was accepted", agent, last, number)
+        at_work = self._at_work.get(agent)
+        self.check(at_work is None, "an agent is in two rounds", agent, at_work, number)
+        self._accepted[agent] = self._at_work[agent] = number
+        self._ranks(agent, told, record)
+        self._take(number, agent, rank)
+        return record
+
+    def _take(self, number: int, agent: Agent, rank: int) -> None:
+        taken = self._taken.setdefault(number, set())
+        self.check(rank not in taken, "a rank was given twice", agent, rank)
+        taken.add(rank)
+
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
+        members, rank = record.members, told["group_rank"]
+        self.check(agent in members, "a place for an agent that is no member", agent, record)
+        self.check(
+            0 <= rank < len(members) and members[rank] == agent, "another's rank", agent, told
+        )
+        first = sum(m.nproc for m in members[:rank])
+        world = sum(m.nproc for m in members)
+        agree = (told["group_size"], told["first_rank"], told["world_size"], told["number"]) == (
+            len(members), first, world, record.round
+        )  # fmt: skip
+        self.check(agree, "members disagree on their round", agent, told, record)
+
+    def stopped(self, agent: Agent) -> None:
+        """An agent's workers have ended."""
+        self._at_work.pop(agent, None)
+
+    def told_the_end(self, agent: Agent, status: str, records: Sequence[LogEntry]) -> None:
+        """An agent is told that the run has ended."""
+        ending = records[-1].ending if records else None
+        self.check(
+            ending is not None and ending.status == status, "an end that is not", agent, status
+        )
+
+    def told_to_stop(self, reason: str, work: Work) -> None:
+        """A round is broken."""
+        at = _AT_BOUNDARY.search(reason)
+        if " leaves (" in reason:
+            self._departs(work)
+        if at is not None:
+            self.growths += 1
+            self.check(work.steps <= int(at[1]), "a step was lost to a change", reason, work.steps)
+
+    # ---- agreement ----------------------------------------------------------------------
+
+    def confirmed(self, work: Work, number: int) -> None:
+        """A leader confirms a proposal; it tells all members, one after the other."""
+        steps = self._confirmed.setdefault(work.record.number, {})
+        if number in steps.values():
+            return
+        self.agreements += 1
+        (step,) = {r.page.step for r in work.ranks.values() if r.page.number == number}
+        steps[step] = number
+        for rank in work.ranks.values():
+            waits = rank.at == step and rank.doing in (Doing.LOOKING, Doing.WAITING)
+            self.check(
+                rank.page.number == number and (rank.at < step or waits),
+                "a step was confirmed that a rank has passed", rank.member.me, rank.at, step,
+            )  # fmt: skip
+
+    def passed(self, work: Work, rank: Rank, agreed: bool) -> None:
+        """A rank goes on from a step, or saves there because all do (``agreed``)."""
+        confirmed = rank.at in self._confirmed.get(work.record.number, ())
+        what = "saves at a step that is not confirmed" if agreed else "passes a confirmed step"
+        self.check(confirmed == agreed, f"a rank {what}", rank.member.me, rank.at)
+
+    def waits(self, work: Work, rank: Rank) -> None:
+        """A rank begins to wait at a proposed step."""
+        if self._world.now >= self._scenario.calm_after_s or self._scenario.is_quiet:
+            number = rank.waits_since
+            self._world.after(_LONGEST_WAIT_S, None, self._waited, work, rank, number)
+
+    def _waited(self, work: Work, rank: Rank, since: float) -> None:
+        waits = not work.over and rank.doing is Doing.WAITING and rank.waits_since == since
+        self.check(not waits, "a rank waits at a proposed step for ever", rank.member.me, rank.at)
+
+    # ---- departures ---------------------------------------------------------------------
+
+    def _departs(self, work: Work) -> None:
+        """A round is broken so that some of its members can leave; all of them are told."""
+        number = work.record.number
+        if number in self._departed:
+            return
+        self._departed.add(number)
+        self.departures += 1
+        if self._scenario.is_quiet:
+            args = (work, self.rounds, self._num_changes)
+            self._world.after(self._scenario.forms_again_s, None, self._formed_again, *args)
+
+    def _formed_again(self, work: Work, rounds: int, num_changes: int) -> None:
+        """Those who stay have another round by now.
+
+        Unless a node was noticed after the break, which may not find the new leader to tell it, or
+        a task came back, which is waited for.
+        """
+        if self._num_changes > num_changes:
+            return
+        stay = [a for a in work.members.values() if a.process.alive and not a.over]
+        self.check(not stay or self.rounds > rounds, "who was released is waited for",
+                    work.record.number, [a.me for a in stay])  # fmt: skip
+
+    def changed(self) -> None:
+        """A node is to be left, or a task starts."""
+        self._num_changes += 1
+
+    def leaves_too_late(self, agent: AgentProcess, grace_s: float) -> None:
+        """An agent has to leave because its time is over, not because its round was stopped."""
+        enough = self._scenario.is_quiet and grace_s >= self._scenario.enough_grace_s
+        self.check(not enough, "an announced departure loses steps", agent.me, grace_s)
+
+    def excluded(self, host: str, num_left: int) -> None:
+        """A leader keeps the run away from a host; so many others are left."""
+        enough = num_left >= self._rules.min_nodes
+        self.check(enough, "too many hosts are excluded", host, num_left)
+
+    def brought_back(self, tasks: Sequence[str], machine: RoundState) -> None:
+        """A leader lets tasks start that Slurm holds."""
+        view = machine.muster.view or {}
+        waiting = [t for t in tasks if t not in view or view[t].phase is not Phase.ENDED]
+        lost, given_back = machine.muster.lost, machine.patience.away
+        away = [t for t in waiting if given_back.get(t, -1) >= lost.get(t, 0)]
+        self.check(not away, "a task was brought back that was given back", away)

@@ -1,0 +1,391 @@
+"""Planted bugs: each breaks one rule of the protocol, and the simulator must find it.
+
+A simulator that finds nothing proves nothing, unless it is known to find what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpc_elastic.rendezvous.effects import AgentEffect as FollowingEffect
+from hpc_elastic.rendezvous.effects import (
+    Announce,
+    Create,
+    Hold,
+    LeaderEffect,
+    Release,
+    RemoveNotice,
+    RenewLease,
+    Send,
+    placements,
+)
+from hpc_elastic.rendezvous.failure_policy import FailurePolicy
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.group_change import CheckpointBarrier
+from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps, Steps
+from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.rendezvous.step_agreement import AgreementState, StepAgreement, StepVote
+from hpc_elastic.rendezvous.term import Term, TermFolder
+from hpc_elastic.worker.shared_page import WorkerStatus
+from simulation.parts import Parts
+from simulation.register import NodeRegister
+from simulation.scenario import Scenario, draw, draw_quiet, fresh
+
+
+class DutiesGoOn(Term):
+    """Lets go of everybody when another leads, and goes on with its duties."""
+
+    @property
+    def is_over(self) -> bool:  # noqa: D102
+        return False
+
+
+class RemovesOnceTold(LeaderState):
+    """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
+
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[LeaderEffect]:  # noqa: D102
+        effects = super().asked_to_leave(claimed)
+        told = any(isinstance(e, Send) for e in effects)
+        return [*effects, *map(RemoveNotice, claimed)] if told else effects
+
+
+class InheritsNoNotices(TermFolder):
+    """Passes on only the notices that it has claimed itself."""
+
+    def claim_notices(self) -> Steps[Mapping[str, float]]:  # noqa: D102
+        yield from self.enter()
+        names = yield self._files.new_notices
+        claimed = yield from super().claim_notices()
+        self._own = {*getattr(self, "_own", ()), *names}
+        return {name: left_s for name, left_s in claimed.items() if name in self._own}
+
+
+class SkipsTheEpochCheck(LeaderState):
+    """Takes the next number when its own is taken, instead of stepping down."""
+
+    def refused(self) -> list[LeaderEffect]:  # noqa: D102
+        assert self._wanted is not None
+        self._wanted = replace(self._wanted, number=self._wanted.number + 1)
+        return [Create(self._wanted)]
+
+
+class DecidesWithoutRecord(LeaderState):
+    """Carries a decision out before it is recorded."""
+
+    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
+        effects = super()._do(actions, now)
+        created = any(type(e) is Create for e in effects)
+        return [*effects, *super().created(now)] if created else effects
+
+    def created(self, now: float) -> list[LeaderEffect]:  # noqa: D102
+        return []
+
+
+class AlwaysRenewsItsLease(LeaderState):
+    """Holds on to its lease though nobody reaches it."""
+
+    def tick(self, now: float) -> list[LeaderEffect]:  # noqa: D102
+        effects = super().tick(now)
+        return effects if self.fenced else [*effects, RenewLease()]
+
+
+class _NeverForgets(CheckpointBarrier):
+    def new_round(self) -> None:
+        pass
+
+
+class BreaksAtOldBoundaries(LeaderState):
+    """Does not forget, with a new round, where the last one's members stood."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.regroup.boundaries = _NeverForgets()
+
+
+class ForgetsToHold(LeaderState):
+    """Lets all ranks save at a step, but does not ask them to stay there."""
+
+    def _carry_out(self, action: Any, now: float) -> list[LeaderEffect]:
+        return [] if isinstance(action, Hold) else super()._carry_out(action, now)
+
+
+class ReleasesWithoutRecord(LeaderState):
+    """Lets members go without a decision that a new leader could read."""
+
+    def _decided(self, action: Any) -> LogEntry | None:
+        return None if isinstance(action, Release) else super()._decided(action)
+
+
+class _Hasty(StepAgreement):
+    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Any]:
+        if answer.ok and self.step:
+            self._awaited.clear()
+            self._awaited.add(agent)
+        return super().answered(agent, answer, now)
+
+
+class _Restless(StepAgreement):
+    def advance(self, needed: bool, now: float) -> list[Any]:
+        if self.state is AgreementState.CONFIRMED:
+            self.state = AgreementState.IDLE
+        return super().advance(needed, now)
+
+
+class _Strict(FailurePolicy):
+    def _is_excludable(self, host: str, num_left: int) -> bool:
+        return host not in self.excluded
+
+
+class ConfirmsTooEarly(LeaderState):
+    """Confirms a step as soon as one member has said ok."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.regroup.agreements = _Hasty
+
+
+class ProposesTooSoon(LeaderState):
+    """Makes a proposal before all ranks have passed the step that was confirmed before it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.regroup.agreements = _Restless
+
+
+class ExcludesEverybody(LeaderState):
+    """Keeps the run away from every host that has had a strike."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.machine.blame = _Strict.resume(self.at, self.machine.rules)
+
+
+def _ok_when_undecided(proposal: Proposal, worker: WorkerStatus) -> bool:
+    return worker.passed is None or worker.passed <= proposal.step
+
+
+class StaysUnderNotice(FollowerState):
+    """Asks for another place when its round is stopped, though its node is to be left."""
+
+    def _stopped(self) -> list[FollowingEffect]:
+        self._in_round = False
+        return []
+
+
+class JoinsTooEarly(FollowerState):
+    """Asks for the next round before the workers of the last one have ended."""
+
+    def received(  # noqa: D102
+        self, message: dict[str, Any], now: float
+    ) -> list[FollowingEffect]:
+        effects = super().received(message, now)
+        return [*effects, *self.join()] if message["type"] == "stop" else effects
+
+
+class TakesAnyAnswer(FollowerState):
+    """Takes a place that was given for an earlier request of its own."""
+
+    def received(  # noqa: D102
+        self, message: dict[str, Any], now: float
+    ) -> list[FollowingEffect]:
+        if message["type"] == "round":
+            message = {**message, "ask": self._asks}
+        return super().received(message, now)
+
+
+class ClaimsAfterTheEnd(FollowerState):
+    """Does not see in the records that the run has ended."""
+
+    def looked(  # noqa: D102
+        self, number: int, record: LogEntry | None, lease: int | None, now: float
+    ) -> list[FollowingEffect]:
+        seen = replace(record, ending=None) if record is not None else None
+        return super().looked(number, seen, lease, now)
+
+
+class PollsThePath(LogSteps):
+    """Looks for the record that follows the last one that it knows, by its path."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node, self._known = files, 0
+
+    def last_number(self) -> Steps[int]:  # noqa: D102
+        known = self._known
+        while (yield partial(self._node.exists, known + 1)):
+            known += 1
+        self._known = max(known, self._known)
+        return self._known
+
+
+class _NodesRecords(LogSteps):
+    """Knows what only the simulated files tell."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def _is_its_own(self, number: int) -> bool:
+        """Tell, after a link that failed, whether it was made all the same."""
+        raise NotImplementedError
+
+    def create(self, record: LogEntry) -> Steps[bool]:
+        try:
+            yield partial(self._files.put, record)
+        except OSError:
+            if record.number not in (yield self._files.numbers):
+                raise
+            return bool((yield partial(self._is_its_own, record.number)))
+        return True
+
+
+class TrustsTheCountOfLinks(_NodesRecords):
+    """Goes by ``st_nlink`` of its own file, which comes from memory."""
+
+    def _is_its_own(self, number: int) -> bool:
+        staged = self._node.staged
+        return staged is not None and self._node.mount.num_links(staged) == 2
+
+
+class TrustsInodes(_NodesRecords):
+    """Goes by the inode numbers of its own file and of the record's."""
+
+    def _is_its_own(self, number: int) -> bool:
+        mount, staged = self._node.mount, self._node.staged
+        there = mount.open(self._node.rdzv, ("record", number))
+        return staged is not None and mount.inode(staged) == mount.inode(there)
+
+
+class WaitsForRemovals(LogSteps):
+    """Removes its own file before it says that the record was created."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def create(self, record: LogEntry) -> Steps[bool]:  # noqa: D102
+        created = yield from super().create(record)
+        with contextlib.suppress(OSError):
+            yield self._node.remove_staged
+        return created
+
+
+class ListsFromMemory(LogSteps):
+    """Believes what a listing has shown before, where the folder's time is the same."""
+
+    def __init__(self, files: NodeRegister) -> None:
+        super().__init__(files)
+        self._node = files
+
+    def last_number(self) -> Steps[int]:  # noqa: D102
+        return max((yield partial(self._node.numbers, anew=False)), default=0)
+
+
+class TakesLeasesForFresh(FollowerState):
+    """Does not wait longer where what is read anew may be old."""
+
+    def __init__(self, me: Agent, liveness: HeartbeatConfig, now: float, **kwargs: Any) -> None:
+        super().__init__(me, replace(liveness, stale_s=0.0), now, **kwargs)
+
+
+def _by_time(rng: random.Random) -> Scenario:
+    return replace(fresh(draw(rng)), sees_ticks=True)
+
+
+class TakesUnreadForSilent(FollowerState):
+    """Takes the first read of a lease for silence since the leader was out of reach."""
+
+    def _may_claim(self, number: int, record: LogEntry | None, now: float) -> bool:
+        self._watch.lease_since = self._watch.since
+        return super()._may_claim(number, record, now)
+
+
+class EntersOnce(TermFolder):
+    """Lists the folder before its first status only, and goes by the name from then on."""
+
+    _has_entered = False
+
+    def enter(self) -> Steps[None]:  # noqa: D102
+        if not self._has_entered:
+            yield from super().enter()
+            self._has_entered = True
+
+
+def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, dict[str, Any]]]:
+    for agent, message in placements(announce):
+        yield agent, {**message, "group_rank": min(1, message["group_rank"])}
+
+
+def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
+    """Take a worker's exit code for its success, whether its function has returned or not."""
+    return exit_code == 0
+
+
+MUTANTS: Mapping[str, tuple[Parts, str]] = {
+    "create is not exclusive": (Parts(exclusive_create=False), "created twice"),
+    "no epoch check": (
+        Parts(leadership=SkipsTheEpochCheck),
+        "a fenced leader|an epoch went|follows the end",
+    ),
+    "announces what is not recorded": (Parts(leadership=DecidesWithoutRecord), "not recorded"),
+    "ranks given twice": (Parts(placements=_same_rank_twice), "another's rank"),
+    "joins too early": (Parts(following=JoinsTooEarly), "an agent is in two rounds"),
+    "takes an answer to an earlier question": (
+        Parts(following=TakesAnyAnswer),
+        "no round stands",
+    ),
+    "always renews its lease": (
+        Parts(leadership=AlwaysRenewsItsLease),
+        "no round stands|a notice was lost",
+    ),
+    "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to a change"),
+    "confirms too early": (Parts(leadership=ConfirmsTooEarly), "rank has passed|not confirmed"),
+    "proposes too soon": (Parts(leadership=ProposesTooSoon), "passes a confirmed step"),
+    "ok when undecided": (Parts(can_save_at=_ok_when_undecided), "that a rank has passed"),
+    "forgets to hold": (Parts(leadership=ForgetsToHold), "lost to a change"),
+    "releases without a record": (
+        Parts(leadership=ReleasesWithoutRecord, draw=draw_quiet),
+        "who was released",
+    ),
+    "stays under notice": (
+        Parts(following=StaysUnderNotice, draw=draw_quiet),
+        "departure loses steps|released",
+    ),
+    "excludes everybody": (Parts(leadership=ExcludesEverybody), "too many hosts"),
+    "duties go on": (Parts(term=DutiesGoOn), "acts though its term is over"),
+    "renames are not fenced": (Parts(fenced_files=False), "the status went back|a notice was"),
+    "removes a notice once told": (Parts(leadership=RemovesOnceTold), "a notice was lost"),
+    "inherits no notices": (Parts(folder=InheritsNoNotices), "a round stands, with the notices"),
+    "takes exit code 0 for success": (
+        Parts(has_succeeded=exits_with_0),
+        "before its function had returned|restarts: ",
+    ),
+    "polls the path": (Parts(records=PollsThePath), "a look has missed a record"),
+    "trusts the count of links": (
+        Parts(records=TrustsTheCountOfLinks),
+        "its own record was denied",
+    ),
+    "trusts inode numbers": (Parts(records=TrustsInodes), "its own record was denied"),
+    "lists from memory": (
+        Parts(records=ListsFromMemory, draw=_by_time),
+        "a look has missed a record",
+    ),
+    "waits for removals": (Parts(records=WaitsForRemovals), "a decision that was made waited"),
+    "judges a lease by one read": (
+        Parts(following=TakesUnreadForSilent),
+        "silent that renews its lease",
+    ),
+    "takes leases for fresh": (
+        Parts(following=TakesLeasesForFresh),
+        "silent that renews its lease",
+    ),
+    "enters the term folder once": (Parts(folder=EntersOnce), "the status went back"),
+    "claims after the end": (Parts(following=ClaimsAfterTheEnd), "a record follows the end"),
+}
+"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

@@ -1,0 +1,214 @@
+"""Schedules of a run whose nodes are replicas (``ft=true``): each trains by itself.
+
+The quorum of the replicas has a simulator of its own; here a node's workers depend on nobody, and
+what is to be shown is that nobody stops them. The invariants that differ:
+
+Records    Members change without a round where they depart; a round may have fewer than min nodes.
+Rounds     Each member that is placed is a group of its own.
+The end    It is a success only if the functions of all members have returned.
+Survival   An agent is told to stop its workers only if they have failed, or if a record has been
+           made, since they were placed, that does not name it as a member.
+Progress   In the calm all that live and reach each other become members, with their workers, and
+           stay it; or one that is cut off for good leads, alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpc_elastic.rendezvous.effects import LeaderEffect, placements, placements_alone
+from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
+from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from simulation.agent import AgentProcess
+from simulation.invariants import Monitor
+from simulation.mutants import DutiesGoOn, exits_with_0
+from simulation.node import Node
+from simulation.parts import Parts
+from simulation.scenario import Scenario
+from simulation.simulator import Simulator
+from simulation.training import Work
+
+_Standing = tuple[tuple[Agent, int], ...]
+"""Who is at work, and by which record."""
+
+
+def is_member(agent: Agent, record: LogEntry) -> bool:
+    """Tell whether a record names an agent as a member that is not lost."""
+    return agent in record.members and record.lost.get(agent.task, -1) < agent.attempt
+
+
+class ReplicaMonitor(Monitor):
+    """Sees to what holds for replicas."""
+
+    def told_to_stop_itself(self, agent: Agent, *, failed: bool) -> None:
+        """An agent is told to stop its workers, which have failed or not."""
+        since = self._accepted[agent]
+        left = any(
+            not is_member(agent, record)
+            for number, record in self._by_number.items()
+            if number > since
+        )
+        self.check(failed or left, "a survivor is stopped", agent, since)
+
+    def _has_returned(self, agent: Agent, record: LogEntry) -> bool:
+        """Each by the record that has placed it; who is lost, or is to start again, need not have.
+
+        A member that has gone stays in the record until the next round.
+        """
+        placed_by = self._at_work.get(agent)
+        needed = placed_by is not None and is_member(agent, record)
+        return not needed or self._returned.get(agent) == placed_by
+
+    def _members(self, before: LogEntry, record: LogEntry) -> None:
+        fewer = set(record.members) <= set(before.members)
+        self.check(fewer, "members without a round", before, record)
+
+    def _round(self, record: LogEntry) -> None:
+        self.rounds += 1
+        size, tasks = len(record.members), {m.task for m in record.members}
+        self.check(len(tasks) == size, "a task twice in a round", record)
+        self.check(1 <= size <= self._rules.max_nodes, "a round's size", record)
+
+    def _ranks(self, agent: Agent, told: dict[str, Any], record: LogEntry) -> None:
+        self.check(agent in record.members, "a place for an agent that is no member", agent)
+        alone = (told["group_size"], told["first_rank"], told["world_size"])
+        self.check(alone == (1, 0, agent.nproc), "a replica is not alone", agent, told)
+
+    def _take(self, number: int, agent: Agent, rank: int) -> None:
+        """Every replica has rank 0; that none is placed twice by a record is seen already."""
+
+
+class ReplicaProcess(AgentProcess):
+    """One attempt of a task, whose workers are a replica."""
+
+    def notice(self, left_s: float) -> None:
+        """The node has to be left: the quorum lets it go soon."""
+        super().notice(left_s)
+        soon = min(1.0, 0.3 * left_s) * self.sim.world.rng.random()
+        self.sim.world.after(soon, self.process, self.leave_now)
+
+    def _told(self, message: dict[str, Any]) -> None:
+        if message["type"] == "stop" and self.work is not None:
+            monitor = self.sim.monitor
+            assert isinstance(monitor, ReplicaMonitor)
+            monitor.told_to_stop_itself(self.me, failed=self._has_failed)
+        super()._told(message)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether its workers train."""
+        return self.work is not None and self.rank is not None and self._is_at(self.work)
+
+
+class ReplicaSimulator(Simulator):
+    """The world of one schedule of a run with ``ft=true``."""
+
+    _standing_members: _Standing = ()
+
+    def draw(self) -> Scenario:
+        """Draw the parameters of any schedule, without what is asked of the workers together."""
+        scenario = super().draw()
+        training = replace(scenario.training, asks=False, wants_every_s=None, announced_by="nobody")
+        rules = replace(scenario.rules, ft=True, grow="now")
+        return replace(scenario, training=training, rules=rules)
+
+    def make_monitor(self) -> ReplicaMonitor:
+        """Make what sees to the invariants."""
+        return ReplicaMonitor(self.scenario, self.world)
+
+    def make_agent(self, host: Node) -> ReplicaProcess:
+        """Make one attempt of a node's task."""
+        return ReplicaProcess(self, host)
+
+    def work_of(self, record: LogEntry, member: Agent) -> Work:
+        """Return the workers of one replica: they are alone."""
+        alone = replace(record, members=(member,))
+        return Work(alone, self.world, self.network, self.scenario.training, self.monitor)
+
+    def _stands(self) -> bool:
+        """Tell whether all who can be members are at work, and have been for long enough."""
+        isolated = self.network.isolated
+        last = self.register.records[-1] if self.register.records else None
+        alone = last is not None and last.leader.address == str(isolated)
+        agents = [n.agent for n in self.nodes if n.lives and (n.slot == isolated) == alone]
+        working = tuple(
+            (a.me, a.work.record.number)
+            for a in agents
+            if isinstance(a, ReplicaProcess) and a.at_work and a.work is not None
+        )
+        wanted = min(len(agents), self.scenario.rules.max_nodes)
+        members = {a for a in last.members if is_member(a, last)} if last is not None else set()
+        whole = len(working) == wanted and {me for me, _ in working} == members
+        if not (working and whole) or working != self._standing_members:
+            self._standing_members = working if whole else ()
+            self._stands_since = self.world.now
+            return False
+        assert self._stands_since is not None
+        if self.world.now - self._stands_since < self.scenario.confirm_s:
+            return False
+        self._stood_after[int(self._stands_since - self.scenario.calm_after_s)] += 1
+        return True
+
+
+REPLICAS = Parts(
+    leadership=ReplicaLeaderState,
+    following=partial(FollowerState, stays=True),
+    placements=placements_alone,
+)
+"""The product."""
+
+
+class _CountsByTheLastRound(ReplicaLeaderState):
+    """Goes by the last round's record for everybody's reports."""
+
+    def _record_of(self, agent: Agent) -> int | None:
+        return self.round_record
+
+
+class _StopsThoseWhoAreHere(ReplicaLeaderState):
+    """Takes who is here under the next leader for a newcomer that has to start anew."""
+
+    def _events(self, agent: Agent, message: dict[str, Any], now: float) -> Any:
+        if message["type"] == "here":
+            self.machine.roster = type(self.machine.roster)()
+        return super()._events(agent, message, now)
+
+
+class _DepartsWithoutRecord(ReplicaLeaderState):
+    """Forgets to record that a member has gone."""
+
+    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
+        kept = [a for a in actions if type(a).__name__ != "Depart"]
+        return super()._do(kept, now)
+
+
+REPLICA_MUTANTS = {
+    "stops at the leader's death": (
+        replace(REPLICAS, following=FollowerState), "a survivor is stopped",
+    ),
+    "counts by the last round": (
+        replace(REPLICAS, leadership=_CountsByTheLastRound), "no round stands|not everybody hears",
+    ),
+    "stops those who are here": (
+        replace(REPLICAS, leadership=_StopsThoseWhoAreHere), "a survivor is stopped|no round",
+    ),
+    "departs without a record": (
+        replace(REPLICAS, leadership=_DepartsWithoutRecord),
+        "a survivor is stopped|no round|before its function had returned|a notice was lost",
+    ),
+    "takes exit code 0 for success": (
+        replace(REPLICAS, has_succeeded=exits_with_0),
+        "before its function had returned|no round stands",
+    ),
+    "duties go on": (replace(REPLICAS, term=DutiesGoOn), "acts though its term is over"),
+    "renames are not fenced": (
+        replace(REPLICAS, fenced_files=False), "the status went back|a notice was lost",
+    ),
+    "places all in one group": (
+        replace(REPLICAS, placements=placements), "a replica is not alone",
+    ),
+}  # fmt: skip
+"""Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

@@ -65,7 +65,7 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
         device
     )
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9, nesterov=True)
-    sampler = ElasticSampler(len(data), cfg.seed, batch=cfg.batch_size)
+    sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
     batches = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": optimizer, "sampler": sampler}
     checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
@@ -77,7 +77,7 @@ def train(cfg: DictConfig, data: TensorDataset, device: torch.device) -> nn.Modu
         loss_sum = torch.zeros((), device=device)
         for batch in sampler.batches(batches):
             optimizer.zero_grad()
-            for (images, labels), weight in batch.parts(model):
+            for (images, labels), weight in batch.micro_batches(model):
                 loss = weight * cross_entropy(model(images), labels)
                 loss.backward()
                 loss_sum += loss.detach()

@@ -65,7 +65,7 @@ def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
         state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
         min_replica_size=1,
     )
-    sampler = ElasticSampler(len(data), cfg.seed, batch=cfg.batch_size, manager=manager)
+    sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed, manager=manager)
     batches = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": sgd, "sampler": sampler, "manager": manager}
     checkpoints = Checkpointer(Path(HydraConfig.get().runtime.output_dir, "checkpoints"), state)
@@ -76,7 +76,7 @@ def train(cfg: DictConfig, net: nn.Module, data: TensorDataset) -> None:
     for _ in sampler.epochs(cfg.epochs):
         for batch in sampler.batches(batches):
             optimizer.zero_grad()  # the quorum: who is there?
-            for (images, labels), weight in batch.parts(model):
+            for (images, labels), weight in batch.micro_batches(model):
                 loss = weight * cross_entropy(model(images), labels)
                 loss.backward()
             optimizer.step()  # if all went well; else the same batch comes again

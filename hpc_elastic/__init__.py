@@ -1,14 +1,18 @@
 """Elastic PyTorch runs on Slurm: start when one node is free, grow, shrink, survive preemption.
 
-    from hpc_elastic import launch               start a function as an elastic run
-    from hpc_elastic import report               a worker tells of its step and loss
-    from hpc_elastic import should_checkpoint    is now the moment to save, on all ranks?
-    from hpc_elastic import Checkpointer         atomic, verified, asynchronous checkpoints
-    from hpc_elastic import checkpoint_boundary  a worker has a complete checkpoint
-    from hpc_elastic import log_run_scalars     restarts and goodput into TensorBoard or W&B
-    from hpc_elastic import check_fence          may this worker still commit a checkpoint?
+    launch               start a function as an elastic run
+    Checkpointer         atomic, verified, asynchronous checkpoints
+    ElasticSampler       each sample once an epoch, for any number of workers
+    report               report the step, the loss and other metrics of a worker
+    should_checkpoint    whether to save at this step, the same on all ranks
+    mark_checkpoint      announce a checkpoint that the script saved by itself
+    preemption_deadline  when this node is taken
+    release_node         give this worker's node back
+    check_fence          raise if this worker may no longer commit a checkpoint
+    log_run_metrics      restarts and goodput in TensorBoard or Weights & Biases
+    HpcElasticError      base class of the errors in `hpc_elastic.errors`
 
-All are loaded when they are first used: importing the package costs nothing.
+Each is imported at its first use, so that `import hpc_elastic` is cheap.
 """
 
 from __future__ import annotations
@@ -19,32 +23,44 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_elastic.api import LaunchResult, launch
     from hpc_elastic.checkpoint import Checkpointer
+    from hpc_elastic.data import ElasticSampler, GlobalBatch
+    from hpc_elastic.errors import HpcElasticError
     from hpc_elastic.run.fencing import check_fence
-    from hpc_elastic.worker.checkpoint_trigger import leave_node, notice_left_s, should_checkpoint
-    from hpc_elastic.worker.reporting import checkpoint_boundary, log_run_scalars, report
+    from hpc_elastic.worker.checkpoint_trigger import (
+        preemption_deadline,
+        release_node,
+        should_checkpoint,
+    )
+    from hpc_elastic.worker.reporting import log_run_metrics, mark_checkpoint, report
 
 __all__ = [
     "Checkpointer",
+    "ElasticSampler",
+    "GlobalBatch",
+    "HpcElasticError",
     "LaunchResult",
     "check_fence",
-    "checkpoint_boundary",
     "launch",
-    "leave_node",
-    "log_run_scalars",
-    "notice_left_s",
+    "log_run_metrics",
+    "mark_checkpoint",
+    "preemption_deadline",
+    "release_node",
     "report",
     "should_checkpoint",
 ]
 
 _LAZY = {
     "Checkpointer": "hpc_elastic.checkpoint",
+    "ElasticSampler": "hpc_elastic.data",
+    "GlobalBatch": "hpc_elastic.data",
+    "HpcElasticError": "hpc_elastic.errors",
     "LaunchResult": "hpc_elastic.api",
     "check_fence": "hpc_elastic.run.fencing",
-    "checkpoint_boundary": "hpc_elastic.worker.reporting",
+    "mark_checkpoint": "hpc_elastic.worker.reporting",
     "launch": "hpc_elastic.api",
-    "leave_node": "hpc_elastic.worker.checkpoint_trigger",
-    "log_run_scalars": "hpc_elastic.worker.reporting",
-    "notice_left_s": "hpc_elastic.worker.checkpoint_trigger",
+    "release_node": "hpc_elastic.worker.checkpoint_trigger",
+    "log_run_metrics": "hpc_elastic.worker.reporting",
+    "preemption_deadline": "hpc_elastic.worker.checkpoint_trigger",
     "report": "hpc_elastic.worker.reporting",
     "should_checkpoint": "hpc_elastic.worker.checkpoint_trigger",
 }

@@ -27,7 +27,7 @@ def train(folder: str, shared: str) -> None:
     dist.init_process_group("gloo")
     net, optimizer = network()
     data = dataset()
-    sampler = ElasticSampler(len(data), SEED, batch=GLOBAL_BATCH)
+    sampler = ElasticSampler(data, GLOBAL_BATCH, seed=SEED)
     loader = DataLoader(data, batch_sampler=sampler)
     state = {"net": net, "optimizer": optimizer, "sampler": sampler}
     checkpoints = Checkpointer(Path(shared, "checkpoints"), state)
@@ -36,7 +36,7 @@ def train(folder: str, shared: str) -> None:
     for _ in sampler.epochs(EPOCHS):
         for batch in sampler.batches(loader):
             optimizer.zero_grad()
-            for (inputs, targets), weight in batch.parts(model):
+            for (inputs, targets), weight in batch.micro_batches(model):
                 (weight * loss_of(model, inputs, targets)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             trail.step(batch.step)

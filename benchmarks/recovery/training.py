@@ -27,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from hpc_elastic import check_fence, checkpoint_boundary  # noqa: E402 - do nothing in torchrun
+from hpc_elastic import check_fence, mark_checkpoint  # noqa: E402 - do nothing in torchrun
 
 IMPORTED = time.time()
 STEP_S = 0.03
@@ -58,7 +58,7 @@ def train(out: str) -> None:
         if step % STEPS_PER_CHECKPOINT == 0:
             if dist.get_rank() == 0:
                 _save(checkpoint, {"net": net.state_dict(), "step": step})
-            checkpoint_boundary(step=step)
+            mark_checkpoint(step=step)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

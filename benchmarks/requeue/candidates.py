@@ -29,7 +29,7 @@ time.sleep(86400)
 OURS = """
 import os, time
 import hydra
-from hpc_elastic import checkpoint_boundary, should_checkpoint
+from hpc_elastic import mark_checkpoint, should_checkpoint
 
 @hydra.main(version_base=None)
 def main(cfg):
@@ -38,7 +38,7 @@ def main(cfg):
     for step in range(1, 1 << 30):
         time.sleep(0.02)
         if should_checkpoint(step):
-            checkpoint_boundary(step=step)
+            mark_checkpoint(step=step)
 
 if __name__ == "__main__":
     main()

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from hpc_elastic import checkpoint_boundary, report, should_checkpoint
+from hpc_elastic import mark_checkpoint, report, should_checkpoint
 from shared_folder.submit import TOLD, begin_file
 
 
@@ -20,6 +20,6 @@ def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: flo
         trail.write(f"{time.time()} {step}\n")
         time.sleep(pause_s)
         if should_checkpoint(step, every_steps=every_steps):
-            checkpoint_boundary(step=step)
+            mark_checkpoint(step=step)
     begin_file(folder, "end")
     return step

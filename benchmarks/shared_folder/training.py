@@ -43,7 +43,7 @@ def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: flo
     torch.manual_seed(0)
     net = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
-    sampler = ElasticSampler(NUM_SAMPLES, seed=0, batch=BATCH)
+    sampler = ElasticSampler(NUM_SAMPLES, BATCH, seed=0)
     sizes = range(mib // _BALLAST_MIB)
     ballast = {f"t{n}": torch.rand(_BALLAST_MIB * (1 << 18)) for n in sizes}
     state = {"net": net, "optimizer": optimizer, "sampler": sampler, "ballast": ballast}
@@ -56,7 +56,7 @@ def train(local: str, checkpoints: str, mib: int, every_steps: int, pause_s: flo
         for _ in sampler.epochs(_ENDLESS):
             for batch in sampler.batches(loader):
                 optimizer.zero_grad()
-                for (x,), weight in batch.parts(model):
+                for (x,), weight in batch.micro_batches(model):
                     (weight * nn.functional.mse_loss(model(x), x)).backward()
                 optimizer.step()
                 report(step=batch.step)

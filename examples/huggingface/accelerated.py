@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> dict[str, object]:
     )
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
-    sampler = ElasticSampler(len(data), cfg.seed, batch=cfg.batch_size)
+    sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
     loader = DataLoader(data, batch_sampler=sampler)  # not prepared: it knows its share by itself
 
     state = {"net": net, "optimizer": optimizer, "sampler": sampler}
@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> dict[str, object]:
     for _ in sampler.epochs(cfg.epochs):
         for batch in sampler.batches(loader):
             optimizer.zero_grad()
-            for (x, y), weight in batch.parts(model):
+            for (x, y), weight in batch.micro_batches(model):
                 x, y = x.to(accelerator.device), y.to(accelerator.device)
                 loss = weight * cross_entropy(model(x), y)
                 accelerator.backward(loss)

@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> dict[str, object]:
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
 
-    sampler = ElasticSampler(len(data), cfg.seed, batch=cfg.batch_size)
+    sampler = ElasticSampler(data, cfg.batch_size, seed=cfg.seed)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
     folder = Path(HydraConfig.get().runtime.output_dir, "checkpoints")
     elastic = ElasticCheckpoint(folder, every_s=cfg.save_every_s)

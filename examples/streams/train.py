@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> dict[str, float]:
     net = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(net.parameters(), cfg.lr, momentum=0.9)
     stream = ElasticStream(
-        files, read, lengths, cfg.seed, batch=cfg.batch_size, shuffle_buffer=cfg.shuffle_buffer
+        files, read, lengths, cfg.batch_size, seed=cfg.seed, shuffle_buffer=cfg.shuffle_buffer
     )
     loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=cfg.num_workers)
     state = {"net": net, "optimizer": optimizer, "stream": stream}
@@ -64,7 +64,7 @@ def main(cfg: DictConfig) -> dict[str, float]:
     for _ in stream.epochs(cfg.epochs):
         for batch in stream.batches(loader):
             optimizer.zero_grad()
-            for (images, labels), weight in batch.parts(model):
+            for (images, labels), weight in batch.micro_batches(model):
                 loss = weight * cross_entropy(model(images), labels)
                 loss.backward()
             optimizer.step()

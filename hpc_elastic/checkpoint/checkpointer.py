@@ -152,7 +152,7 @@ class Checkpointer:
                 stays as it is.
             urgent: The group is about to end: do only what is needed, and return when it is
                 committed; an earlier save that is not almost written is given up. Then this worker
-                stays here if its agent asks for that (`reports.checkpoint_boundary`). By default,
+                stays here if its agent asks for that (`reports.mark_checkpoint`). By default,
                 whether the agent asks for that, unless the option ``boundary`` is False.
 
         Returns:
@@ -180,7 +180,7 @@ class Checkpointer:
         reporting.note_blocked(self.blocked_s)
         _log.debug("step %d: training was held up for %.3f s", step, self.blocked_s)
         if waits and self._committed == step and self._options.boundary:
-            reporting.checkpoint_boundary(step=step)
+            reporting.mark_checkpoint(step=step)
         return not waits or self._committed == step
 
     def restore(self) -> int | None:

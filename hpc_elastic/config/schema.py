@@ -107,7 +107,7 @@ class LauncherSettings:
     notice_signal: Literal["USR1", "USR2"] = "USR2"
     """The user signal: ``scancel --signal=USR2 JOB`` lets the run save and leave the node."""
     global_batch: int | None = None
-    """The global batch that the script keeps constant (`hpc_elastic.data.ElasticBatch`): more
+    """The global batch that the script keeps constant (of `hpc_elastic.data.ElasticSampler`): more
     workers than it has samples are refused at the submission. A script finds it in its config."""
     interface: str | None = None
     """Network interface the agents reach each other by, such as ``ib0``; null finds it."""

@@ -1,12 +1,12 @@
 """Data for a training whose world size changes: every sample once an epoch, one global batch.
 
-    sampler = ElasticSampler(len(data), seed=0, batch=ElasticBatch(128, micro_batch=32))
+    sampler = ElasticSampler(data, 128, seed=0, micro_batch_size=32)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
     ...                                               # the sampler belongs into the checkpoint
     for epoch in sampler.epochs(10):
         for batch in sampler.batches(loader):         # one global batch
             optimizer.zero_grad()
-            for (x, y), weight in batch.parts(model):     # this rank's micro-batches of it
+            for (x, y), weight in batch.micro_batches(model):     # this rank's micro-batches of it
                 (weight * loss_of(model(x), y)).backward()
             optimizer.step()                          # now the batch counts as trained
 
@@ -20,8 +20,8 @@ is used as the sampler is, with ``DataLoader(stream.dataset, batch_sampler=strea
 The package imports NumPy, and no torch.
 """
 
-from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
+from hpc_elastic.data.batch import GlobalBatch
 from hpc_elastic.data.sampler import ElasticSampler
 from hpc_elastic.data.stream import ElasticStream, count_samples
 
-__all__ = ["ElasticBatch", "ElasticSampler", "ElasticStream", "GlobalBatch", "count_samples"]
+__all__ = ["ElasticSampler", "ElasticStream", "GlobalBatch", "count_samples"]

@@ -1,9 +1,10 @@
 """One global batch for any world size: who takes which part of it, and with which weight.
 
 A global batch of n samples is cut into one share a rank, as even as n allows, and each share into
-micro-batches of at most `micro_batch` samples. All ranks have the same number of micro-batches, so
-that they take part in the same collectives, whichever way the model is wrapped. A rank whose share
-is too small for that (more workers than samples) is lent a sample of the batch, with weight 0.
+micro-batches of at most `micro_batch_size` samples. All ranks have the same number of
+micro-batches, so that they take part in the same collectives, whichever way the model is wrapped. A
+rank whose share is too small for that (more workers than samples) is lent a sample of the batch,
+with weight 0.
 
 Weights. Let W ranks average their gradients, as DistributedDataParallel and FSDP do, and let a
 rank add up those of its micro-batches. With a loss that is the mean over a micro-batch of k
@@ -55,13 +56,13 @@ def _is_whole(value: object) -> bool:
 
 
 @dataclass(frozen=True)
-class ElasticBatch:
+class BatchDivision:
     """How many samples make an optimizer step, and how they are divided among the workers.
 
     Attributes:
-        global_batch: Samples of one optimizer step, all ranks together; at least 1. It stays the
-            same for any world size.
-        micro_batch: The most samples that a rank takes at once, at least 1: what fits into its
+        global_batch_size: Samples of one optimizer step, all ranks together; at least 1. It stays
+            the same for any world size.
+        micro_batch_size: The most samples that a rank takes at once, at least 1: what fits into its
             memory. None: a rank takes its whole share at once.
         rank: This worker's place among those that divide the data; None asks torch.distributed,
             or else the variables RANK and WORLD_SIZE, or else there is one worker. To be given
@@ -72,22 +73,26 @@ class ElasticBatch:
         ConfigError: one of them is out of range, or only one of rank and world_size is given.
     """
 
-    global_batch: int
-    micro_batch: int | None = None
+    global_batch_size: int
+    micro_batch_size: int | None = None
     rank: int | None = None
     world_size: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("global_batch", "micro_batch", "rank", "world_size"):
+        for key in ("global_batch_size", "micro_batch_size", "rank", "world_size"):
             value = getattr(self, key)
-            if (value is None and key != "global_batch") or _is_whole(value):
+            if (value is None and key != "global_batch_size") or _is_whole(value):
                 continue
-            remedy = "give a whole number" + ("" if key == "global_batch" else ", or None")
+            remedy = "give a whole number" + ("" if key == "global_batch_size" else ", or None")
             raise ConfigError(key, value, remedy)
-        if self.global_batch < 1:
-            raise ConfigError("global_batch", self.global_batch, "give at least one sample")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise ConfigError("micro_batch", self.micro_batch, "give at least one sample, or None")
+        if self.global_batch_size < 1:
+            raise ConfigError(
+                "global_batch_size", self.global_batch_size, "give at least one sample"
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ConfigError(
+                "micro_batch_size", self.micro_batch_size, "give at least one sample, or None"
+            )
         if (self.rank is None) != (self.world_size is None):
             raise ConfigError("rank", self.rank, "give both rank and world_size, or neither")
         if self.rank is not None and not 0 <= self.rank < (self.world_size or 0):
@@ -103,14 +108,14 @@ class ElasticBatch:
             return distributed.get_rank(), distributed.get_world_size()
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    def num_parts(self, size: int) -> int:
+    def num_micro_batches(self, size: int) -> int:
         """Return the number of micro-batches that each rank makes of a global batch.
 
         Args:
-            size: Samples of the global batch; at the end of an epoch fewer than ``global_batch``.
+            size: Samples of the global batch; fewer at the end of an epoch.
         """
         largest_share = -(-size // self.group()[1])
-        return -(-largest_share // (self.micro_batch or largest_share))
+        return -(-largest_share // (self.micro_batch_size or largest_share))
 
     def share(self, size: int) -> tuple[int, int]:
         """Return (offset, count) of this rank's share of a global batch of that size."""
@@ -118,12 +123,12 @@ class ElasticBatch:
         first = size * rank // world_size
         return first, size * (rank + 1) // world_size - first
 
-    def parts(self, size: int) -> list[MicroBatch]:
+    def micro_batches(self, size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of a global batch of that size."""
         _, world_size = self.group()
         first, count = self.share(size)
-        num_parts = self.num_parts(size)
-        cuts = [first + count * i // num_parts for i in range(num_parts + 1)]
+        num_micro_batches = self.num_micro_batches(size)
+        cuts = [first + count * i // num_micro_batches for i in range(num_micro_batches + 1)]
         return [
             MicroBatch(min(start, size - 1), stop - start, (stop - start) * world_size / size)
             for start, stop in itertools.pairwise(cuts)
@@ -164,8 +169,8 @@ class GlobalBatch:
         epoch: Its epoch, from 0.
         num_samples: Its samples, all ranks together.
 
-    With a fault-tolerant manager they are what is expected until `parts` has begun, for only then
-    it is known who is there; and a step that was not committed is made again.
+    With a fault-tolerant manager they are estimates until `micro_batches` begins, which is when the
+    participants are known; and a step that was not committed is made again.
     """
 
     def __init__(self, step: int, epoch: int, num_samples: int, source: PartSource) -> None:
@@ -181,7 +186,7 @@ class GlobalBatch:
         """Say which one it is, now that it is known; for the sampler."""
         self.step, self.epoch, self.num_samples = step, epoch, num_samples
 
-    def parts(self, *models: Any) -> Iterator[tuple[Any, float]]:
+    def micro_batches(self, *models: Any) -> Iterator[tuple[Any, float]]:
         """Yield this rank's micro-batches: what the loader made of them, and their weight.
 
         Multiply the mean loss of each by its weight, and go on with ``backward()``. The global
@@ -197,7 +202,9 @@ class GlobalBatch:
             RuntimeError: it was called before for this batch, or the loader ended too early.
         """
         if self._begun:
-            raise RuntimeError("a batch can be gone through once: keep list(batch.parts()) instead")
+            raise RuntimeError(
+                "a batch can be gone through once: keep list(batch.micro_batches()) instead"
+            )
         self._begun = True
         parts = self._source.begin(self)
         last = len(parts) - 1

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_elastic.data.batch import ElasticBatch
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 
 VERSION = 1
@@ -123,20 +123,20 @@ class EpochPlan:
     seed: int
     shuffle: bool
     end: End
-    batch: ElasticBatch
+    batch: BatchDivision
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ConfigError("dataset_len", self.length, "the dataset has no samples")
+            raise ConfigError("dataset", self.length, "the dataset has no samples")
         if self.end not in get_args(End):
             raise ConfigError("end", self.end, f"give one of {', '.join(get_args(End))}")
         if not self.size(0):
             remedy = f"it drops all {self.length} samples: give a smaller one, or end='keep'"
-            raise ConfigError("global_batch", self.batch.global_batch, remedy)
+            raise ConfigError("global_batch_size", self.batch.global_batch_size, remedy)
 
     def size(self, position: int) -> int:
         """Return the size of the global batch at a position; 0 where the epoch ends."""
-        left, whole = self.length - position, self.batch.global_batch
+        left, whole = self.length - position, self.batch.global_batch_size
         if left >= whole or (left > 0 and self.end == "pad"):
             return whole
         return max(0, left) if self.end == "keep" else 0
@@ -148,7 +148,7 @@ class EpochPlan:
             place: Where to begin.
             num_steps: From 0.
         """
-        whole = self.batch.global_batch
+        whole = self.batch.global_batch_size
         left = self._batches_from(place.position)
         epoch, position, ahead = place.epoch, place.position, num_steps
         if ahead > left:
@@ -170,7 +170,7 @@ class EpochPlan:
             place: Where to begin.
             num_steps: From 0.
         """
-        whole = self.batch.global_batch
+        whole = self.batch.global_batch_size
         while num_steps > 0:
             place = self.next_batch(place)
             full = (self.length - place.position) // whole
@@ -185,7 +185,7 @@ class EpochPlan:
         return place if has_more else SamplePosition(place.epoch + 1, 0, place.step)
 
     def _batches_from(self, position: int) -> int:
-        full, rest = divmod(max(0, self.length - position), self.batch.global_batch)
+        full, rest = divmod(max(0, self.length - position), self.batch.global_batch_size)
         return full + (rest > 0 and self.end != "drop")
 
     @property
@@ -194,12 +194,12 @@ class EpochPlan:
         return self._batches_from(0)
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro-batches of a whole epoch, of each rank."""
-        full = self.length // self.batch.global_batch
-        last = self.size(full * self.batch.global_batch)
-        num_parts = full * self.batch.num_parts(self.batch.global_batch)
-        return num_parts + (self.batch.num_parts(last) if last else 0)
+        full = self.length // self.batch.global_batch_size
+        last = self.size(full * self.batch.global_batch_size)
+        num_micro_batches = full * self.batch.num_micro_batches(self.batch.global_batch_size)
+        return num_micro_batches + (self.batch.num_micro_batches(last) if last else 0)
 
     def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
         """Return what gives the sample at each position of an epoch."""

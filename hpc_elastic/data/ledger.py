@@ -47,7 +47,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from hpc_elastic.data.batch import ElasticBatch
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import End as EndOfEpoch
 from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition, require_word
 from hpc_elastic.errors import ConfigError, RunDirectoryError
@@ -130,7 +130,7 @@ class LedgerSegment:
         """
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
         return EpochPlan(
-            length, seed, shuffle, self.end, ElasticBatch(self.global_batch, None, 0, 1)
+            length, seed, shuffle, self.end, BatchDivision(self.global_batch, None, 0, 1)
         )
 
     @property
@@ -485,7 +485,7 @@ class LedgerWriter:
                 world_size=world_size,
                 facts=plan.facts(),
                 end=plan.end,
-                global_batch=plan.batch.global_batch,
+                global_batch=plan.batch.global_batch_size,
             )
         )
         self._stretch, self._begun, self._step = name, True, place.step

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from hpc_elastic.data.batch import ElasticBatch
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError
 
@@ -63,7 +63,7 @@ def number_of_unnamed(manager: ReplicaManager) -> str:
     return f"unnamed.{number}"
 
 
-class NonParticipant(ElasticBatch):
+class NonParticipant(BatchDivision):
     """The part in a global batch of one that contributes nothing."""
 
     def share(self, size: int) -> tuple[int, int]:
@@ -83,7 +83,7 @@ class StepReplicas:
         self._counts = False
         """The step was begun from the sampler's place, or that was healed since."""
 
-    def begin(self, plan: EpochPlan, place: SamplePosition) -> tuple[ElasticBatch, SamplePosition]:
+    def begin(self, plan: EpochPlan, place: SamplePosition) -> tuple[BatchDivision, SamplePosition]:
         """Begin a step.
 
         Args:
@@ -142,17 +142,17 @@ _BEHIND = (
 )
 
 
-def _division(batch: ElasticBatch, manager: ReplicaManager) -> ElasticBatch:
+def _division(batch: BatchDivision, manager: ReplicaManager) -> BatchDivision:
     """Return how a batch is divided among the ranks of all participants."""
     rank, group_size = batch.group()
     world_size = manager.num_participants() * group_size
     if not world_size:
         raise RuntimeError(
             "there is no quorum: call optimizer.zero_grad() or manager.start_quorum() before "
-            "batch.parts()"
+            "batch.micro_batches()"
         )
     replica_rank = manager.participating_rank()
-    sizes = batch.global_batch, batch.micro_batch
+    sizes = batch.global_batch_size, batch.micro_batch_size
     if replica_rank is None or not manager.is_participating():
         return NonParticipant(*sizes, 0, world_size)
-    return ElasticBatch(*sizes, replica_rank * group_size + rank, world_size)
+    return BatchDivision(*sizes, replica_rank * group_size + rank, world_size)

@@ -6,8 +6,8 @@ the state: whoever loads it, with however many workers, goes on behind the last 
 
 What counts is what was trained, not what was drawn. A loader draws ahead, in its worker processes
 and without being asked; that moves nothing. The position moves when a global batch's last
-micro-batch has been gone through (`GlobalBatch.parts` has ended), and so a state that is taken
-right after the optimizer's step holds that batch, and one that is taken before it does not.
+micro-batch has been gone through (`GlobalBatch.micro_batches` has ended), and so a state that is
+taken right after the optimizer's step holds that batch, and one that is taken before it does not.
 
 With a fault-tolerant ``manager``, replicas come and go while the loop goes on, and the position
 moves when the manager has committed the step; `replica_batches` has the rules. The loop is the
@@ -24,13 +24,13 @@ import contextlib
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from hpc_elastic.data.batch import ElasticBatch, GlobalBatch, MicroBatch, PartSource
+from hpc_elastic.data.batch import BatchDivision, GlobalBatch, MicroBatch, PartSource
 from hpc_elastic.data.epoch_plan import End, EpochPlan, SamplePosition, hashed
 from hpc_elastic.data.ledger import LedgerWriter
 from hpc_elastic.data.replica_batches import ReplicaManager, StepReplicas, number_of_unnamed
@@ -56,9 +56,16 @@ class ElasticSampler:
     unless the dataset derives them from the index.
 
     Args:
-        dataset_len: Number of samples, at least 1.
-        seed: Of the order; the same on all ranks.
-        batch: How many samples make a step, and how they are divided; a number is a global batch.
+        dataset: The map-style dataset, or its number of samples, at least 1.
+        global_batch_size: Samples of one optimizer step, all ranks together; at least 1. It stays
+            the same for any world size.
+        seed: Seed of the order; the same on all ranks.
+        micro_batch_size: The most samples that a rank takes at once, at least 1: what fits into its
+            memory. None: a rank takes its whole share at once.
+        rank: The worker's rank among those that divide the data. None: the rank in
+            torch.distributed, or else the variables RANK and WORLD_SIZE, or else 0 of 1. Give both
+            where ranks share data: with tensor parallelism, the data-parallel rank and size.
+        world_size: The number of workers that divide the data; None as with ``rank``.
         shuffle: A new order each epoch; False: the dataset's own order.
         end: What becomes of an epoch's last samples, if they fill no global batch. "keep" trains on
             a smaller one, so that each sample is trained once; "drop" leaves them out; "pad" fills
@@ -69,7 +76,7 @@ class ElasticSampler:
             the same order in every replica: that tells them apart when one is healed.
         manager: A fault-tolerant manager (`hpc_elastic.ft.Manager`) whose replicas share
         each
-            batch. ``batch`` then has the rank inside of the replica's group only. The sampler adds
+            batch. ``rank`` is then that inside of the replica's group. The sampler adds
             itself to the state that heals a replica. Not for LocalSGD and DiLoCo, where the
             manager's steps are not the optimizer's.
 
@@ -82,17 +89,21 @@ class ElasticSampler:
 
     def __init__(
         self,
-        dataset_len: int,
-        seed: int,
+        dataset: Sized | int,
+        global_batch_size: int,
+        seed: int = 0,
         *,
-        batch: ElasticBatch | int,
+        micro_batch_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         shuffle: bool = True,
         end: End = "keep",
         name: str | None = "train",
         manager: ReplicaManager | None = None,
     ) -> None:
-        batch = batch if isinstance(batch, ElasticBatch) else ElasticBatch(batch)
-        length = _whole("dataset_len", dataset_len, "give len(dataset)")
+        batch = BatchDivision(global_batch_size, micro_batch_size, rank, world_size)
+        length = len(dataset) if isinstance(dataset, Sized) else dataset
+        length = _whole("dataset", length, "give the dataset, or its number of samples")
         number = _whole("seed", seed, "give a whole number, the same on all ranks")
         self._plan = EpochPlan(length, number, shuffle, end, batch)
         self._place = SamplePosition()
@@ -131,7 +142,7 @@ class ElasticSampler:
     def __len__(self) -> int:
         """Return this rank's micro-batches of a whole epoch, as a DataLoader counts them."""
         plan, _ = self._drawn or (self._plan, self._place)
-        return plan.num_parts
+        return plan.num_micro_batches
 
     def __iter__(self) -> Draws:
         """Draw this rank's micro-batches, as lists of indices, from where the training is.
@@ -190,8 +201,8 @@ class ElasticSampler:
                 raise RuntimeError("a state was loaded inside of the loop: begin the loop again")
             if not batch.is_complete:
                 raise RuntimeError(
-                    f"step {batch.step} was left before the last of its parts(), with which the "
-                    "ranks exchange gradients: go through all of them"
+                    f"step {batch.step} was left before the last of its micro_batches(), with "
+                    "which the ranks exchange gradients: go through all of them"
                 )
             self._now()
             if self._cohort:
@@ -224,7 +235,7 @@ class ElasticSampler:
             return  # it is torchdata's, which has the draws load what counts: see Keeper.adopt
         self._load(state)
         self._num_loaded += 1
-        if state["global_batch"] != (size := self._plan.batch.global_batch):
+        if state["global_batch"] != (size := self._plan.batch.global_batch_size):
             _log.warning("the global batch was %d, and is %d now", state["global_batch"], size)
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -236,7 +247,7 @@ class ElasticSampler:
         return {
             "version": _STATE_VERSION,
             **self._plan.facts(),
-            "global_batch": self._plan.batch.global_batch,
+            "global_batch": self._plan.batch.global_batch_size,
             **asdict(place),
             "made_by": self._book.made_by(inside=self._items.inside and self._cohort is None),
         }
@@ -309,7 +320,7 @@ class ElasticSampler:
             batch.is_at(place.step + 1, place.epoch, plan.size(place.position))
             if self._items.next != (plan, place):
                 self._feed(loader, plan, place)
-            return plan.batch.parts(batch.num_samples)
+            return plan.batch.micro_batches(batch.num_samples)
 
         def load() -> Any:
             return self._items.load(lambda: self._draws.begin if self._draws else None)
@@ -408,7 +419,7 @@ class Draws:
         num_drawn = 0
         while num_drawn < _BLOCK and (size := self._plan.size(self._drawn.position)):
             first, before = self._drawn.position, self._drawn
-            for part in self._plan.batch.parts(size):
+            for part in self._plan.batch.micro_batches(size):
                 begin = first + part.offset
                 positions.append(np.arange(begin, begin + part.num_loaded))
                 places.append(before)

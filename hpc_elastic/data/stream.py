@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_elastic.data.batch import ElasticBatch, GlobalBatch
+from hpc_elastic.data.batch import BatchDivision, GlobalBatch
 from hpc_elastic.data.epoch_plan import End, EpochPlan, Order, hashed
 from hpc_elastic.data.replica_batches import ReplicaManager
 from hpc_elastic.data.sampler import ElasticSampler
@@ -70,11 +70,11 @@ class ElasticStream(ElasticSampler):
 
     It is used as `ElasticSampler` is, with a dataset of its own:
 
-        stream = ElasticStream(files, read, lengths, seed=0, batch=128)
+        stream = ElasticStream(files, read, lengths, 128, seed=0)
         loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=4)
         for epoch in stream.epochs(10):
             for batch in stream.batches(loader):
-                for samples, weight in batch.parts(model): ...
+                for samples, weight in batch.micro_batches(model): ...
 
     The state is a few numbers, however large the shuffle buffer is: what was in it is read again.
 
@@ -85,8 +85,11 @@ class ElasticStream(ElasticSampler):
             the shard's samples from number ``start`` on, always the same ones. Where the format
             has no index, ``itertools.islice(samples, start, None)`` passes over the others.
         lengths: Samples of each shard; `count_samples` finds them where they are not known.
-        seed: Of the order; the same on all ranks.
-        batch: How many samples make a step, and how they are divided; a number is a global batch.
+        global_batch_size: Samples of one optimizer step, as with `ElasticSampler`.
+        seed: Seed of the order; the same on all ranks.
+        micro_batch_size: The most samples that a rank takes at once, as with `ElasticSampler`.
+        rank: As with `ElasticSampler`.
+        world_size: As with `ElasticSampler`.
         shuffle: Shards in a new order each epoch, and samples shuffled in the buffer. False: the
             lanes go through the shards in the given order; with ``num_lanes=1`` so does the epoch.
         shuffle_buffer: Samples among which is shuffled, over all lanes and so over all workers
@@ -110,9 +113,12 @@ class ElasticStream(ElasticSampler):
         shards: Sequence[Any],
         read: Read,
         lengths: Sequence[int],
-        seed: int,
+        global_batch_size: int,
+        seed: int = 0,
         *,
-        batch: ElasticBatch | int,
+        micro_batch_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         shuffle: bool = True,
         shuffle_buffer: int = 1000,
         num_lanes: int | None = None,
@@ -126,11 +132,20 @@ class ElasticStream(ElasticSampler):
         if num_lanes is not None and num_lanes < 1:
             raise ConfigError("num_lanes", num_lanes, "give at least one, or None")
         super().__init__(
-            sum(numbers), seed, batch=batch, shuffle=shuffle, end=end, name=name, manager=manager
+            sum(numbers),
+            global_batch_size,
+            seed,
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle,
+            end=end,
+            name=name,
+            manager=manager,
         )
         self._layout = StreamLayout.of(
             numbers,
-            global_batch=self._plan.batch.global_batch,
+            global_batch=self._plan.batch.global_batch_size,
             num_lanes=num_lanes or min(len(shards), _MOST_LANES),
             seed=seed,
             shuffle_buffer=shuffle_buffer if shuffle else 0,
@@ -252,14 +267,14 @@ class StreamLayout:
         begins = np.array([self.begin(lane) for lane in range(num_lanes + 1)], dtype=np.int64)
         return begins - taken * np.arange(num_lanes + 1)
 
-    def num_readers(self, batch: ElasticBatch, num_workers: int) -> float:
+    def num_readers(self, batch: BatchDivision, num_workers: int) -> float:
         """Return how many of a rank's workers read a lane that it reads, on the average.
 
         Args:
             batch: How the rank divides a global batch.
             num_workers: Workers of its loader, which take the micro-batches in turn.
         """
-        parts = batch.parts(self.batch_lanes * self.run)
+        parts = batch.micro_batches(self.batch_lanes * self.run)
         readers: set[tuple[int, int]] = set()
         for step in range(math.lcm(self.period, num_workers)):
             first = step % self.period * self.batch_lanes
@@ -313,7 +328,7 @@ class StreamPlan(EpochPlan):
         lengths = " ".join(map(str, self.layout.lengths))
         return {
             **super().facts(),
-            "global_batch": self.batch.global_batch,
+            "global_batch": self.batch.global_batch_size,
             "num_lanes": self.layout.num_lanes,
             "shuffle_window": self.layout.window,
             "lengths": hashlib.sha256(lengths.encode()).hexdigest()[:16],

@@ -21,7 +21,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
 from hpc_elastic.run import fencing
@@ -63,7 +64,7 @@ class ElasticTraining(_Base):
 
     Args:
         global_batch: Samples of one optimizer step, all workers together.
-        period: ``every_steps``, ``every_s`` or ``share``, as of `should_checkpoint`; what
+        period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`; what
             ``save_strategy`` of the arguments asks for is saved besides.
 
     Raises:
@@ -79,10 +80,10 @@ class ElasticTraining(_Base):
         **theirs: Any,
     ) -> None:
         Period(**(period or {}))
-        batch = ElasticBatch(
+        batch = BatchDivision(
             global_batch, args.per_device_train_batch_size, args.process_index, args.world_size
         )
-        args.gradient_accumulation_steps = batch.num_parts(global_batch)
+        args.gradient_accumulation_steps = batch.num_micro_batches(global_batch)
         _require_what_works(args)
         self._batch = batch
         self._loader: ElasticLoader | None = None
@@ -104,9 +105,9 @@ class ElasticTraining(_Base):
         theirs: Any = super().get_train_dataloader()
         args: TrainingArguments = self.args
         sampler = ElasticSampler(
-            len(theirs.dataset),
-            args.seed if args.data_seed is None else args.data_seed,
-            batch=self._batch,
+            theirs.dataset,
+            **vars(self._batch),
+            seed=args.seed if args.data_seed is None else args.data_seed,
             end="drop" if args.dataloader_drop_last else "keep",
         )
         if self._position is not None:
@@ -205,7 +206,7 @@ class _Saving(TrainerCallback):
                 fencing.check_fence()
                 _write_mark(folder, position)
             _barrier()
-        reporting.checkpoint_boundary(step=state.global_step)
+        reporting.mark_checkpoint(step=state.global_step)
 
 
 def _write_mark(folder: Path, position: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Lightning under our agent: where the ranks come from, what they train on, when they save.
 
-    sampler = ElasticSampler(len(data), seed, batch=48)
+    sampler = ElasticSampler(data, 48, seed)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
     elastic = ElasticCheckpoint("checkpoints", every_s=600)
     trainer = Trainer(strategy="ddp", callbacks=[elastic], **world())
@@ -58,7 +58,7 @@ class ElasticCheckpoint(Checkpoint):
     Args:
         directory: On a file system that all nodes share.
         keep_last: How many of the newest checkpoints are kept, at least 1.
-        period: ``every_steps``, ``every_s`` or ``share``, as of `should_checkpoint`.
+        period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class ElasticCheckpoint(Checkpoint):
                 self._commit(staged, step)
             trainer.strategy.barrier("hpc_elastic: committed")
         self._saved = step
-        reporting.checkpoint_boundary(step=step)
+        reporting.mark_checkpoint(step=step)
 
     def _commit(self, staged: Path, step: int) -> None:
         flush(staged)

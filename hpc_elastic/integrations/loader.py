@@ -39,7 +39,9 @@ class ElasticLoader:
         sampler = getattr(loader, "batch_sampler", None)
         if not isinstance(sampler, ElasticSampler):
             raise ConfigError(
-                "loader", sampler, "make it with batch_sampler=ElasticSampler(len(data), seed, ...)"
+                "loader",
+                sampler,
+                "make it with batch_sampler=ElasticSampler(data, global_batch_size)",
             )
         self.sampler = sampler
         self.dataset = loader.dataset
@@ -57,7 +59,7 @@ class ElasticLoader:
         while not num_batches:
             for batch in self.sampler.batches(self._loader):
                 num_batches += 1
-                self._parts = batch.parts()
+                self._parts = batch.micro_batches()
                 for data, weight in self._parts:
                     self.weight = weight
                     yield data
@@ -71,7 +73,7 @@ class ElasticLoader:
         if next(self._parts, self) is not self:
             raise RuntimeError(
                 "the optimizer stepped before this rank's last micro-batch of the global batch: "
-                "accumulate as many as hpc_elastic.data.ElasticBatch.num_parts says"
+                "accumulate all of them: its share of the global batch in steps of micro_batch_size"
             )
 
     def state_dict(self) -> dict[str, Any]:

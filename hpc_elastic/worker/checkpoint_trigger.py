@@ -26,8 +26,8 @@ from hpc_elastic.worker.reporting import own_page
 from hpc_elastic.worker.shared_page import SharedPage
 
 _FIRST_AFTER_S = 30.0
-"""With a share of time, what a checkpoint costs is not known before the first one."""
-_DEFAULT_SHARE = 0.02
+"""With an overhead, what a checkpoint costs is not known before the first one."""
+_DEFAULT_OVERHEAD = 0.02
 _ASK_AGAIN_S = 10.0
 _SMOOTHING = 0.1
 
@@ -38,15 +38,15 @@ class Period:
 
     every_steps: int | None = None
     every_s: float | None = None
-    share: float | None = None
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
         given = {k: v for k, v in vars(self).items() if v is not None}
         if len(given) > 1:
-            raise ValueError(f"give one of every_steps, every_s and share, not {sorted(given)}")
+            raise ValueError(f"give one of every_steps, every_s and overhead, not {sorted(given)}")
         for name, value in given.items():
-            if not value > 0 or (name == "share" and value >= 1):
-                legal = "between 0 and 1" if name == "share" else "above 0"
+            if not value > 0 or (name == "overhead" and value >= 1):
+                legal = "between 0 and 1" if name == "overhead" else "above 0"
                 raise ValueError(f"{name}={value!r}: must be {legal}")
 
     def is_due(self, step: int) -> bool:
@@ -61,8 +61,8 @@ class Period:
         """
         if self.every_steps is not None or self.every_s is not None:
             return self.every_s
-        share = self.share or _DEFAULT_SHARE
-        return _FIRST_AFTER_S if cost_s is None else cost_s / share
+        overhead = self.overhead or _DEFAULT_OVERHEAD
+        return _FIRST_AFTER_S if cost_s is None else cost_s / overhead
 
 
 class Clock:
@@ -181,22 +181,22 @@ def should_checkpoint(
     *,
     every_steps: int | None = None,
     every_s: float | None = None,
-    share: float | None = None,
+    overhead: float | None = None,
 ) -> bool:
     """Tell whether to save now; call it on every rank, once after every optimizer step.
 
     True on all ranks at the same step. Where a node is about to leave or to join, the checkpoint
     must be complete on this rank before the training goes on: `Checkpointer.save` sees to that, and
     then stays until the group is formed anew; a script that saves by itself calls
-    `checkpoint_boundary` afterwards.
+    `mark_checkpoint` afterwards.
 
     Args:
         step: Optimizer steps done, at least 0, and less than 2**40. Steps of gradient accumulation
             do not count.
         every_steps: Save every so many steps.
         every_s: Save when so many seconds have passed since the last checkpoint.
-        share: Save as often as this share of the time allows, from what the last one cost: 0.02 is
-            two percent, and what happens where none of the three is given.
+        overhead: Save as often as this share of the time allows, measured by the last checkpoint;
+            0.02 is two percent, the default if none of the three is given.
 
     Raises:
         ValueError: more than one of the three is given, or one is out of range; or there are
@@ -205,35 +205,37 @@ def should_checkpoint(
     """
     now = time.monotonic()
     if _Own.rule is not None:
-        return _by_rule(_Own.rule, step, Period(every_steps, every_s, share), now)
+        return _by_rule(_Own.rule, step, Period(every_steps, every_s, overhead), now)
     decision, period = _Own.decision, _Own.period
     if decision is None or period is None:
-        period = _Own.period = Period(every_steps, every_s, share)
+        period = _Own.period = Period(every_steps, every_s, overhead)
         decision = _Own.decision = PeriodDecision(
             own_page(), _from_env("RANK", 0), _world_size(), now
         )
-    elif (period.every_steps, period.every_s, period.share) != (every_steps, every_s, share):
-        period = _Own.period = Period(every_steps, every_s, share)
+    elif (period.every_steps, period.every_s, period.overhead) != (every_steps, every_s, overhead):
+        period = _Own.period = Period(every_steps, every_s, overhead)
     return decision.at(step, period, now)
 
 
-def notice_left_s() -> float | None:
-    """Return the seconds after which this node is taken; None if nothing of the kind is known.
+def preemption_deadline() -> float | None:
+    """Return when this node is taken, in seconds since the epoch (`time.time`).
 
-    Nobody needs to ask: `should_checkpoint` says when to save. May be below 0.
+    None if no preemption is announced. Scripts rarely need it: `should_checkpoint` says when to
+    save. The deadline may be in the past.
     """
     page = own_page()
-    return page.notice_left_s if page is not None else None
+    left = page.notice_left_s if page is not None else None
+    return None if left is None else time.time() + left
 
 
-def leave_node(*, within_s: float = 600.0) -> None:
-    """Ask for this worker's node to be left, as if Slurm were about to take it (any rank).
+def release_node(*, within_s: float = 600.0) -> None:
+    """Release this worker's node, as if Slurm were about to preempt it (any rank).
 
-    The group saves, goes on without the node, and the node's task goes back to the queue. For a
-    script that has found its node to be slow or faulty. Outside a run it does nothing.
+    The group saves and goes on without the node, and the node's task is requeued. For a script
+    that finds its node to be slow or faulty. Outside a run it does nothing.
 
     Args:
-        within_s: It is left after so many seconds even if no checkpoint was made by then; above 0.
+        within_s: Seconds after which the node is released without a checkpoint; above 0.
     """
     if not within_s > 0:
         raise ValueError(f"within_s={within_s!r}: must be above 0")

@@ -1,6 +1,6 @@
 """What a worker says of itself to its agent, on its page (`control`).
 
-`report` and `checkpoint_boundary` are what scripts call; the rest is for this package's own parts,
+`report` and `mark_checkpoint` are what scripts call; the rest is for this package's own parts,
 a `Checkpointer` above all. Outside of a run nobody listens, and nothing happens.
 """
 
@@ -166,7 +166,7 @@ def announce_boundary(*, step: int) -> None:
         page.announce(step)
 
 
-def checkpoint_boundary(*, step: int) -> None:
+def mark_checkpoint(*, step: int) -> None:
     """Say that the checkpoint of a step is complete: a good moment for the group to change.
 
     Every rank calls it, after each checkpoint, before the next step. It returns at once, unless
@@ -183,10 +183,10 @@ def checkpoint_boundary(*, step: int) -> None:
 
 
 # ---- What a run came through, as scalars beside the loss: for TensorBoard, W&B, or the like
-#     from hpc_elastic import log_run_scalars
+#     from hpc_elastic import log_run_metrics
 #
 #     if step % 50 == 0:
-#         log_run_scalars(writer, step)  # every rank may call it; rank 0 writes
+#         log_run_metrics(writer, step)  # every rank may call it; rank 0 writes
 #
 # Nothing is looked for or patched: the script says where to, and how often.
 
@@ -214,7 +214,7 @@ def run_scalars() -> dict[str, float]:
     return scalars if goodput is None else {**scalars, "goodput": goodput}
 
 
-def log_run_scalars(writer: Any, step: int) -> None:
+def log_run_metrics(writer: Any, step: int) -> None:
     """Write the run's scalars, as ``hpc_elastic/restarts`` and so on (rank 0; others do nothing).
 
     Outside a run it does nothing.

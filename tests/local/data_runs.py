@@ -21,7 +21,7 @@ def train(folder: str) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data = TensorDataset(torch.arange(LENGTH))
-    sampler = ElasticSampler(LENGTH, 1, batch=GLOBAL_BATCH)
+    sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=1)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=1)
     checkpoint = Path(folder, "checkpoint.pt")
     if checkpoint.exists():
@@ -29,7 +29,7 @@ def train(folder: str) -> int:
     dist.barrier()
     for _ in sampler.epochs(NUM_EPOCHS):
         for batch in sampler.batches(loader):
-            for (numbers,), weight in batch.parts():
+            for (numbers,), weight in batch.micro_batches():
                 total = weight * numbers.double().mean()
             dist.all_reduce(total)  # as the exchange of gradients does, this waits for all
             if batch.step % 3 == 0:

@@ -22,7 +22,7 @@ def train(folder: str) -> list[float]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from hpc_elastic import ft
-    from hpc_elastic.data import ElasticBatch, ElasticSampler
+    from hpc_elastic.data import ElasticSampler
 
     torch.set_num_threads(1)
     counts = torch.zeros(LENGTH, dtype=torch.float64)
@@ -32,8 +32,7 @@ def train(folder: str) -> list[float]:
         state_dict=lambda: {"counts": counts},
         min_replica_size=1,
     )
-    batch_size = ElasticBatch(GLOBAL_BATCH, micro_batch=3)
-    sampler = ElasticSampler(LENGTH, 1, batch=batch_size, manager=manager)
+    sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=1, micro_batch_size=3, manager=manager)
     data = TensorDataset(torch.arange(LENGTH))
     loader = DataLoader(data, batch_sampler=sampler, num_workers=1, persistent_workers=True)
     is_back = came_back(Path(folder))
@@ -41,7 +40,7 @@ def train(folder: str) -> list[float]:
         for batch in sampler.batches(loader):
             manager.start_quorum()
             gradient = torch.zeros_like(counts)
-            for (numbers,), weight in batch.parts():
+            for (numbers,), weight in batch.micro_batches():
                 gradient[numbers] += weight / len(numbers)
             manager.allreduce(gradient).wait()
             if manager.should_commit():

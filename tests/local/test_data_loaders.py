@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
 
@@ -35,7 +35,7 @@ def outside_of_a_run(monkeypatch):
 
 def make(loader=DataLoader, rank=0, size=1, num_workers=2, **options):
     """Return a rank's sampler and its loader."""
-    sampler = ElasticSampler(LENGTH, 3, batch=ElasticBatch(8, 2, rank, size))
+    sampler = ElasticSampler(LENGTH, 8, seed=3, micro_batch_size=2, rank=rank, world_size=size)
     if num_workers:
         options = {"multiprocessing_context": FORKS, "prefetch_factor": 3, **options}
     return sampler, loader(Numbers(), batch_sampler=sampler, num_workers=num_workers, **options)
@@ -46,7 +46,7 @@ def train(sampler, loader, num_epochs, num_steps=None):
     seen = {}
     for _ in sampler.epochs(num_epochs):
         for batch in sampler.batches(loader):
-            for numbers, weight in batch.parts():
+            for numbers, weight in batch.micro_batches():
                 assert weight == len(numbers) * sampler._plan.batch.group()[1] / batch.num_samples
                 seen.setdefault(batch.epoch, []).extend(numbers.tolist())
             if batch.step == num_steps:
@@ -119,7 +119,7 @@ def test_workers_draw_other_random_numbers_each_epoch():
     """On each rank; and the same ones in the same training."""
 
     def drawn(rank):
-        sampler = ElasticSampler(4, 3, batch=ElasticBatch(4, None, rank, 2))
+        sampler = ElasticSampler(4, 4, seed=3, rank=rank, world_size=2)
         loader = DataLoader(
             Draws(), batch_sampler=sampler, num_workers=1, multiprocessing_context=FORKS
         )
@@ -198,11 +198,11 @@ def test_torchdatas_loader_may_not_skip(stateful):
 
 def test_a_pinned_or_moved_item_is_handed_through():
     """Whatever the loader makes of the indices."""
-    sampler = ElasticSampler(LENGTH, 3, batch=ElasticBatch(8, None, 0, 1))
+    sampler = ElasticSampler(LENGTH, 8, seed=3, rank=0, world_size=1)
     loader = DataLoader(
         Numbers(), batch_sampler=sampler, collate_fn=lambda x: {"x": torch.tensor(x)}
     )
     for batch in sampler.batches(loader):
-        ((item, weight),) = batch.parts()
+        ((item, weight),) = batch.micro_batches()
         assert item["x"].shape == (batch.num_samples,)
         assert weight == 1.0

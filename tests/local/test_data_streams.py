@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hpc_elastic import Checkpointer
 from hpc_elastic.checkpoint import Options
-from hpc_elastic.data import ElasticBatch, ElasticStream, count_samples
+from hpc_elastic.data import ElasticStream, count_samples
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.run import fencing
 
@@ -54,7 +55,7 @@ def train(stream, loader, num_epochs, num_steps=None):
     seen: dict[int, Counter] = {}
     for _ in stream.epochs(num_epochs):
         for batch in stream.batches(loader):
-            for numbers, weight in batch.parts():
+            for numbers, weight in batch.micro_batches():
                 assert weight == len(numbers) * stream._plan.batch.group()[1] / batch.num_samples
                 seen.setdefault(batch.epoch, Counter()).update(numbers.tolist())
             if batch.step == num_steps:
@@ -67,8 +68,9 @@ def test_worker_processes_that_read_ahead(shards, persistent):
     """Two ranks with two workers save in the middle of an epoch; three go on with one."""
 
     def make(rank, size, num_workers):
-        batch = ElasticBatch(GLOBAL_BATCH, 4, rank, size)
-        stream = ElasticStream(shards, read, count_samples(shards, read), 3, batch=batch)
+        lengths = count_samples(shards, read)
+        batch = BatchDivision(GLOBAL_BATCH, 4, rank, size)
+        stream = ElasticStream(shards, read, lengths, **vars(batch), seed=3)
         return stream, DataLoader(
             stream.dataset, batch_sampler=stream, num_workers=num_workers, prefetch_factor=3,
             multiprocessing_context=FORKS, persistent_workers=persistent,
@@ -157,14 +159,16 @@ def test_an_opaque_loader_is_refused_under_another_world_size(tmp_path):
 def on_ranks(rank, folder, shards, num_steps):
     """Train from the newest checkpoint up to a step, which is saved, and one more; real ranks."""
     lengths = count_samples(shards, read, folder / "lengths.json")
-    stream = ElasticStream(shards, read, lengths, 3, batch=GLOBAL_BATCH)
+    stream = ElasticStream(shards, read, lengths, GLOBAL_BATCH, seed=3)
     loader = DataLoader(stream.dataset, batch_sampler=stream, num_workers=2)
     seen = []
     with Checkpointer(folder / "checkpoints", {"stream": stream}) as checkpoints:
         checkpoints.restore()
         for _ in stream.epochs(1):
             for batch in stream.batches(loader):
-                numbers = [n for part, weight in batch.parts() for n in part.tolist() if weight]
+                numbers = [
+                    n for part, weight in batch.micro_batches() for n in part.tolist() if weight
+                ]
                 dist.barrier()
                 if num_steps and batch.step > num_steps:
                     return seen

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.deterministic import repeatable
 
 GLOBAL_BATCH, MICRO_BATCH, LENGTH, NUM_EPOCHS = 15, 4, 100, 3
@@ -49,8 +49,7 @@ def train(
     model = repeatable(DistributedDataParallel(network(dropout)))
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    batch = ElasticBatch(GLOBAL_BATCH, MICRO_BATCH)
-    sampler = ElasticSampler(LENGTH, 5, batch=batch)
+    sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=5, micro_batch_size=MICRO_BATCH)
     loader = DataLoader(dataset(), batch_sampler=sampler)
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -82,7 +81,7 @@ def step(batch, model, optimizer) -> float:
     """Make one step; return the mean loss of the global batch."""
     optimizer.zero_grad()
     loss_sum = torch.zeros(())
-    for (x, y), weight in batch.parts(model):
+    for (x, y), weight in batch.micro_batches(model):
         loss = weight * mse_loss(model(x), y)
         loss.backward()
         loss_sum += loss.detach()
@@ -138,10 +137,9 @@ def gradients(wrap: str, global_batch: int, micro_batch: int | None) -> list[flo
     """Return the gradient of one global batch."""
     net = network().double()
     model = DistributedDataParallel(net) if wrap == "ddp" else fully_shard(net)
-    batch = ElasticBatch(global_batch, micro_batch)
-    sampler = ElasticSampler(LENGTH, 5, batch=batch)
+    sampler = ElasticSampler(LENGTH, global_batch, seed=5, micro_batch_size=micro_batch)
     loader = DataLoader(dataset(), batch_sampler=sampler)
-    for (x, y), weight in next(sampler.batches(loader)).parts(model):
+    for (x, y), weight in next(sampler.batches(loader)).micro_batches(model):
         (weight * mse_loss(model(x.double()), y.double())).backward()
     grads = [p.grad.full_tensor() if wrap == "fsdp" else p.grad for p in net.parameters()]
     return torch.cat([grad.flatten() for grad in grads]).tolist()
@@ -149,7 +147,7 @@ def gradients(wrap: str, global_batch: int, micro_batch: int | None) -> list[flo
 
 def expected_gradients(global_batch: int) -> list[float]:
     """Return them as found by one process at once."""
-    sampler = ElasticSampler(LENGTH, 5, batch=ElasticBatch(global_batch, None, 0, 1))
+    sampler = ElasticSampler(LENGTH, global_batch, seed=5, rank=0, world_size=1)
     x, y = dataset()[next(iter(sampler))]
     net = network().double()
     mse_loss(net(x.double()), y.double()).backward()

@@ -48,7 +48,7 @@ def test_a_loader_that_reads_ahead_is_begun_anew(monkeypatch, persistent):
     """What its processes have read for another share, or for a step that failed, is left."""
     monkeypatch.delenv(fencing.VARIABLE, raising=False)
     manager = OneOfTwo()
-    sampler = ElasticSampler(96, 3, batch=8, manager=manager, shuffle=False)
+    sampler = ElasticSampler(96, 8, seed=3, manager=manager, shuffle=False)
     loader = DataLoader(
         TensorDataset(torch.arange(96)),
         batch_sampler=sampler,
@@ -61,7 +61,7 @@ def test_a_loader_that_reads_ahead_is_begun_anew(monkeypatch, persistent):
     failed = {5, 9}
     for i, batch in enumerate(sampler.batches(loader)):
         manager.size = sizes.get(i, manager.size)
-        ((numbers,), weight) = next(parts := batch.parts())
+        ((numbers,), weight) = next(parts := batch.micro_batches())
         assert list(parts) == []
         begin = 8 * manager.step
         assert numbers.tolist() == list(range(begin, begin + 8 // manager.size))

@@ -8,7 +8,7 @@ import torch
 from framework_runs import FrameworkRun, killed_and_told_to_go
 from torch.utils.data import DataLoader
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError
 
 pytest.importorskip("accelerate", reason="pip install -e '.[frameworks]'")
@@ -151,9 +151,7 @@ def test_a_sample_that_is_lent_has_no_labels():
     data = [{"x": label, "labels": label} for label in labels]
     seen = []
     for rank in range(2):
-        sampler = ElasticSampler(
-            3, 0, batch=ElasticBatch(2, None, rank, 2), shuffle=False, name=None
-        )
+        sampler = ElasticSampler(3, 2, seed=0, rank=rank, world_size=2, shuffle=False, name=None)
         loader = WeightedLoader(DataLoader(data, batch_sampler=sampler), by_labels=True)
         seen.append([batch["labels"].tolist() for batch in loader])
     assert seen == [[[1], [-100]], [[2], [3]]]

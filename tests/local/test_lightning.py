@@ -56,7 +56,7 @@ def fit(folder: Path, ckpt_path: Path | None = None) -> Line:
     pl.seed_everything(0, verbose=False)
     module, x = Line(), torch.randn(14, 3)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    sampler = ElasticSampler(len(data), 0, batch=4, name=None)
+    sampler = ElasticSampler(data, 4, seed=0, name=None)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
     elastic = ElasticCheckpoint(folder, keep_last=20, every_steps=1)
     trainer = pl.Trainer(

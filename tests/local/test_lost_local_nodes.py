@@ -25,7 +25,7 @@ SCRIPT = textwrap.dedent(
     import hydra
     import torch
     import torch.distributed as dist
-    from hpc_elastic import checkpoint_boundary, should_checkpoint
+    from hpc_elastic import mark_checkpoint, should_checkpoint
 
     FOLDER = Path({folder!r})
     SAVED = FOLDER / "saved"
@@ -45,7 +45,7 @@ SCRIPT = textwrap.dedent(
                 if dist.get_rank() == 0:
                     SAVED.write_text(str(step))
                 dist.barrier()
-                checkpoint_boundary(step=step)
+                mark_checkpoint(step=step)
         dist.destroy_process_group()
 
     if __name__ == "__main__":

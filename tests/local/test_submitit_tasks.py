@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hpc_elastic import checkpoint_boundary, should_checkpoint
+from hpc_elastic import mark_checkpoint, should_checkpoint
 
 @hydra.main(version_base=None)
 def main(cfg):
@@ -35,7 +35,7 @@ def main(cfg):
         (folder / "step").write_text(str(step))
         if should_checkpoint(step):
             saved.write_text(str(step))
-            checkpoint_boundary(step=step)
+            mark_checkpoint(step=step)
     return [int(line) for line in (folder / "starts").read_text().split()]
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ SCRIPT = textwrap.dedent(
         for epoch in sampler.epochs(EPOCHS):
             for batch in sampler.batches(loader):
                 optimizer.zero_grad()
-                for (x,), weight in batch.parts(model):
+                for (x,), weight in batch.micro_batches(model):
                     (weight * nn.functional.mse_loss(model(x), x)).backward()
                 optimizer.step()
                 say(f"step {batch.step} {time.time()}")

@@ -16,7 +16,7 @@ STEPS = textwrap.dedent(
     import torch
     import torch.distributed as dist
     import hydra
-    from hpc_elastic import checkpoint_boundary, report
+    from hpc_elastic import mark_checkpoint, report
     from hpc_elastic.shared_files import is_there
 
     FILE, ENOUGH = Path({folder!r}, "step"), Path({folder!r}, "enough")
@@ -50,7 +50,7 @@ STEPS = textwrap.dedent(
 def stepping(tmp_path: Path, *, announce: bool = True, told: int | None = None) -> Path:
     """A script that makes steps until that is `enough`, and has a checkpoint after every tenth."""
     script = tmp_path / "steps.py"
-    call = "checkpoint_boundary(step=step)" if announce else "pass"
+    call = "mark_checkpoint(step=step)" if announce else "pass"
     script.write_text(STEPS.format(folder=str(tmp_path), announce=call, told=told))
     return script
 

@@ -18,7 +18,7 @@ SCRIPT = textwrap.dedent(
     import torch
     import torch.distributed as dist
     import hydra
-    from hpc_elastic import checkpoint_boundary, leave_node, report, should_checkpoint
+    from hpc_elastic import mark_checkpoint, release_node, report, should_checkpoint
     from hpc_elastic.shared_files import is_there
 
     FOLDER = Path({folder!r})
@@ -43,13 +43,13 @@ SCRIPT = textwrap.dedent(
             report(step=step)
             if is_there(leave):
                 leave.unlink()
-                leave_node(within_s=60)
+                release_node(within_s=60)
             if should_checkpoint(step, every_s=1000):
                 print("save", step, flush=True)
                 if dist.get_rank() == 0:
                     SAVED.write_text(str(step))
                 dist.barrier()
-                checkpoint_boundary(step=step)
+                mark_checkpoint(step=step)
             if over:
                 break
         dist.destroy_process_group()

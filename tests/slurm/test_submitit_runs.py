@@ -22,7 +22,7 @@ import os, time
 from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hpc_elastic import checkpoint_boundary, should_checkpoint
+from hpc_elastic import mark_checkpoint, should_checkpoint
 from hpc_elastic.shared_files import is_there
 
 @hydra.main(version_base=None)
@@ -39,7 +39,7 @@ def main(cfg):
         if should_checkpoint(step):
             if rank == "0":
                 saved.write_text(str(step))
-            checkpoint_boundary(step=step)
+            mark_checkpoint(step=step)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.config.schema import NodeRange
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 from hpc_elastic.worker import reporting
@@ -42,16 +43,16 @@ class World:
         self, size: int, dataset_len: int, batch: tuple[int, int | None], state=None, **options
     ) -> None:
         options = {"seed": 3, **options}
-        batches = [ElasticBatch(*batch, rank, size) for rank in range(size)]
+        batches = [BatchDivision(*batch, rank, size) for rank in range(size)]
         self.samplers = [self.sampler(dataset_len, batch=each, **options) for each in batches]
         for sampler in self.samplers:
             if state is not None:
                 sampler.load_state_dict(json.loads(json.dumps(state)))
         self.trained: list[tuple[int, int, list[int]]] = []
 
-    def sampler(self, dataset_len: int, **options) -> ElasticSampler:
+    def sampler(self, dataset_len: int, batch: BatchDivision, **options) -> ElasticSampler:
         """Make the sampler of a rank."""
-        return ElasticSampler(dataset_len, **options)
+        return ElasticSampler(dataset_len, **vars(batch), **options)
 
     def loader(self, sampler: ElasticSampler, num_ahead: int):
         """Make the loader of a rank."""
@@ -78,7 +79,7 @@ class World:
                     yield group[0].step
 
     def _train(self, batch) -> None:
-        for indices, weight in batch.parts():
+        for indices, weight in batch.micro_batches():
             self.trained.append((batch.step, batch.epoch, indices if weight else []))
 
     def run(self, num_epochs: int, num_steps: int | None = None) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from data_worlds import Loader
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.worker import reporting
 
 
@@ -69,7 +70,7 @@ class Replica:
 
     def __init__(self, length: int, batch: tuple[int, int | None], num_epochs: int, **options):
         self.manager = PlayedManager()
-        batch = ElasticBatch(*batch, rank=0, world_size=1)
+        batch = BatchDivision(*batch, rank=0, world_size=1)
         self.sampler = self.make_sampler(length, batch, manager=self.manager, **options)
         self.num_epochs = num_epochs
         self.model: dict[int, list[int]] = {}
@@ -77,9 +78,9 @@ class Replica:
         self.epochs_ended: list[int] = []
         self._training = self._train()
 
-    def make_sampler(self, length: int, batch: ElasticBatch, **options) -> ElasticSampler:
+    def make_sampler(self, length: int, batch: BatchDivision, **options) -> ElasticSampler:
         """Make what it draws from."""
-        return ElasticSampler(length, 3, batch=batch, **options)
+        return ElasticSampler(length, **vars(batch), seed=3, **options)
 
     def make_loader(self):
         """Make what it loads with."""
@@ -90,7 +91,7 @@ class Replica:
         for epoch in self.sampler.epochs(self.num_epochs):
             for batch in self.sampler.batches(loader):
                 yield  # zero_grad
-                self.drawn = list(batch.parts())
+                self.drawn = list(batch.micro_batches())
                 yield  # step
             self.epochs_ended.append(epoch)
 

@@ -14,7 +14,7 @@ import pytest
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.worker import reporting, shared_page
-from hpc_elastic.worker.reporting import checkpoint_boundary
+from hpc_elastic.worker.reporting import mark_checkpoint
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage, WorkerStatus
 
 
@@ -154,8 +154,8 @@ def worker(tmp_path, monkeypatch) -> SharedPage:
 
 def test_a_script_announces_its_checkpoints(worker):
     """It goes on at once while nobody waits."""
-    checkpoint_boundary(step=10)
-    checkpoint_boundary(step=20)
+    mark_checkpoint(step=10)
+    mark_checkpoint(step=20)
     assert worker.read().boundary == 20
 
 
@@ -163,7 +163,7 @@ def test_a_script_that_was_held_for_too_long_says_so(worker, monkeypatch, caplog
     """Its user sees where the time went."""
     monkeypatch.setattr(shared_page, "LONGEST_HOLD_S", 0.05)
     worker.hold(1)
-    checkpoint_boundary(step=10)
+    mark_checkpoint(step=10)
     assert "held at the checkpoint of step 10" in caplog.text
 
 
@@ -191,9 +191,9 @@ def in_worker(code: str, tmp_path) -> tuple[WorkerStatus, str]:
 def test_report_from_a_script(tmp_path):
     """`from hpc_elastic import ...` is all a script needs."""
     code = """
-from hpc_elastic import checkpoint_boundary, report
+from hpc_elastic import mark_checkpoint, report
 report(step=5, loss=0.25)
-checkpoint_boundary(step=4)
+mark_checkpoint(step=4)
 """
     progress, _ = in_worker(code, tmp_path)
     assert (progress.step, progress.loss, progress.boundary) == (5, 0.25, 4)
@@ -224,9 +224,9 @@ sgd.step()
 def test_outside_a_run_nothing_happens():
     """The same script runs without us."""
     code = """
-from hpc_elastic import checkpoint_boundary, report
+from hpc_elastic import mark_checkpoint, report
 report(step=1, loss=2.0)
-checkpoint_boundary(step=1)
+mark_checkpoint(step=1)
 """
     env = {k: v for k, v in os.environ.items() if k != DIRECTORY_VARIABLE}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)

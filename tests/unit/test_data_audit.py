@@ -13,7 +13,7 @@ import pytest
 from data_worlds import Loader, Run, World, train_on
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.data import ElasticBatch, ElasticSampler, ledger
+from hpc_elastic.data import ElasticSampler, ledger
 from hpc_elastic.data import audit as audit_module
 from hpc_elastic.data.audit import EpochProof, audit
 from hpc_elastic.errors import ConfigError, RunDirectoryError
@@ -359,7 +359,7 @@ def test_a_cut_off_line_is_left_out_and_a_damaged_one_told(finished):
 def test_a_ledger_takes_a_line_for_many_steps(run):
     """However many steps there are between two saves."""
     run.form_group()
-    sampler = ElasticSampler(10**9, 3, batch=ElasticBatch(64, None, 0, 4))
+    sampler = ElasticSampler(10**9, 64, seed=3, rank=0, world_size=4)
     next(sampler.batches(Loader(sampler)))
     book = sampler._book.ledger
     for step in range(1, 20_001):
@@ -372,7 +372,7 @@ def test_a_ledger_takes_a_line_for_many_steps(run):
 def test_a_want_of_threads_ends_no_training(run, monkeypatch):
     """What is saved is synced all the same."""
     run.form_group()
-    sampler = ElasticSampler(100, 3, batch=ElasticBatch(4, None, 0, 1))
+    sampler = ElasticSampler(100, 4, seed=3, rank=0, world_size=1)
     next(sampler.batches(Loader(sampler)))
     book, synced = sampler._book.ledger, []
     book.add(1, 0, 0, 4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_elastic.data.batch import ElasticBatch, check
+from hpc_elastic.data.batch import BatchDivision, check
 from hpc_elastic.errors import ConfigError
 
 CASES = [
@@ -16,7 +16,9 @@ CASES = [
 def all_parts(size, micro_batch, world_size):
     """Return the parts of each rank."""
     ranks = range(world_size)
-    return [ElasticBatch(size, micro_batch, rank, world_size).parts(size) for rank in ranks]
+    return [
+        BatchDivision(size, micro_batch, rank, world_size).micro_batches(size) for rank in ranks
+    ]
 
 
 def test_the_ranks_parts_make_the_global_batch():
@@ -51,15 +53,15 @@ def test_all_ranks_do_the_same_number_of_parts():
 
 def test_a_rank_without_a_sample_is_lent_one():
     """It does the same as the others, and adds nothing."""
-    (part,) = ElasticBatch(2, None, rank=2, world_size=3).parts(2)
+    (part,) = BatchDivision(2, None, rank=2, world_size=3).micro_batches(2)
     assert (part.count, part.num_loaded) == (1, 1)
-    (part,) = ElasticBatch(2, None, rank=0, world_size=3).parts(2)
+    (part,) = BatchDivision(2, None, rank=0, world_size=3).micro_batches(2)
     assert (part.count, part.num_loaded, part.weight) == (0, 1, 0.0)
 
 
 def test_the_group_is_torchruns(monkeypatch):
     """Without torch.distributed: what the environment says, or one worker."""
-    batch = ElasticBatch(8)
+    batch = BatchDivision(8)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert batch.group() == (0, 1)
@@ -72,21 +74,21 @@ def test_the_group_is_torchruns(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        ({"global_batch": 0}, "global_batch"),
-        ({"global_batch": 8, "micro_batch": 0}, "micro_batch"),
-        ({"global_batch": 8, "rank": 1}, "rank"),
-        ({"global_batch": 8, "rank": 2, "world_size": 2}, "rank"),
-        ({"global_batch": "8"}, "global_batch"),
-        ({"global_batch": None}, "global_batch"),
-        ({"global_batch": True}, "global_batch"),
-        ({"global_batch": 8, "micro_batch": 2.0}, "micro_batch"),
-        ({"global_batch": 8, "rank": "0", "world_size": 2}, "rank"),
+        ({"global_batch_size": 0}, "global_batch_size"),
+        ({"global_batch_size": 8, "micro_batch_size": 0}, "micro_batch_size"),
+        ({"global_batch_size": 8, "rank": 1}, "rank"),
+        ({"global_batch_size": 8, "rank": 2, "world_size": 2}, "rank"),
+        ({"global_batch_size": "8"}, "global_batch_size"),
+        ({"global_batch_size": None}, "global_batch_size"),
+        ({"global_batch_size": True}, "global_batch_size"),
+        ({"global_batch_size": 8, "micro_batch_size": 2.0}, "micro_batch_size"),
+        ({"global_batch_size": 8, "rank": "0", "world_size": 2}, "rank"),
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments, key):
     """With the argument's name."""
     with pytest.raises(ConfigError, match=f"^{key}="):
-        ElasticBatch(**arguments)
+        BatchDivision(**arguments)
 
 
 @pytest.mark.parametrize(

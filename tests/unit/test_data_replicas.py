@@ -9,8 +9,9 @@ import pytest
 from data_worlds import Loader, Run
 from replica_worlds import Cohort, PlayedManager, Replica, train_with_faults
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.audit import audit
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.data.epoch_plan import EpochPlan, SamplePosition
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
@@ -145,9 +146,9 @@ def test_ranks_of_a_group_divide_its_share(outside):
     for replica in range(2):
         for rank in range(2):
             manager = PlayedManager(rank=replica, size=2)
-            batch = ElasticBatch(8, None, rank, 2)
-            sampler = ElasticSampler(40, 3, batch=batch, manager=manager)
-            ((indices, weight),) = next(sampler.batches(Loader(sampler))).parts()
+            batch = BatchDivision(8, None, rank, 2)
+            sampler = ElasticSampler(40, **vars(batch), seed=3, manager=manager)
+            ((indices, weight),) = next(sampler.batches(Loader(sampler))).micro_batches()
             assert weight == 1.0
             seen += indices
     assert len(seen) == len(set(seen)) == 8
@@ -155,9 +156,9 @@ def test_ranks_of_a_group_divide_its_share(outside):
 
 def test_a_step_without_a_quorum_is_told(outside):
     """zero_grad comes first."""
-    sampler = ElasticSampler(40, 3, batch=8, manager=PlayedManager())
+    sampler = ElasticSampler(40, 8, seed=3, manager=PlayedManager())
     with pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\)"):
-        next(next(sampler.batches(Loader(sampler))).parts())
+        next(next(sampler.batches(Loader(sampler))).micro_batches())
 
 
 def test_a_managers_state_that_was_left_out_is_told(outside):
@@ -165,17 +166,17 @@ def test_a_managers_state_that_was_left_out_is_told(outside):
     cohort = cohort_of(1)
     cohort.step()
     manager = PlayedManager(rank=0, size=1)
-    sampler = ElasticSampler(40, 3, batch=8, manager=manager)
+    sampler = ElasticSampler(40, 8, seed=3, manager=manager)
     sampler.load_state_dict(cohort.replicas[0].sampler.state_dict())
     with pytest.raises(ConfigError, match=r"^step=1: the manager is at step 0"):
-        next(next(sampler.batches(Loader(sampler))).parts())
+        next(next(sampler.batches(Loader(sampler))).micro_batches())
 
 
 def test_a_samplers_state_that_was_left_out_follows_from_the_step(outside):
     """The manager's step says where the training is."""
     manager = PlayedManager(step=7, rank=0, size=1)
-    sampler = ElasticSampler(40, 3, batch=8, manager=manager)
-    next(next(sampler.batches(Loader(sampler))).parts())
+    sampler = ElasticSampler(40, 8, seed=3, manager=manager)
+    next(next(sampler.batches(Loader(sampler))).micro_batches())
     assert (sampler.epoch, sampler.position, sampler.step) == (1, 16, 7)
 
 
@@ -185,9 +186,9 @@ def test_another_manager_can_write_no_ledger(run):
     names = ("current_step", "participating_rank", "is_participating", "num_participants")
     other = SimpleNamespace(**{name: getattr(manager, name) for name in names})
     other.register_state_dict_fn = manager.register_state_dict_fn
-    sampler = ElasticSampler(40, 3, batch=8, manager=other)
+    sampler = ElasticSampler(40, 8, seed=3, manager=other)
     batches = sampler.batches(Loader(sampler))
-    list(next(batches).parts())
+    list(next(batches).micro_batches())
     manager.step += 1
     with pytest.raises(ConfigError, match=r"^manager='SimpleNamespace': .* name=None"):
         next(batches)
@@ -197,7 +198,7 @@ def test_another_manager_can_write_no_ledger(run):
 @pytest.mark.parametrize("length", [8, 20, 24])
 def test_a_place_so_many_steps_further_is_that_of_single_steps(end, length):
     """However far: the formula and the loop agree."""
-    plan = EpochPlan(length, 3, True, end, ElasticBatch(8))
+    plan = EpochPlan(length, 3, True, end, BatchDivision(8))
     place = SamplePosition()
     for num_steps in range(1, 12):
         place = plan.after(plan.next_batch(place), 1)
@@ -207,7 +208,7 @@ def test_a_place_so_many_steps_further_is_that_of_single_steps(end, length):
 def unnamed(manager, *lengths):
     """Return samplers without a name."""
     return [
-        ElasticSampler(n, 3, batch=ElasticBatch(4, None, 0, 1), name=None, manager=manager)
+        ElasticSampler(n, 4, seed=3, rank=0, world_size=1, name=None, manager=manager)
         for n in lengths
     ]
 

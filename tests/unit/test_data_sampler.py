@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from data_worlds import Loader, World
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
 
@@ -20,9 +20,7 @@ def outside_of_a_run(monkeypatch):
 
 def sampler_of(dataset_len=10, seed=3, batch=4, **options):
     """Return the sampler of a single worker."""
-    return ElasticSampler(
-        dataset_len, seed, batch=ElasticBatch(batch, None, rank=0, world_size=1), **options
-    )
+    return ElasticSampler(dataset_len, batch, seed=seed, rank=0, world_size=1, **options)
 
 
 def samples_by_epoch(worlds):
@@ -84,7 +82,7 @@ def test_a_step_counts_once_its_parts_have_ended():
     batches = sampler.batches(Loader(sampler))
     batch = next(batches)
     assert (sampler.position, sampler.step) == (0, 0)
-    for _ in batch.parts():
+    for _ in batch.micro_batches():
         assert sampler.state_dict()["position"] == 0
     assert (sampler.position, sampler.step) == (4, 1)
     next(batches)
@@ -95,7 +93,7 @@ def test_a_state_inside_of_the_loop_resumes_inside_of_the_epoch():
     """Even behind the last batch, so that what the script does after the loop is not skipped."""
     sampler = sampler_of(8)
     for batch in sampler.batches(Loader(sampler)):
-        list(batch.parts())
+        list(batch.micro_batches())
         inside = sampler.state_dict()
     resumed = sampler_of(8)
     resumed.load_state_dict(inside)
@@ -114,7 +112,10 @@ def test_the_end_of_an_epoch_is_as_one_says(end, sizes):
     """A smaller batch, no batch, or one filled up with the epoch's first samples."""
     sampler = sampler_of(10, end=end)
     parts = [
-        indices for b in sampler.batches(Loader(sampler)) for indices, weight in b.parts() if weight
+        indices
+        for b in sampler.batches(Loader(sampler))
+        for indices, weight in b.micro_batches()
+        if weight
     ]
     assert [len(indices) for indices in parts] == sizes
     assert len(sampler) == sampler.num_batches == len(sizes)
@@ -133,8 +134,7 @@ def test_a_small_dataset_is_padded_over_and_over():
 def test_the_loader_is_as_long_as_the_ranks_micro_batches():
     """For any rank, so that progress bars agree."""
     for rank in range(3):
-        batch = ElasticBatch(16, 2, rank, 3)
-        sampler = ElasticSampler(50, 3, batch=batch)
+        sampler = ElasticSampler(50, 16, micro_batch_size=2, rank=rank, world_size=3)
         assert len(sampler) == len(list(sampler)) == 3 * 3 + 1
 
 
@@ -175,12 +175,12 @@ def test_a_state_of_another_order_is_refused(changed, key):
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"dataset_len": 0}, "dataset_len"),
-        ({"dataset_len": [1, 2]}, "dataset_len"),
+        ({"dataset_len": 0}, "dataset"),
+        ({"dataset_len": 2.0}, "dataset"),
         ({"seed": None}, "seed"),
-        ({"batch": "4"}, "global_batch"),
+        ({"batch": "4"}, "global_batch_size"),
         ({"end": "stop"}, "end"),
-        ({"batch": 11, "end": "drop"}, "global_batch"),
+        ({"batch": 11, "end": "drop"}, "global_batch_size"),
         ({"name": "a/b"}, "name"),
     ],
 )
@@ -192,19 +192,21 @@ def test_arguments_that_can_not_work_are_refused(options, key):
 
 def test_a_batch_can_not_be_left_in_the_middle():
     """Other ranks wait for the last part, with which gradients are exchanged."""
-    sampler = ElasticSampler(8, 3, batch=ElasticBatch(4, 2, 0, 1))
-    with pytest.raises(RuntimeError, match=r"step 1 was left before the last of its parts\(\)"):
+    sampler = ElasticSampler(8, 4, seed=3, micro_batch_size=2, rank=0, world_size=1)
+    with pytest.raises(
+        RuntimeError, match=r"step 1 was left before the last of its micro_batches\(\)"
+    ):
         for batch in sampler.batches(Loader(sampler)):
-            next(batch.parts())
+            next(batch.micro_batches())
 
 
 def test_a_batch_can_not_be_gone_through_twice():
     """Its data are gone."""
     sampler = sampler_of()
     batch = next(sampler.batches(Loader(sampler)))
-    list(batch.parts())
+    list(batch.micro_batches())
     with pytest.raises(RuntimeError, match="once"):
-        next(batch.parts())
+        next(batch.micro_batches())
 
 
 def test_a_loop_past_the_sampler_is_told():
@@ -219,7 +221,9 @@ def test_looking_at_a_batch_moves_nothing():
     """Such as to see what shape the data have."""
     sampler = sampler_of()
     next(iter(Loader(sampler)))
-    world = [i for b in sampler.batches(Loader(sampler)) for part, _ in b.parts() for i in part]
+    world = [
+        i for b in sampler.batches(Loader(sampler)) for part, _ in b.micro_batches() for i in part
+    ]
     assert sorted(world) == list(range(10))
 
 
@@ -229,20 +233,20 @@ def test_a_state_is_not_loaded_into_a_running_loop():
     state = sampler.state_dict()
     with pytest.raises(RuntimeError, match="begin the loop again"):
         for batch in sampler.batches(Loader(sampler)):
-            list(batch.parts())
+            list(batch.micro_batches())
             sampler.load_state_dict(state)
 
 
 def test_an_iterator_from_before_the_state_is_found_out():
     """As one that was made to look at the first batch."""
     source = sampler_of()
-    list(next(source.batches(Loader(source))).parts())
+    list(next(source.batches(Loader(source))).micro_batches())
     sampler = sampler_of()
     early = iter(Loader(sampler, num_ahead=0))
     next(early)
     sampler.load_state_dict(source.state_dict())
     with pytest.raises(RuntimeError, match="load the state before"):
-        list(next(sampler.batches(early)).parts())
+        list(next(sampler.batches(early)).micro_batches())
 
 
 def test_a_loader_that_does_not_fit_is_refused():
@@ -256,11 +260,11 @@ def test_a_loader_that_does_not_fit_is_refused():
         next(sampler.batches(loader))
     with pytest.raises(RuntimeError, match="the loader ended"):
         for batch in sampler.batches(indices for indices in list(sampler)[:2]):
-            list(batch.parts())
+            list(batch.micro_batches())
     sampler = sampler_of()
     with pytest.raises(RuntimeError, match="goes on behind the end"):
         for batch in sampler.batches(indices for indices in [*list(sampler), [0]]):
-            list(batch.parts())
+            list(batch.micro_batches())
 
 
 def test_models_exchange_gradients_with_the_last_part_only():
@@ -282,9 +286,9 @@ def test_models_exchange_gradients_with_the_last_part_only():
         def set_requires_gradient_sync(self, now):
             log.append(now)
 
-    sampler = ElasticSampler(6, 3, batch=ElasticBatch(6, 2, 0, 1))
+    sampler = ElasticSampler(6, 6, seed=3, micro_batch_size=2, rank=0, world_size=1)
     batch = next(sampler.batches(Loader(sampler)))
-    for _ in batch.parts(Replicated(), Sharded(), object()):
+    for _ in batch.micro_batches(Replicated(), Sharded(), object()):
         log.append("part")
     once = ["apart", False, "part", "together"]
     assert log == once * 2 + [True, "part"]

@@ -11,8 +11,9 @@ import pytest
 from data_worlds import Run, World
 from replica_worlds import Cohort, Replica, train_with_faults
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler, ElasticStream, count_samples
+from hpc_elastic.data import ElasticSampler, ElasticStream, count_samples
 from hpc_elastic.data.audit import EpochProof, audit
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.run import fencing
 
@@ -50,9 +51,9 @@ class Shards:
 
 def stream_of(lengths, batch=4, rank=0, size=1, read=None, **options) -> ElasticStream:
     """The stream of one rank."""
-    batch = batch if isinstance(batch, ElasticBatch) else ElasticBatch(batch, None, rank, size)
+    batch = batch if isinstance(batch, BatchDivision) else BatchDivision(batch, None, rank, size)
     return ElasticStream(
-        range(len(lengths)), read or Shards(lengths), lengths, 3, batch=batch, **options
+        range(len(lengths)), read or Shards(lengths), lengths, **vars(batch), seed=3, **options
     )
 
 
@@ -82,10 +83,10 @@ class StreamWorld(World):
         self.num_workers, self.loaders = num_workers, []
         super().__init__(size, lengths, batch, state, **options)
 
-    def sampler(self, lengths, **options):
+    def sampler(self, lengths, batch, **options):
         """Make the stream of a rank."""
-        seed = options.pop("seed")
-        return ElasticStream(range(len(lengths)), Shards(lengths), lengths, seed, **options)
+        shards = range(len(lengths))
+        return ElasticStream(shards, Shards(lengths), lengths, **vars(batch), **options)
 
     def loader(self, stream, num_ahead):
         """Make the loader of a rank."""
@@ -156,7 +157,7 @@ class StreamReplica(Replica):
         def read(shard, start):
             return range(begins[shard] + start, begins[shard] + lengths[shard])
 
-        return ElasticStream(range(len(lengths)), read, lengths, 3, batch=batch, **options)
+        return ElasticStream(range(len(lengths)), read, lengths, **vars(batch), seed=3, **options)
 
     def make_loader(self):
         """Load ahead."""
@@ -317,8 +318,8 @@ def test_shards_may_be_moved_but_not_renamed(tmp_path):
 
     def named(*names):
         read = Shards([3, 3])
-        batch = ElasticBatch(2, None, 0, 1)
-        return ElasticStream([tmp_path / name for name in names], read, [3, 3], 0, batch=batch)
+        batch = BatchDivision(2, None, 0, 1)
+        return ElasticStream([tmp_path / name for name in names], read, [3, 3], **vars(batch))
 
     state = named("a/1.tar", "a/2.tar").state_dict()
     named("b/1.tar", "b/2.tar").load_state_dict(state)
@@ -333,7 +334,7 @@ def test_bad_arguments_are_refused():
         "shuffle_buffer": {"shuffle_buffer": 0},
         "num_lanes": {"num_lanes": 0},
     }.items():
-        given = {"lengths": [3, 4], "seed": 0, "batch": 2, **arguments}
+        given = {"lengths": [3, 4], "global_batch_size": 2, **arguments}
         with pytest.raises(ConfigError, match=f"^{key}="):
             ElasticStream([0, 1], Shards([3, 4]), **given)
     with pytest.raises(ConfigError, match=r"^lengths=-1"):
@@ -358,7 +359,7 @@ def test_shards_that_several_workers_read_are_told_of(caplog):
         stream = stream_of([9] * 16, batch=8, size=8)
         for _ in range(2):
             stream.batches(StreamLoader(stream, 3, 0))
-        stream = stream_of([9] * 16, ElasticBatch(16, 2, 0, 1))
+        stream = stream_of([9] * 16, BatchDivision(16, 2, 0, 1))
         stream.batches(StreamLoader(stream, 2, 0))
     workers, ranks, micro_batches = caplog.messages
     assert "3.0 of this rank's workers read each shard" in workers
@@ -405,16 +406,16 @@ def test_shards_of_any_kind_are_known_by_what_they_are(before, after, tmp_path):
     assert count_samples(before, read, file) == counted
     assert count_samples(after, read, file) != counted
     lengths = [4] * len(before)
-    state = ElasticStream(before, read, lengths, 0, batch=2).state_dict()
-    ElasticStream(before, read, lengths, 0, batch=2).load_state_dict(state)
+    state = ElasticStream(before, read, lengths, 2, seed=0).state_dict()
+    ElasticStream(before, read, lengths, 2, seed=0).load_state_dict(state)
     with pytest.raises(ConfigError, match=r"^shards="):
-        ElasticStream(after, read, lengths, 0, batch=2).load_state_dict(state)
+        ElasticStream(after, read, lengths, 2, seed=0).load_state_dict(state)
 
 
 def test_a_stream_and_a_sampler_have_the_same_batches():
     """The same size, number and parts of each, so whatever divides a sampler divides a stream."""
-    stream = stream_of([20, 17], ElasticBatch(8, 3, 1, 3))
-    sampler = ElasticSampler(37, 3, batch=ElasticBatch(8, 3, 1, 3))
+    stream = stream_of([20, 17], BatchDivision(8, 3, 1, 3))
+    sampler = ElasticSampler(37, 8, seed=3, micro_batch_size=3, rank=1, world_size=3)
     assert (stream.num_batches, len(stream)) == (sampler.num_batches, len(sampler))
     assert [len(part) for part in stream] == [len(part) for part in sampler]
-    assert replace(stream._plan, batch=ElasticBatch(8)).facts() == stream._plan.facts()
+    assert replace(stream._plan, batch=BatchDivision(8)).facts() == stream._plan.facts()

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpc_elastic.data import ElasticBatch, ElasticSampler
+from hpc_elastic.data import ElasticSampler
+from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
 
 LENGTH = 10
 
 
-def loader(batch: ElasticBatch | int) -> ElasticLoader:
+def loader(batch: BatchDivision | int) -> ElasticLoader:
     """Numbers from 0 on, in order."""
     data = TensorDataset(torch.arange(LENGTH))
-    sampler = ElasticSampler(LENGTH, 0, batch=batch, shuffle=False, name=None)
+    batch = batch if isinstance(batch, BatchDivision) else BatchDivision(batch)
+    sampler = ElasticSampler(LENGTH, **vars(batch), shuffle=False, name=None)
     return ElasticLoader(DataLoader(data, batch_sampler=sampler))
 
 
@@ -62,7 +64,7 @@ def test_the_empty_rest_of_an_epoch_is_passed_over():
 
 def test_shares_are_weighed_and_a_checkpoint_fits_another_world_size():
     """Two workers and then three: each sample once, the weights of a step add up to the workers."""
-    before = [loader(ElasticBatch(5, None, rank, 2)) for rank in range(2)]
+    before = [loader(BatchDivision(5, None, rank, 2)) for rank in range(2)]
     seen = []
     for each in before:
         (data,) = next(iter(each))
@@ -70,7 +72,7 @@ def test_shares_are_weighed_and_a_checkpoint_fits_another_world_size():
         seen += data.tolist()
     assert [each.weight for each in before] == [2 * 2 / 5, 3 * 2 / 5]
 
-    after = [loader(ElasticBatch(5, None, rank, 3)) for rank in range(3)]
+    after = [loader(BatchDivision(5, None, rank, 3)) for rank in range(3)]
     for each in after:
         each.load_state_dict(before[0].state_dict())
         (data,) = next(iter(each))
@@ -81,7 +83,7 @@ def test_shares_are_weighed_and_a_checkpoint_fits_another_world_size():
 
 def test_a_step_in_the_middle_of_a_global_batch_is_refused():
     """A framework that accumulates too little would train on a part of the batch."""
-    each = loader(ElasticBatch(4, micro_batch=2))
+    each = loader(BatchDivision(4, micro_batch_size=2))
     batches = iter(each)
     next(batches)
     with pytest.raises(RuntimeError, match="last micro-batch"):

@@ -53,8 +53,8 @@ def test_goodput_is_there_once_the_agent_has_told_it(in_a_run):
 def test_either_kind_of_writer_gets_them(in_a_run):
     """Under names of their own."""
     board, wandb = TensorBoard(), Wandb()
-    hpc_elastic.log_run_scalars(board, 7)
-    hpc_elastic.log_run_scalars(wandb, 7)
+    hpc_elastic.log_run_metrics(board, 7)
+    hpc_elastic.log_run_metrics(wandb, 7)
     assert ("hpc_elastic/restarts", 2.0, 7) in board.written
     ((values, step),) = wandb.written
     assert (values["hpc_elastic/world_size"], step) == (4.0, 7)
@@ -64,15 +64,15 @@ def test_other_ranks_and_other_programs_write_nothing(in_a_run, monkeypatch):
     """One rank does for all; outside a run there is nothing to tell."""
     board = TensorBoard()
     monkeypatch.setenv("RANK", "3")
-    hpc_elastic.log_run_scalars(board, 7)
+    hpc_elastic.log_run_metrics(board, 7)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv(shared_page.DIRECTORY_VARIABLE)
     monkeypatch.setattr(reporting, "_reporter", reporting._Reporter())
-    hpc_elastic.log_run_scalars(board, 7)
+    hpc_elastic.log_run_metrics(board, 7)
     assert board.written == []
 
 
 def test_what_is_no_writer_is_refused(in_a_run):
     """With what is expected."""
     with pytest.raises(TypeError, match="add_scalar"):
-        hpc_elastic.log_run_scalars(object(), 7)
+        hpc_elastic.log_run_metrics(object(), 7)

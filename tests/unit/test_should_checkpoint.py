@@ -23,7 +23,7 @@ def in_run(tmp_path, rank=0):
         ({"every_steps": 5, "every_s": 3.0}, r"one of .* not \['every_s', 'every_steps'\]"),
         ({"every_steps": 0}, "every_steps=0: must be above 0"),
         ({"every_s": -1.0}, "every_s=-1.0: must be above 0"),
-        ({"share": 1.0}, "share=1.0: must be between 0 and 1"),
+        ({"overhead": 1.0}, "overhead=1.0: must be between 0 and 1"),
     ],
 )
 def test_impossible_periods_are_refused(given, message):
@@ -48,7 +48,7 @@ def test_a_period_of_seconds_begins_with_the_last_checkpoint():
 
 def test_a_share_of_time_follows_from_what_a_checkpoint_costs():
     """One that stops the training for 2 s may be made every 100 s at 2 %."""
-    clock, period = Clock(0.0), Period(share=0.02)
+    clock, period = Clock(0.0), Period(overhead=0.02)
     clock.called(1.0)
     assert not clock.is_due(period, 29.0)
     assert clock.is_due(period, 30.0), "the first one, of unknown cost"
@@ -118,17 +118,17 @@ def test_workers_outside_a_run_can_not_go_by_the_clock():
 def test_outside_a_run_everything_may_be_called():
     """By a script alone: nothing is known, and nothing happens."""
     script = """
-from hpc_elastic import leave_node, notice_left_s, should_checkpoint
+from hpc_elastic import release_node, preemption_deadline, should_checkpoint
 assert [s for s in range(1, 7) if should_checkpoint(s, every_steps=3)] == [3, 6]
-assert notice_left_s() is None
-leave_node()
+assert preemption_deadline() is None
+release_node()
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_node_can_not_be_left_in_the_past():
     """The message names the argument."""
-    from hpc_elastic.worker.checkpoint_trigger import leave_node
+    from hpc_elastic.worker.checkpoint_trigger import release_node
 
     with pytest.raises(ValueError, match="within_s=0: must be above 0"):
-        leave_node(within_s=0)
+        release_node(within_s=0)

@@ -87,7 +87,7 @@ class _Training:
         self.data = TensorDataset(self.inputs, torch.arange(NUM_SAMPLES))
         self.net = nn.Sequential(nn.Linear(_WIDTH, 16), nn.Tanh(), nn.Linear(16, _WIDTH)).double()
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
-        self.sampler = ElasticSampler(NUM_SAMPLES, seed=0, batch=BATCH)
+        self.sampler = ElasticSampler(NUM_SAMPLES, BATCH, seed=0)
         self.seen = torch.zeros(NUM_SAMPLES, dtype=torch.int64)
         self.state = {
             "net": self.net, "optimizer": self.optimizer, "sampler": self.sampler,
@@ -98,7 +98,7 @@ class _Training:
         """Make one step."""
         self.optimizer.zero_grad()
         trained = torch.zeros_like(self.seen)
-        for (x, index), weight in batch.parts(model):
+        for (x, index), weight in batch.micro_batches(model):
             loss: torch.Tensor = weight * nn.functional.mse_loss(model(x), x)
             loss.backward()  # type: ignore[no-untyped-call]
             trained[index] += 1

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
@@ -344,14 +345,14 @@ class ElasticSampler:
 
 
 def _whole(key: str, value: Any, remedy: str) -> int:
-    """Return an argument as a number.
+    """Return an argument as an int.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: It is not a whole number.
     """
     try:
-        return int(value)
-    except (TypeError, ValueError) as e:
+        return operator.index(value)
+    except TypeError as e:
         raise ConfigError(key, value, remedy) from e
 
 

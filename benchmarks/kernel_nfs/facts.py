@@ -17,7 +17,10 @@ def look(run: str) -> dict[str, Any]:
     """Return how a run is: its events, the newest state of its group, its checkpoints, its end."""
     path = Path(run)
     events = read_events(path / "events") if (path / "events").is_dir() else []
-    kinds = ("leader", "round", "trains", "joined", "gone", "not saved", "end", "stop")
+    kinds = (
+        "leader", "round", "first_step", "joined", "node_lost", "checkpoint_failed", "end",
+        "round_stopped",
+    )  # fmt: skip
     return {
         "events": [event for event in events if event["kind"] in kinds],
         "hosts": {e["task"]: e["host"] for e in events if e["kind"] == "task"},

@@ -66,7 +66,7 @@ class Run:
         """Wait until ``size`` nodes make steps in a round that formed after ``since``.
 
         Returns:
-            The newest event `trains` of that round: all of its members have made a step.
+            The newest event `first_step` of that round: all of its members have made a step.
         """
 
         def all_train() -> Any:
@@ -75,7 +75,7 @@ class Run:
             if not rounds or len(rounds[-1]["members"]) != size:
                 return None
             number = rounds[-1]["number"]
-            found = [e for e in events if e["kind"] == "trains" and e["round"] == number]
+            found = [e for e in events if e["kind"] == "first_step" and e["round"] == number]
             return max(found, key=lambda e: e["time"]) if len(found) >= size else None
 
         found: dict[str, Any] = wait_until(f"{size} nodes train", all_train, PATIENCE_S)
@@ -195,14 +195,18 @@ def _held(cluster: Cluster, node: str) -> int:
 
 def _longest_gap(run: Run, first: float) -> float:
     """Return the longest time between commits, from one until a node is back; NaN if no others."""
-    stop = next(e for e in reversed(run.look()["events"]) if e["kind"] == "stop")
+    stop = next(e for e in reversed(run.look()["events"]) if e["kind"] == "round_stopped")
     times = sorted(at for at in run.commits.values() if first <= at <= stop["time"] + 1)
     return max((b - a for a, b in pairwise(times)), default=float("nan"))
 
 
 def _pause(run: Run, first_step: float, since: float) -> float:
     """Return how long no step was made before the first one of the newest round."""
-    stops = [e["time"] for e in run.look()["events"] if e["kind"] == "stop" and e["time"] > since]
+    stops = [
+        e["time"]
+        for e in run.look()["events"]
+        if e["kind"] == "round_stopped" and e["time"] > since
+    ]
     return first_step - stops[-1] if stops else float("nan")
 
 

@@ -97,14 +97,14 @@ class History:
             self._form(time + START_S, everybody, saved)
             return
         if number % 4 == 1:
-            self._event(time, "gone", slot, host=f"node{slot}", why="its connection broke")
-            self._stop(time, "gone", step, everybody - {slot})
+            self._event(time, "node_lost", slot, host=f"node{slot}", why="its connection broke")
+            self._stop(time, "node_lost", step, everybody - {slot})
             resumed = saved
         else:
             notice = {"reason": "signal", "signal": "SIGTERM", "given_s": 30.0, "left_s": 29.0}
-            self._event(time, "notice", slot, **notice)
+            self._event(time, "preemption_notice", slot, **notice)
             self._stop(time + 1, "regroup", step, everybody, saves=True)
-            self._event(time + 2, "left", slot, reason="signal", how="requeue")
+            self._event(time + 2, "task_exited", slot, reason="signal", how="requeue")
             resumed = step
         self._form(time + START_S, everybody - {slot}, resumed)
         back = time + AWAY_S
@@ -131,7 +131,7 @@ class History:
         )  # fmt: skip
         for slot, attempt in made.members.items():
             first = {"round": made.number, "step": resumed + 1, "restored": resumed}
-            self._event(time + 3, "trains", slot, attempt=attempt, **first)
+            self._event(time + 3, "first_step", slot, attempt=attempt, **first)
 
     def _stop(
         self, time: float, cause: str, step: int, slots: set[int], *, saves: bool = False
@@ -140,12 +140,12 @@ class History:
         hosts = [f"node{slot}" for slot in sorted(slots)]
         at = {"step": step} if saves else {}
         self._event(
-            time, "stop", 0, reason=f"because of {cause}", cause=cause, round=number,
+            time, "round_stopped", 0, reason=f"because of {cause}", cause=cause, round=number,
             nodes=len(hosts), hosts=hosts, **at,
         )  # fmt: skip
         for slot in sorted(slots):
             last = {"round": number, "step": step, "step_time": time}
-            self._event(time + 0.5, "stopped", slot, attempt=self._attempts[slot], **last)
+            self._event(time + 0.5, "workers_stopped", slot, attempt=self._attempts[slot], **last)
 
     def _event(self, time: float, kind: str, slot: int, **fields: Any) -> None:
         self.events.append({"v": 1, "time": time, "kind": kind, "task": task(slot), **fields})

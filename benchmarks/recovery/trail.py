@@ -97,7 +97,7 @@ def host_of_leader(run: Path) -> str:
 
 def read_notices(run: Path) -> list[Notice]:
     """Return what the leaders of a run did, in order of time."""
-    kinds = ("gone", "joined", "stop", "leader", "round")
+    kinds = ("node_lost", "joined", "round_stopped", "leader", "round")
     return [Notice(e["time"], e["kind"] == "round") for e in run_events(run) if e["kind"] in kinds]
 
 

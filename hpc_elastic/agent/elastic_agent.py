@@ -397,7 +397,7 @@ class ElasticAgent(LocalElasticAgent):
         found = [ending(code) for code in spares if code != -signal.SIGTERM]
         if found:
             where = self._workplace
-            where.events.write_behind("spare lost", host=where.place.host, why=found[0])
+            where.events.write_behind("warm_worker_died", host=where.place.host, why=found[0])
 
     def _files(self, rank: int) -> WorkerFiles:
         return WorkerFiles(self._workplace.place.logs, self._round.number, rank)
@@ -634,8 +634,8 @@ class CheckpointFailureLog:
         if now.num_unsaved != self._num_unsaved:
             self._num_unsaved = now.num_unsaved
             if not self._failing:
-                self._write("not saved", step=now.unsaved, why=self._page.why_not_saved())
+                self._write("checkpoint_failed", step=now.unsaved, why=self._page.why_not_saved())
             self._failing = True
         if self._failing and now.stored is not None and now.stored >= (now.unsaved or 0):
             self._failing = False
-            self._write("saved again", step=now.stored)
+            self._write("checkpoint_recovered", step=now.stored)

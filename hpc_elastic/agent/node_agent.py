@@ -119,10 +119,10 @@ def supervise(
             return NodeAgent(task, events, folder, notices).run(spares, times, checks)
         except SignalException as e:
             _log.warning("this agent is ended: %s", e)
-            events.write("taken", signal=e.sigval.name)
+            events.write("agent_killed", signal=e.sigval.name)
             return _go(task, events, Reason.SIGNAL)
         except (RendezvousError, HpcElasticError) as e:
-            events.write("gave up", why=str(e))
+            events.write("agent_failed", why=str(e))
             print(f"hpc_elastic: {task.name} on {task.slurm.node_name}: {e}", file=sys.stderr)
             notice = notices.current  # then it is no wonder, and the task is to come back
             return 1 if notice is None else _go(task, events, notice.reason)
@@ -180,7 +180,7 @@ def _go(task: Task, events: EventLog, reason: Reason) -> int:
         node = task.slurm.node_name
         requeue.leave(task.run, task.name, node, SlurmClient())
     means = _meaning(known[0], node) if known else {}
-    events.write("left", reason=reason.value, how=how.value, **means)
+    events.write("task_exited", reason=reason.value, how=how.value, **means)
     return TAKEN
 
 
@@ -276,7 +276,7 @@ class NodeAgent:
     def _go_back(self, sent_back: Requeued) -> int:
         """Give this node back to the queue."""
         task, delay_s = self._task, sent_back.delay_s
-        self._events.write("given back", delay_s=round(delay_s, 1))
+        self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:
             give_back(
                 task.name, _scheduler_of_all(task), delay_s, attempt=task.attempt, run=task.run
@@ -295,10 +295,10 @@ class NodeAgent:
             place=NodeIdentity(self._task.name, self._task.slurm.node_name, self._task.logs),
             control=self._control,
             run=self._task.run,
-            stopped=partial(self._events.write, "stopped", attempt=self._task.attempt),
+            stopped=partial(self._events.write, "workers_stopped", attempt=self._task.attempt),
             settings=self._spec.agent,
             notices=self._notices,
-            trains=partial(self._events.write_behind, "trains", attempt=self._task.attempt),
+            trains=partial(self._events.write_behind, "first_step", attempt=self._task.attempt),
             saves_itself=self._spec.launcher == "slurm",
             replica=self._replica,
             times=times,

@@ -252,7 +252,9 @@ class PreemptionState:
         left_s = notice.by - time.monotonic()
         found = {"signal": notice.signal, "given_s": notice.given_s}
         fields = {name: value for name, value in found.items() if value is not None}
-        self._events.write("notice", reason=notice.reason.value, left_s=round(left_s, 1), **fields)
+        self._events.write(
+            "preemption_notice", reason=notice.reason.value, left_s=round(left_s, 1), **fields
+        )
 
     def _tell(self, notice: PreemptionNotice) -> None:
         if self._leader is not None:

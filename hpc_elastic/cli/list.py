@@ -32,7 +32,7 @@ A run's state is one of
   starting    the first ones have one
   waiting     the group is being formed, or has fewer nodes than it needs
   training    it trains
-  given back  its nodes went back to the queue, for they were too few
+  requeued    its nodes went back to the queue, for they were too few
   succeeded, failed
   cancelled   it was, and none of its tasks is left
   lost        its tasks are gone, and it has left no result

@@ -367,14 +367,14 @@ def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool
     wait_s = grace_s + _MARGIN_S if wait_s is None else wait_s
     if not as_json:
         print(f"preempting {node}: it has {grace_s:g} s to save and to leave", flush=True)
-    before = len(node.events("left"))
+    before = len(node.events("task_exited"))
     num_stops = len(_stops(node))
     node.note("preempt", grace_s=grace_s)
     notice = node.run.notices / node.task
     node.run.notices.mkdir(exist_ok=True)
     write_atomic(notice, f"{grace_s:g}\n")
-    after_s = wait_until(node, lambda: len(node.events("left")) > before, wait_s)
-    left = node.events("left")[before:]
+    after_s = wait_until(node, lambda: len(node.events("task_exited")) > before, wait_s)
+    left = node.events("task_exited")[before:]
     told = {
         **node.json, "grace_s": grace_s, "left": bool(left),
         "after_s": None if after_s is None else round(after_s, 1),
@@ -396,7 +396,7 @@ def _stops(node: NamedNode) -> list[dict[str, Any]]:
     """Return when rounds of the run were stopped."""
     from hpc_elastic.run.events import read_events
 
-    return [e for e in read_events(node.run.event_logs) if e["kind"] == "stop"]
+    return [e for e in read_events(node.run.event_logs) if e["kind"] == "round_stopped"]
 
 
 def _withdraw(notice: Path) -> bool:

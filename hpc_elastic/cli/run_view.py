@@ -288,7 +288,7 @@ def phase_of(
         cancelled: Whether somebody has cancelled it.
 
     Returns:
-        ``queued``, ``starting``, ``waiting``, ``training``, ``given back``, ``succeeded``,
+        ``queued``, ``starting``, ``waiting``, ``training``, ``requeued``, ``succeeded``,
         ``failed``, ``cancelled``, ``lost`` or ``unknown``.
     """
     if result is not None:

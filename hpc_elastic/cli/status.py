@@ -49,15 +49,16 @@ What it shows:
 
 \b
 With --json, one object (with --watch, one a line): run_id, directory, launcher, overrides, phase
-(not submitted, queued, starting, waiting, training, given back, succeeded, failed, cancelled, lost,
+(not submitted, queued, starting, waiting, training, requeued, succeeded, failed, cancelled, lost,
 unknown), time, updated, submitted, round, nodes, min_nodes, max_nodes, world_size, group (time,
 nodes, world_size of each change), tasks (task, slot, state, reason, node, attempt, ranks,
 time_left_s, starts_in_s, last_known: what it was at, where Slurm does not answer), step,
 total_steps, loss, samples, steps_per_s, samples_per_s, remaining_s, checkpoint (step, time, kept,
-age_s), restarts, max_restarts, departures (number of attempts that ended: preempted, requeued, time
-limit, cancelled, asked, gone, silence, given back, gave up, end, ...), stragglers (rank, host,
-ratio), goodput, node_seconds (by kind), queue_seconds, ended (status, time, why, failure) and notes
-(what could not be found out). Times are Unix seconds; what is not known is null.
+age_s), restarts, max_restarts, departures (number of attempts that ended: preempted, requeued,
+time_limit, cancelled, asked, node_lost, silence, nodes_requeued, agent_failed, end, ...),
+stragglers (rank, host, ratio), goodput, node_seconds (by kind), queue_seconds, ended (status, time,
+why, failure) and notes (what could not be found out). Times are Unix seconds; what is not known is
+null.
 
 \b
 Examples:

@@ -20,7 +20,7 @@ from hpc_elastic.report.node_time import KINDS
 PHASES = {
     "training": "bold green", "succeeded": "bold green", "failed": "bold red", "lost": "bold red",
     "cancelled": "bold red",
-    "waiting": "bold yellow", "starting": "bold yellow", "given back": "bold yellow",
+    "waiting": "bold yellow", "starting": "bold yellow", "requeued": "bold yellow",
     "queued": "bold cyan",
 }  # fmt: skip
 _COLOURS = {
@@ -28,17 +28,17 @@ _COLOURS = {
     "import": "blue", "rendezvous": "yellow", "start": "bright_black", "idle": "white",
 }  # fmt: skip
 _DEPARTURES = {
-    "preempted": ("preemption", None), "time limit": ("time limit", None),
+    "preempted": ("preemption", None), "time_limit": ("time limit", None),
     "requeued": ("task requeued", "tasks requeued"),
-    "cancelled": ("task cancelled", "tasks cancelled"), "gone": ("node lost", "nodes lost"),
+    "cancelled": ("task cancelled", "tasks cancelled"), "node_lost": ("node lost", "nodes lost"),
     "silence": ("node lost without a word", "nodes lost without a word"),
     "asked": ("node left as asked", "nodes left as asked"),
-    "given back": ("node given back", "nodes given back"),
-    "gave up": ("node gave up", "nodes gave up"),
+    "nodes_requeued": ("node given back", "nodes given back"),
+    "agent_failed": ("node gave up", "nodes gave up"),
     "signal": ("task told to stop", "tasks told to stop"),
 }  # fmt: skip
 _NOT_LISTED = "not in the queue"
-_LAST = {"end": "until the end", "gone": "lost", "silence": "lost without a word"}
+_LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a word"}
 """How the last attempt of a task ended that the scheduler lists no more."""
 _MOST_TASKS = 40
 _MOST_SLOW = 4

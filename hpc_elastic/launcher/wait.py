@@ -366,7 +366,7 @@ class RunRow:
         run: Its name in the sweep.
         overrides: Its overrides.
         state: ``queued``, ``forming`` (tasks run, no group trains yet), ``training``,
-            ``given back``, or how it ended.
+            ``requeued``, or how it ended.
         nodes: Nodes of the group that trains, and how many it may have: ``2 of 4``.
         queue: Its tasks that do not run, by state, and why the pending ones wait.
         step: The last step that was reported.
@@ -472,7 +472,7 @@ def row_of(
     return row
 
 
-_PHASES = {"waiting": "forming", "training": "training", "given back": "given back"}
+_PHASES = {"waiting": "forming", "training": "training", "requeued": "requeued"}
 """What is shown for the phases of status.json; how a run ended is told by its outcome."""
 
 

@@ -25,7 +25,7 @@ class StartRound:
         return self.members if self.placed is None else self.placed
 
 
-StopCause = Literal["regroup", "gone", "failed", "anew", "full"]
+StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes"]
 
 
 @dataclass(frozen=True)

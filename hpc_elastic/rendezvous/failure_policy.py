@@ -180,7 +180,7 @@ class FailurePolicy:
             "task": state.task, "host": state.node, "state": state.state, "reason": state.reason,
             "hosts": list(start.hosts), "again": not start.is_last,
         }  # fmt: skip
-        actions: list[Action] = [Note("start failed", note)]
+        actions: list[Action] = [Note("start_failed", note)]
         host, strikes = state.node, STRIKES if task_recovery.was_not_launched(state) else 1
         if not host:
             return actions
@@ -193,7 +193,7 @@ class FailurePolicy:
 
     def _spend(self, number: int, failures: Sequence[Failure]) -> list[Action]:
         if self.excused:
-            return [Note("victims", {"workers": len(failures)})]
+            return [Note("secondary_failures", {"workers": len(failures)})]
         first, victims = first_failure(failures)
         never_ran = first.phase == "import" and number == 1
         if never_ran or self.restarts >= self.rules.max_restarts:
@@ -202,7 +202,7 @@ class FailurePolicy:
             self.fruitless += 1
             self.first_of_series = self.first_of_series or first
         if self.fruitless >= self.rules.max_attempts_without_progress:
-            note = Note("crash loop", {"attempts": self.fruitless, "checkpoint": self.progress})
+            note = Note("crash_loop", {"attempts": self.fruitless, "checkpoint": self.progress})
             others = tuple(f for f in (first, *victims) if f is not self.first_of_series)
             return [note, EndRun("failed", self.first_of_series, others)]
         self.restarts += 1
@@ -217,7 +217,7 @@ class FailurePolicy:
         for host, (strikes, why) in blamed.items():
             self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
             note = {"host": host, "strikes": self.strikes[host], "why": why}
-            actions.append(Note("strike", note))
+            actions.append(Note("host_failure", note))
             left = set(hosts) - set(self.excluded) - {host}
             if self._is_excludable(host, len(left)):
                 actions += self._exclude(host, why, len(left))

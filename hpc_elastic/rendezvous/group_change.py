@@ -166,7 +166,7 @@ class GroupChange:
         self._soonest = min(self._soonest, by)
         self._gathered = min(self._gathered, now + GATHER_S)
         self.agreement.hurry()
-        return [Note("notice", {"task": agent.task, "host": agent.host, "reason": reason,
+        return [Note("preemption_notice", {"task": agent.task, "host": agent.host, "reason": reason,
                                 "left_s": round(left_s, 1)})]  # fmt: skip
 
     def wants_checkpoint(self) -> None:
@@ -232,7 +232,7 @@ class GroupChange:
     def _note(self, decision: ScaleUpDecision, waiting: JoinCandidates) -> Note:
         tasks = [a.task for a in waiting.joined][:20]
         when = self.rules.grow if decision.admit else "not now"
-        return Note("growth", {"waiting": tasks, "admit": when, "why": decision.why})
+        return Note("scale_up_decision", {"waiting": tasks, "admit": when, "why": decision.why})
 
     def _may_leave(self, now: float) -> bool:
         """Tell whether members under notice are to be let go at the next checkpoint."""

@@ -329,7 +329,7 @@ class Leader:
                     self._readmitting = self._let_slurm(world.readmit, tasks)
             case ClearHolds(tasks, unseen, failed_on):
                 avoids = sorted({*unseen.values()})
-                self._journal.note("brought back", tasks=list(tasks), avoids=avoids)
+                self._journal.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 self._let_slurm(world.clear_holds, tasks, unseen, failed_on)
 
     def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:

@@ -361,7 +361,7 @@ class LeaderState:
             case AskStacks(agents, number):
                 return self._tell(agents, {"type": "stacks", "number": number})
             case Release(agents):
-                return [Note("released", {"tasks": [a.task for a in agents]})]
+                return [Note("members_released", {"tasks": [a.task for a in agents]})]
             case Depart(agent):
                 self._attendance.have_no_node([agent.task])
                 return [departed_note(action)]
@@ -678,13 +678,17 @@ def stop_note(action: StopRound, round_: int) -> Note:
     fields: dict[str, object] = {"reason": action.reason, "cause": action.cause, "round": round_}
     if action.step is not None:
         fields["step"] = action.step
-    return Note("stop", {**fields, "nodes": len(action.agents), "hosts": _hosts(action.agents)})
+    return Note(
+        "round_stopped", {**fields, "nodes": len(action.agents), "hosts": _hosts(action.agents)}
+    )
 
 
 def departed_note(action: Depart) -> Note:
     """Return the note of a replica that is none any more."""
     agent = action.agent
-    return Note("departed", {"task": agent.task, "host": agent.host, "nodes": len(action.members)})
+    return Note(
+        "replica_left", {"task": agent.task, "host": agent.host, "nodes": len(action.members)}
+    )
 
 
 def given_back_note(action: GiveBack) -> Note:
@@ -692,7 +696,7 @@ def given_back_note(action: GiveBack) -> Note:
     delay_s, agents = round(action.delay_s, 1), action.agents
     fields = {"nodes": len(agents), "hosts": _hosts(agents), "all": action.all}
     why = {"why": action.why} if action.why else {}
-    return Note("given back", {**fields, "delay_s": delay_s, **why})
+    return Note("nodes_requeued", {**fields, "delay_s": delay_s, **why})
 
 
 def round_note(start: StartRound, *, record: int, epoch: int) -> Note:

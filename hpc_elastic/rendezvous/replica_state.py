@@ -93,13 +93,15 @@ class ReplicaState(RoundState):
     def here(self, agent: Agent, round_: int, now: float) -> list[Action]:
         """An agent that another leader has placed, in this round, is here; its workers go on."""
         if self.phase is not RoundPhase.RUNNING or agent.host in self.blame.excluded:
-            return [StopRound((agent,), "the run has been formed anew", "anew")]
+            return [StopRound((agent,), "the run has been formed anew", "agent_restarted")]
         self.muster.unsettled.discard(agent)
         if agent in self.roster:
             self.placed[agent] = round_
             return self._advance(now)
         if not self._has_room:
-            return [StopRound((agent,), "the run has its max nodes, or is nearly done", "full")]
+            return [
+                StopRound((agent,), "the run has its max nodes, or is nearly done", "at_max_nodes")
+            ]
         self.muster.enter(agent, self.roster, now)
         admitted = self._admit((agent,), (), now)
         self.placed[agent] = round_
@@ -151,7 +153,7 @@ class ReplicaState(RoundState):
         if agent not in self.roster:
             return []
         fields = {"task": agent.task, "host": agent.host, "reason": reason}
-        return [Note("notice", {**fields, "left_s": round(left_s, 1)})]
+        return [Note("preemption_notice", {**fields, "left_s": round(left_s, 1)})]
 
     def wants_checkpoint(self, agent: Agent, now: float) -> list[Action]:
         """Nobody asks: the replicas decide by themselves."""
@@ -165,7 +167,7 @@ class ReplicaState(RoundState):
         """An agent was lost (its connection broke, it fell silent), or left on its own."""
         if self.phase is not RoundPhase.RUNNING:
             return super().gone(agent, why, now)
-        note = Note("gone", {"task": agent.task, "host": agent.host, "why": why})
+        note = Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})
         self.muster.lose(agent)
         return [note, *self._let_go(agent, now), *self._advance(now)]
 

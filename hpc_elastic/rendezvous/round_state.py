@@ -283,7 +283,7 @@ class RoundState:
             return [excluded, self.patience.send_bad((agent,))]
         actions: list[Action] = []
         if self.phase is RoundPhase.RUNNING and agent in self.roster:
-            actions += self._break(now, f"{agent.host} joins anew", "anew")
+            actions += self._break(now, f"{agent.host} joins anew", "agent_restarted")
         self.muster.enter(agent, self.roster, now)
         self.comebacks.joined(agent.task)
         self.patience.away.pop(agent.task, None)
@@ -340,9 +340,11 @@ class RoundState:
         if self.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
             return []
         self.muster.lose(agent)
-        actions: list[Action] = [Note("gone", {"task": agent.task, "host": agent.host, "why": why})]
+        actions: list[Action] = [
+            Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})
+        ]
         if self._is_at_work(agent):
-            actions += self._break(now, f"{agent.host} is gone: {why}", "gone")
+            actions += self._break(now, f"{agent.host} is gone: {why}", "node_lost")
             self.blame.excused = True
         self.muster.unsettled.discard(agent)
         return actions + self._advance(now)
@@ -490,7 +492,7 @@ class RoundState:
         self.muster.unsettled.clear()
         self.blame.excused = True
         return [
-            Note("gone", {"task": a.task, "host": a.host, "why": "did not join again in time"})
+            Note("node_lost", {"task": a.task, "host": a.host, "why": "did not join again in time"})
             for a in late
         ]
 

@@ -16,7 +16,7 @@ from hpc_elastic.slurm.job_state import TaskState
 _PHASES = {
     RoundPhase.FORMING: "waiting",
     RoundPhase.RUNNING: "training",
-    RoundPhase.DISBANDED: "given back",
+    RoundPhase.DISBANDED: "requeued",
 }
 NUMBERS = frozenset(["step", "loss", "samples", "blocked_s"])
 """What changes with every step."""

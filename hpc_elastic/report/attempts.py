@@ -14,7 +14,9 @@ from typing import Any
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.events import Event
 
-_LAST_WORDS = ("left", "taken", "gave up", "given back", "gone", "departed")
+_LAST_WORDS = (
+    "task_exited", "agent_killed", "agent_failed", "nodes_requeued", "node_lost", "replica_left",
+)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -48,14 +50,15 @@ class TaskAttempt:
         """Take in an event that concerns it; others are passed over."""
         kind = event["kind"]
         self.host = self.host or str(event.get("host") or "")
-        if kind == "notice":
+        if kind == "preemption_notice":
             self._add_notice(event)
         elif kind in _LAST_WORDS:
-            if not (kind == "given back" and "nodes" in event):  # the leader's word on many
+            if not (kind == "nodes_requeued" and "nodes" in event):  # the leader's word on many
                 self.ends.append(event)
-        elif kind in ("stopped", "trains"):
-            by_round: dict[int, Event] = getattr(self, kind)
-            by_round[int(event["round"])] = event
+        elif kind == "workers_stopped":
+            self.stopped[int(event["round"])] = event
+        elif kind == "first_step":
+            self.trains[int(event["round"])] = event
 
     def ends_after(self, time: float, until: float = float("inf")) -> dict[str, Event]:
         """Return the first of its ends in ``(time, until]``, by kind."""
@@ -125,7 +128,7 @@ class EventIndex:
             stays = self.members(after)
             for life in self.members(before):
                 time = self._departure(life, before, float(after["time"]))
-                if time is not None and (life not in stays or "departed" in life.ends_after(
+                if time is not None and (life not in stays or "replica_left" in life.ends_after(
                     float(before["time"]), float(after["time"])
                 )):  # fmt: skip
                     found[life.host].append(time)
@@ -146,7 +149,7 @@ class EventIndex:
     def _stops(self) -> dict[int, list[Event]]:
         """The ends of rounds, by the rounds' numbers."""
         found: dict[int, list[Event]] = defaultdict(list)
-        for event in self.of("stop"):
+        for event in self.of("round_stopped"):
             found[int(event.get("round", 0))].append(event)
         return found
 
@@ -213,7 +216,7 @@ AnyEvent = Mapping[str, Any]
 Key = tuple[str, int]
 """A task and its attempt."""
 
-_GOES = ("left", "gave up", "given back")
+_GOES = ("task_exited", "agent_failed", "nodes_requeued")
 
 
 @dataclass(frozen=True)
@@ -228,8 +231,8 @@ class Attempt:
         joined: When it first asked for a place in a round; None if it never did.
         end: When it was over, or now.
         ended_by: ``preempted``, ``requeued``, ``cancelled`` or what else SIGTERM meant
-            (`slurm.exit_action.Meaning`; ``signal``: it is not known); ``time limit``, ``asked``;
-            ``gave up``; ``given back``; ``gone``: the group lost it;
+            (`slurm.exit_action.Meaning`; ``signal``: it is not known); ``time_limit``, ``asked``;
+            ``agent_failed``; ``nodes_requeued``; ``node_lost``: the group lost it;
             ``silence``: nobody noted its end; ``end``: of the run. None: it goes on.
     """
 
@@ -389,11 +392,11 @@ def _end(its: Sequence[AnyEvent]) -> tuple[float | None, str | None]:
     if goes:
         return float(goes[0]["time"]), _why(goes[-1])
     for event in its:
-        if event["kind"] == "gone":
+        if event["kind"] == "node_lost":
             gone = float(event["time"])
-        elif event["kind"] in ("joined", "trains", "leader"):
+        elif event["kind"] in ("joined", "first_step", "leader"):
             gone = None
-    return gone, None if gone is None else "gone"
+    return gone, None if gone is None else "node_lost"
 
 
 def _why(goes: AnyEvent) -> str:
@@ -405,7 +408,7 @@ def _why(goes: AnyEvent) -> str:
 def rounds_of(events: Sequence[AnyEvent], *, now: float, ft: bool) -> list[Round]:
     """Return the rounds in their order; see `node_time`."""
     found: list[Round] = []
-    trains = [event for event in events if event["kind"] == "trains"]
+    trains = [event for event in events if event["kind"] == "first_step"]
     of_round: dict[int, list[AnyEvent]] = {}
     for event in trains:
         of_round.setdefault(int(event["round"]), []).append(event)
@@ -460,8 +463,10 @@ def _departures(one: Round, ends: Mapping[Key, float], end: float) -> Iterator[S
 
 
 def _ends(event: AnyEvent, *, ft: bool) -> bool:
-    kinds = ("round", "end", "given back") if ft else ("round", "end", "stop", "leader")
-    return event["kind"] in kinds and (event["kind"] != "given back" or "nodes" in event)
+    kinds = (
+        ("round", "end", "nodes_requeued") if ft else ("round", "end", "round_stopped", "leader")
+    )
+    return event["kind"] in kinds and (event["kind"] != "nodes_requeued" or "nodes" in event)
 
 
 def _begun(

@@ -39,10 +39,11 @@ class TimelineEntry:
     Attributes:
         kind: ``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes
             left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
-            ``resumed`` (after that), ``ended``; and what touches no group: ``left``,
-            ``gave up``, ``given back``, ``parked``, ``excluded``, ``strike``, ``crash loop``,
-            ``brought back``, ``leader``, ``hang``, ``straggler``, ``preflight``, ``spare lost``,
-            ``not saved``, ``saved again``, ``cancel``, ``resume``.
+            ``resumed`` (after that), ``ended``; and what touches no group: ``task_exited``,
+            ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
+            ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
+            ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
+            ``checkpoint_recovered``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
         causes: What brought it about.
         nodes_before: Size of the group; None: there was none, or it does not matter.
@@ -54,10 +55,11 @@ class TimelineEntry:
         text: What else there is to say: an error, a reason.
         facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
             to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
-            given back: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host, hosts_left;
-            strike: host, strikes; crash loop: attempts, checkpoint; brought back: tasks, hosts,
-            avoids; hang, straggler, preflight, spare lost, saved again, cancel, resume: as in the
-            event; not saved: step.
+            nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
+            hosts_left; host_failure: host, strikes; crash_loop: attempts, checkpoint;
+            tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
+            again; checkpoint_failed: step; hang, straggler, preflight, warm_worker_died,
+            checkpoint_recovered, cancel, preempt, kill, resume: as in the event.
         is_open: Whether it goes on still.
         has_replicas: Whether nobody was stopped because of others (``ft=true``).
     """
@@ -101,8 +103,8 @@ def cost(
     """Return what it cost to stop workers and to start them again.
 
     Args:
-        before: The ``stopped`` events of those who trained before.
-        after: The ``trains`` events of those who train after it.
+        before: The ``workers_stopped`` events of those who trained before.
+        after: The ``first_step`` events of those who train after it.
         saved: The step that all ranks saved before.
         since: When training stopped, where no step before is known.
         until: When the group formed, where no step after it is known.
@@ -149,12 +151,12 @@ class Cause:
     """What brought a change about.
 
     Attributes:
-        what: ``preempted``, ``time limit``, ``asked``, ``requeued`` (its task was, and it was not
-            preempted), ``cancelled``, ``run ended`` (its task was told so), ``signalled`` (SIGTERM,
-            and it is not known why), ``given back``, ``excluded``,
-            ``gave up``, ``agent ended``, ``lost`` (died, or out of reach),
-            ``leader lost``, ``leader changed``, ``out of reach`` (for a while), ``worker failed``,
-            ``rejoined``, ``arrived``, ``returned``, ``other``.
+        what: ``preempted``, ``time_limit``, ``asked``, ``requeued`` (its task was, and it was not
+            preempted), ``cancelled``, ``run_ended`` (its task was told so), ``signalled`` (SIGTERM,
+            and it is not known why), ``nodes_requeued``, ``excluded``, ``agent_failed``,
+            ``agent_killed``, ``node_lost`` (died, or out of reach), ``leader_lost``,
+            ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
+            ``agent_restarted``, ``arrived``, ``returned``, ``other``.
         time: Unix seconds at which it was known.
         hosts: Of whom it is true.
         detail: An error, or what was seen.
@@ -177,7 +179,7 @@ class Cause:
     def is_announced(self) -> bool:
         """Whether there was time to save."""
         return self.what in (
-            "preempted", "time limit", "asked", "requeued", "cancelled", "run ended", _SIGNALLED,
+            "preempted", "time_limit", "asked", "requeued", "cancelled", "run_ended", _SIGNALLED,
             "arrived", "returned",
         )  # fmt: skip
 
@@ -204,18 +206,20 @@ def why_left(
     if notice is not None and _time(notice) < without_it:
         return _noticed(life, notice)
     ends = life.ends_after(since)
-    if "gone" in ends and _time(ends["gone"]) > without_it:
-        del ends["gone"]  # that was another time
-    if ends.get("gone", {}).get("why") == "silent":
-        ends.pop("given back", None)  # excluded for its silence, it was told so when it was back
-    if "given back" in ends and life.host in excluded:
+    if "node_lost" in ends and _time(ends["node_lost"]) > without_it:
+        del ends["node_lost"]  # that was another time
+    if ends.get("node_lost", {}).get("why") == "silent":
+        ends.pop(
+            "nodes_requeued", None
+        )  # excluded for its silence, it was told so when it was back
+    if "nodes_requeued" in ends and life.host in excluded:
         event = excluded[life.host]
         return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
     return _unannounced(life, ends, led=led)
 
 
 def _noticed(life: TaskAttempt, notice: Event) -> Cause:
-    left = life.ends_after(0.0).get("left", {})
+    left = life.ends_after(0.0).get("task_exited", {})
     how, reason = left.get("how"), str(notice["reason"])
     back = None if how in (None, "stay") else how in _COMES_BACK
     what = str(left.get("means") or _SIGNALLED) if reason == "signal" else reason
@@ -227,19 +231,17 @@ def _noticed(life: TaskAttempt, notice: Event) -> Cause:
 
 def _unannounced(life: TaskAttempt, ends: Mapping[str, Event], *, led: bool) -> Cause:
     where = (life.host,)
-    for kind, what, key in (
-        ("gave up", "gave up", "why"), ("taken", "agent ended", "signal"),
-    ):  # fmt: skip
+    for kind, key in (("agent_failed", "why"), ("agent_killed", "signal")):
         if kind in ends:
             event = ends[kind]
-            return Cause(what, _time(event), where, str(event.get(key, "")))
-    if "given back" in ends:
-        event = ends["given back"]
+            return Cause(kind, _time(event), where, str(event.get(key, "")))
+    if "nodes_requeued" in ends:
+        event = ends["nodes_requeued"]
         delay_s = float(event.get("delay_s", 0.0))
-        return Cause("given back", _time(event), where, given_s=delay_s, comes_back=True)
-    gone = ends.get("gone", {})
+        return Cause("nodes_requeued", _time(event), where, given_s=delay_s, comes_back=True)
+    gone = ends.get("node_lost", {})
     time = _time(gone) if gone else 0.0
-    return Cause("leader lost" if led else "lost", time, where, str(gone.get("why", "")))
+    return Cause("leader_lost" if led else "node_lost", time, where, str(gone.get("why", "")))
 
 
 def why_came(life: TaskAttempt, run: EventIndex, at: float) -> Cause:

@@ -30,7 +30,7 @@ _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
 """With so many lanes at most, each is so many pixels high."""
 _UNSEEN_END = ("end",)
 """The end of the run is no end of a node that needs a mark."""
-LOST = ("gone", "gave up", "silence", "hung", "taken")
+LOST = ("node_lost", "agent_failed", "silence")
 """How nodes end that had no time to save."""
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 

@@ -15,10 +15,10 @@ What goes on in the queue, before and between the attempts, is counted apart: no
 *Goodput* is the share of ``useful`` in all node-seconds. A lost step counts twice: as useful when
 it was first made, as replayed when it is made again; so what was once said of a moment holds.
 
-The times are the events': ``task`` (a node begins), ``joined``, ``round``
-and ``stop`` or a new ``leader`` (who is in a group, from when to when), ``trains`` (the first
-step), ``gone``, ``left`` and ``end``; and of progress.jsonl, by which steps and checkpoints are
-found in between. Clocks of nodes differ: whatever would end before it begins counts as nothing.
+The times are the events': ``task`` (a node begins), ``joined``, ``round`` and
+``round_stopped`` or a new ``leader`` (who is in a group, from when to when), ``first_step``,
+``node_lost``, ``task_exited`` and ``end``; and of progress.jsonl, by which steps and checkpoints
+are found in between. Clocks of nodes differ: whatever would end before it begins counts as nothing.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Point:
 
     Attributes:
         time: Unix seconds, on the leader's clock.
-        phase: ``waiting``, ``training``, ``given back``, ``succeeded`` or ``failed``.
+        phase: ``waiting``, ``training``, ``requeued``, ``succeeded`` or ``failed``.
         round: The last that was closed.
         nodes: Members of it; 0 while the group is not formed.
         world_size: Their workers.

@@ -28,7 +28,7 @@ VERSION = 1
 """It changes when a key changes its meaning or goes, not when one is added."""
 
 _CHANGES = ("grew", "shrank", "changed", "restarted", "stopped", "resumed")
-_ALONE = ("left", "gave up")
+_ALONE = ("task_exited", "agent_failed")
 """Nodes that were in no group."""
 _COMING = ("arrived", "returned")
 _PAYS = ("useful", "checkpoint")

@@ -77,7 +77,7 @@ def _given_back(run: EventIndex, event: Event) -> TimelineEntry | None:
     if "nodes" not in event:
         return None
     keys = ("nodes", "hosts", "all", "delay_s", "why")
-    return _aside("given back", event, {key: event.get(key) for key in keys})
+    return _aside("nodes_requeued", event, {key: event.get(key) for key in keys})
 
 
 def _excluded(run: EventIndex, event: Event) -> TimelineEntry:
@@ -90,28 +90,28 @@ def _strike(run: EventIndex, event: Event) -> TimelineEntry | None:
     if excluded is not None and float(excluded["time"]) - float(event["time"]) < 1.0:
         return None
     facts = {key: event.get(key) for key in ("host", "strikes")}
-    return _aside("strike", event, facts)
+    return _aside("host_failure", event, facts)
 
 
 def _crash_loop(run: EventIndex, event: Event) -> TimelineEntry:
     facts = {key: event.get(key) for key in ("attempts", "checkpoint")}
-    return _aside("crash loop", event, facts)
+    return _aside("crash_loop", event, facts)
 
 
 def _brought_back(run: EventIndex, event: Event) -> TimelineEntry:
     tasks, time = [str(task) for task in event.get("tasks", ())], float(event["time"])
     hosts = [run.host_at(task, time) for task in tasks]
     avoids = [str(host) for host in event.get("avoids", ())]
-    return _aside("brought back", event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
+    return _aside("tasks_restarted", event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
 
 
 def _start_failed(run: EventIndex, event: Event) -> TimelineEntry:
     keys = ("task", "host", "state", "reason", "hosts", "again")
-    return _aside("start failed", event, {key: event.get(key) for key in keys})
+    return _aside("start_failed", event, {key: event.get(key) for key in keys})
 
 
 def _not_saved(run: EventIndex, event: Event) -> TimelineEntry:
-    return _aside("not saved", event, {"step": event.get("step")})
+    return _aside("checkpoint_failed", event, {"step": event.get("step")})
 
 
 def _as_it_is(run: EventIndex, event: Event) -> TimelineEntry:
@@ -134,19 +134,19 @@ def excluded_hosts(run: EventIndex) -> dict[str, Event]:
 
 
 _ASIDES: dict[str, Callable[[EventIndex, Event], TimelineEntry | None]] = {
-    "growth": _parked,
-    "given back": _given_back,
+    "scale_up_decision": _parked,
+    "nodes_requeued": _given_back,
     "excluded": _excluded,
-    "strike": _strike,
-    "crash loop": _crash_loop,
-    "brought back": _brought_back,
+    "host_failure": _strike,
+    "crash_loop": _crash_loop,
+    "tasks_restarted": _brought_back,
     "hang": _as_it_is,
     "straggler": _as_it_is,
     "preflight": _as_it_is,
-    "start failed": _start_failed,
-    "spare lost": _as_it_is,
-    "not saved": _not_saved,
-    "saved again": _as_it_is,
+    "start_failed": _start_failed,
+    "warm_worker_died": _as_it_is,
+    "checkpoint_failed": _not_saved,
+    "checkpoint_recovered": _as_it_is,
     "cancel": _as_it_is,
     "preempt": _as_it_is,
     "kill": _as_it_is,
@@ -167,7 +167,9 @@ def _came_for_nothing(run: EventIndex, life: TaskAttempt) -> Iterator[TimelineEn
     if end is not None and (life.started or 0.0) > float(end["time"]):
         return
     told = {
-        kind: event for kind, event in life.ends_after(0.0).items() if kind in ("left", "gave up")
+        kind: event
+        for kind, event in life.ends_after(0.0).items()
+        if kind in ("task_exited", "agent_failed")
     }
     for kind, event in told.items():
         causes: tuple[Cause, ...] = together([why_left(life, {})])
@@ -251,7 +253,7 @@ class _Change:
     def _without(self, life: TaskAttempt, *, led: bool) -> float:
         """Return when a member that had not said why was given up, or, if it led, replaced."""
         after, until = float(self._before["time"]), float(self._after["time"])
-        for event in self._run.of("gone", after=after, until=until):
+        for event in self._run.of("node_lost", after=after, until=until):
             if event["task"] == life.task and not _is_told(event):
                 return float(event["time"])
         return until if led else float("inf")
@@ -281,13 +283,13 @@ class _Change:
         after, until = float(self._before["time"]), float(self._after["time"])
         for event in self._run.of("restart", after=after, until=until):
             hosts = (str(event["host"]),) if event.get("host") else ()
-            yield Cause("worker failed", self._broke_at, hosts, str(event.get("failure", "")))
+            yield Cause("worker_failed", self._broke_at, hosts, str(event.get("failure", "")))
         leader = _leader_of(self._run, self._before)
         if not self._departed and leader is not None and self._new_leader is not None:
             host = self._run.host_at(leader["task"], float(leader["time"]))
-            yield Cause("leader changed", self._broke_at, (host,))
-        if self._stop is not None and self._stop.get("cause") == "anew":
-            yield Cause("rejoined", self._broke_at, detail=str(self._stop["reason"]))
+            yield Cause("leader_changed", self._broke_at, (host,))
+        if self._stop is not None and self._stop.get("cause") == "agent_restarted":
+            yield Cause("agent_restarted", self._broke_at, detail=str(self._stop["reason"]))
         yield from self._out_of_reach(after, until)
 
     def _out_of_reach(self, after: float, until: float) -> Iterator[Cause]:
@@ -296,14 +298,18 @@ class _Change:
         A leader that was replaced may have been cut off itself: its word on others is none, then
         and when it notices later how many it does not hear. So only those count that ended a round.
         """
-        if self._new_leader is not None or self._stop is None or self._stop.get("cause") != "gone":
+        if (
+            self._new_leader is not None
+            or self._stop is None
+            or self._stop.get("cause") != "node_lost"
+        ):
             return
         after = max(after, float(self._stop["time"]) - _AT_ONCE_S)
         stayed = {life.task: life for life in self._was if life in self._is}
-        for event in self._run.of("gone", after=after, until=until):
+        for event in self._run.of("node_lost", after=after, until=until):
             if event["task"] in stayed and not _is_told(event):
                 host = stayed[event["task"]].host
-                yield Cause("out of reach", float(event["time"]), (host,))
+                yield Cause("unreachable", float(event["time"]), (host,))
 
     # ---- the episode --------------------------------------------------------------------
 
@@ -367,7 +373,7 @@ def _is_told(gone: Event) -> bool:
 
 def stop_of(run: EventIndex, round_: Event, until: float = float("inf")) -> Event | None:
     """Return the event that ended a round; None: there is none, for its leader died with it."""
-    stops = run.of("stop", after=float(round_["time"]), until=until)
+    stops = run.of("round_stopped", after=float(round_["time"]), until=until)
     number = int(round_["number"])
     return next((e for e in stops if e.get("round", number) == number), None)
 
@@ -434,7 +440,7 @@ class _Departed:
 
 def _departed(run: EventIndex) -> Iterator[_Departed]:
     excluded = excluded_hosts(run)
-    for event in run.of("departed"):
+    for event in run.of("replica_left"):
         life, time = _who(run, event), float(event["time"])
         successor = _successor(run, life, time)
         cause = why_left(life, excluded, led=successor is not None)
@@ -490,10 +496,10 @@ def _other_leaders(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield where another agent leads, although the one before is a replica still."""
     for before, after in pairwise(run.leaders):
         time = float(after["time"])
-        around = run.of("departed", after=time - _LEFT_S, until=time + _TOGETHER_S)
+        around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
         if before["task"] == after["task"] or before["task"] in {e["task"] for e in around}:
             continue
-        cause = Cause("leader changed", time, (run.host_at(before["task"], time),))
+        cause = Cause("leader_changed", time, (run.host_at(before["task"], time),))
         host = run.host_at(after["task"], time)
         yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
 
@@ -524,7 +530,7 @@ def _placed(run: EventIndex, round_: Event) -> TimelineEntry:
 
 def _members_before(run: EventIndex, round_: Event) -> list[TaskAttempt]:
     earlier = [r for r in run.rounds if int(r["number"]) < int(round_["number"])][-1]
-    gone = run.of("departed", after=float(earlier["time"]), until=float(round_["time"]))
+    gone = run.of("replica_left", after=float(earlier["time"]), until=float(round_["time"]))
     departed = [_who(run, e) for e in gone]
     return [life for life in run.members(earlier) if life not in departed]
 
@@ -532,7 +538,7 @@ def _members_before(run: EventIndex, round_: Event) -> list[TaskAttempt]:
 def _failed(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
     restarts = [e for e in run.of("restart", until=time) if e.get("host") == life.host]
     detail = str(restarts[-1]["failure"]) if restarts else ""
-    return Cause("worker failed", time, (life.host,), detail)
+    return Cause("worker_failed", time, (life.host,), detail)
 
 
 def _came(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
@@ -544,6 +550,6 @@ def _cost_of_return(run: EventIndex, round_: Event, members: list[TaskAttempt]) 
     number, time = int(round_["number"]), float(round_["time"])
     trains = [li.trains[number] for li in members if number in li.trains]
     stopped = [e for li in run.lives for e in li.stopped.values() if float(e["time"]) <= time]
-    gone = run.of("departed", until=time)
+    gone = run.of("replica_left", until=time)
     since = float(gone[-1]["time"]) if gone else time
     return cost(stopped, trains, saved=None, since=since, until=time)

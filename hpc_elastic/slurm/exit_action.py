@@ -42,7 +42,7 @@ class Reason(Enum):
     """Why a task is to go, as its agent knows it; LOST is what a peer says of it."""
 
     SIGNAL = "signal"  # SIGTERM: Slurm has to say what it means
-    TIME_LIMIT = "time limit"
+    TIME_LIMIT = "time_limit"
     ASKED = "asked"  # a file, the user's code or his signal: leave, and come back
     LOST = "lost"
 
@@ -63,8 +63,8 @@ class Meaning(Enum):
     PREEMPTED = "preempted"
     REQUEUED = "requeued"  # by `scontrol requeue`, or by Slurm, which took its node out of service
     CANCELLED = "cancelled"
-    TIME_LIMIT = "time limit"
-    RUN_ENDED = "run ended"
+    TIME_LIMIT = "time_limit"
+    RUN_ENDED = "run_ended"
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_a_preempted_node_leaves_and_comes_back(cluster, sweep):
     taken = next(h for h in hosts(sweep) if h != leader_host(sweep))
     cluster.preempt(taken, for_s=1)
     eventually(lambda: sweep.group_sizes()[-1:] == [2], "two nodes go on")
-    task = next(e["task"] for e in sweep.events("gone"))
+    task = next(e["task"] for e in sweep.events("node_lost"))
     eventually(lambda: sweep.group_sizes()[-1] == 3, "three nodes train again")
     ends_well(sweep)
     assert {e["attempt"] for e in sweep.events("task") if e["task"] == task} == {0, 1}

@@ -46,7 +46,7 @@ class FrameworkRun(LocalRun):
     def trains(self, round_number: int) -> None:
         """Wait until the workers of a round make steps."""
         self.eventually(
-            lambda: any(e["round"] == round_number for e in self.events("trains")),
+            lambda: any(e["round"] == round_number for e in self.events("first_step")),
             f"round {round_number} trains",
         )
 
@@ -78,7 +78,7 @@ class FrameworkRun(LocalRun):
         (worker,) = self.workers(task)
         for pid in (self._task(task)["pid"], worker.pid):
             os.kill(pid, signal.SIGTERM)
-        self.eventually(lambda: self.events("left"), "it has left")
+        self.eventually(lambda: self.events("task_exited"), "it has left")
 
     def values(self) -> list[dict[str, Any]]:
         """Wait for the end; return what the workers returned, by rank."""

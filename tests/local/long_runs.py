@@ -18,7 +18,7 @@ STEPS_PER_S = 0.11
 CHECKPOINT_EVERY_S = 600.0
 BLOCKED_S = 1.5
 BEGIN = 1_790_000_000.0
-FAULTS = ("preempted", "preempted", "lost", "failed", "time limit")
+FAULTS = ("preempted", "preempted", "lost", "failed", "time_limit")
 
 
 class LongRun:
@@ -76,17 +76,17 @@ class LongRun:
         stay = [s for s in self.members if s != slot]
         if kind == "lost":
             self.now += 3
-            self._tell("gone", slot, host=host(slot), why="its connection closed")
-            self._stop("gone", f"{host(slot)} was lost", stay)
+            self._tell("node_lost", slot, host=host(slot), why="its connection closed")
+            self._stop("node_lost", f"{host(slot)} was lost", stay)
         else:
             reason = "signal" if kind == "preempted" else kind
-            self._tell("notice", slot, reason=reason, left_s=55.0, given_s=60.0,
+            self._tell("preemption_notice", slot, reason=reason, left_s=55.0, given_s=60.0,
                        **({"signal": "SIGTERM"} if kind == "preempted" else {}))  # fmt: skip
             self._train(self.now + 4)
             self._save()
             self._stop("regroup", f"{host(slot)} is to be left", [*self.members], self.saved)
             means = {"means": "preempted"} if reason == "signal" else {}
-            self._tell("left", slot, reason=reason, how="requeue", **means)
+            self._tell("task_exited", slot, reason=reason, how="requeue", **means)
         heapq.heappush(self.back, (self.now + self.random.uniform(240, 3000), slot))
         self._form(stay)
         return None
@@ -128,16 +128,16 @@ class LongRun:
         self.now += 12 + restore_s
         self.saved_at = self.now
         for slot in members:
-            self._tell("trains", slot, attempt=self.attempt[slot], round=self.round,
+            self._tell("first_step", slot, attempt=self.attempt[slot], round=self.round,
                        step=self.saved + 1, restored=self.saved or None, restore_s=restore_s,
                        start_s=12 + restore_s)  # fmt: skip
 
     def _stop(self, cause: str, reason: str, who: list[int], step: int | None = None) -> None:
         at = {} if step is None else {"step": step}
-        self._tell("stop", self.leader, reason=reason, cause=cause, round=self.round,
+        self._tell("round_stopped", self.leader, reason=reason, cause=cause, round=self.round,
                    nodes=len(who), hosts=[host(s) for s in who], **at)  # fmt: skip
         for slot in who:
-            self._tell("stopped", slot, attempt=self.attempt[slot], round=self.round,
+            self._tell("workers_stopped", slot, attempt=self.attempt[slot], round=self.round,
                        step=self.step, step_time=self.now)  # fmt: skip
         self.now += 2
 

@@ -95,8 +95,8 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     began = time.monotonic()
     assert {r.world_size for r in g.join(*others)} == {2}
     assert time.monotonic() - began < g.rules.start_timeout_s / 2
-    eventually(lambda: g.events("released"))
-    (released,) = g.events("released")
+    eventually(lambda: g.events("members_released"))
+    (released,) = g.events("members_released")
     assert len(released["tasks"]) == 1
 
 
@@ -106,7 +106,7 @@ def test_everybody_leaves_at_one_step(group, train):
     agents = training(g, 2)
     workers = train(*agents)
     for s in agents:
-        s.notice("time limit", 60.0)
+        s.notice("time_limit", 60.0)
     eventually(lambda: all(s.leaving for s in agents))
     assert len({tuple(w.saved) for w in workers}) == 1 and len(workers[0].saved) == 1
 
@@ -142,7 +142,7 @@ def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
     g = group(max_nodes=2, grow="boundary")
     leaving, other = training(g, 2)
     leaving.notice("signal", 5.0)
-    eventually(lambda: g.events("notice"))
+    eventually(lambda: g.events("preemption_notice"))
     assert leaving.leaving is None
     leaving.leave_now()
     eventually(lambda: leaving.leaving and other.stop_requested)

@@ -78,7 +78,7 @@ def test_no_step_is_lost(tmp_path, first, then):
         if then == "while it leaves":
             time.sleep(STEP_S)
         else:
-            eventually(lambda: happened(run, "left"), 30)
+            eventually(lambda: happened(run, "task_exited"), 30)
         os.kill(agents[b], signal.SIGTERM)
         with pytest.raises(WorkerGroupError, match=r"FAILED|ended for good"):
             result.result(60)

@@ -85,7 +85,7 @@ def test_training_is_not_disturbed_by_garbage_on_its_ports(training):
     training.goes_on()
     kinds = [e["kind"] for e in read_events(training.run.path / "events")]
     assert (kinds.count("round"), kinds.count("leader"), kinds.count("task")) == (1, 1, 2)
-    assert not {"gone", "stop"} & set(kinds)
+    assert not {"node_lost", "round_stopped"} & set(kinds)
 
 
 def test_no_process_shows_the_secret(training):

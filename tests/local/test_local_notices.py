@@ -83,7 +83,7 @@ def test_a_node_that_is_told_to_go_leaves_nothing_and_costs_nothing(start, tmp_p
     task, agent = min(agents.items())
     agent.send_signal(signal.SIGTERM)
     run.eventually(lambda: is_gone(agent.pid), "the agent ends")
-    (left,) = run.events("left")
+    (left,) = run.events("task_exited")
     assert (left["task"], left["reason"], left["how"]) == (task, "signal", "requeue")
     run.eventually(lambda: steps(run, 2) and steps(run, 2)[0], "the other node goes on")
     children = map(int, (tmp_path / "children-2").read_text().split())
@@ -112,5 +112,5 @@ def test_a_task_that_is_told_to_go_before_it_has_joined_goes_at_once(start, tmp_
     task.terminate()
     task.communicate(timeout=PATIENCE_S)
     assert task.returncode == 143
-    assert [e["how"] for e in run.events("left")] == ["exit"]
+    assert [e["how"] for e in run.events("task_exited")] == ["exit"]
     assert not run.events("joined")

@@ -142,8 +142,8 @@ def test_a_polite_leave_is_told_to_the_others(group):
     leader = next(s for s in agents if s._leader is not None)
     follower.leave("taken by SIGTERM")
     eventually(lambda: leader.stop_requested)
-    eventually(lambda: g.events("gone"))
-    assert g.events("gone")[0]["why"] == "taken by SIGTERM"
+    eventually(lambda: g.events("node_lost"))
+    assert g.events("node_lost")[0]["why"] == "taken by SIGTERM"
 
 
 def test_a_failure_report_reaches_the_result(group):

@@ -112,7 +112,7 @@ def test_the_report_of_a_long_run_adds_up(long_run, tmp_path, capsys):
     assert len(faults) == 200 and all(change["node_s"] > 0 for change in faults)
     assert report["notes"] == [] and 0.5 < spent["goodput"] < 1
     ends = {node["ended_by"] for node in report["nodes"]}
-    assert ends == {"preempted", "time limit", "gone", "end"}
+    assert ends == {"preempted", "time_limit", "node_lost", "end"}
 
 
 def test_the_bar_shows_where_all_of_the_time_went(long_run):

@@ -114,7 +114,7 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     assert {task.state for task in facts.tasks} == {"RUNNING"}
     assert facts.pace.remaining_s and facts.status.samples == 8 * facts.status.step
     assert facts.account.goodput is not None and 0 < facts.account.goodput < 1
-    first = {event["task"]: event for event in run.events("trains")}
+    first = {event["task"]: event for event in run.events("first_step")}
     assert {(e["step"], e["restored"], e["round"]) for e in first.values()} == {(1, None, 1)}
     assert all(e["start_s"] > 0 and e["attempt"] == 0 for e in first.values())
 
@@ -122,10 +122,10 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     run.until(lambda f: LOST <= f.status.step - f.saved.step < EVERY / 2, "something is to be lost")
     os.kill(follower["pid"], signal.SIGKILL)
     facts = run.until(lambda f: f.round == 2 and f.pace.steps_per_s, "one goes on alone")
-    assert facts.nodes == (1, 1, 2) and facts.departures == {"gone": 1}
+    assert facts.nodes == (1, 1, 2) and facts.departures == {"node_lost": 1}
     sizes = [size.nodes for size in facts.account.sizes]
     assert [size for size in sizes if size] in ([2, 1], [1, 2, 1]) and sizes[-2] == 0
-    (again,) = (e for e in run.events("trains") if e["round"] == 2)
+    (again,) = (e for e in run.events("first_step") if e["round"] == 2)
     assert again["restored"] % EVERY == 0 and again["step"] == again["restored"] + 1
     assert 0 < again["restore_s"] < again["start_s"]
     assert main(["status", str(run.path)]) == 0
@@ -177,8 +177,8 @@ def reported_as(told: dict, folder: Path, capsys) -> None:
         stretches = [i for node in report["nodes"] for i in node["intervals"] if i["kind"] == kind]
         assert sum(i["end"] - i["begin"] for i in stretches) == pytest.approx(total, abs=1e-3)
     (lost,) = (change for change in report["changes"] if change["fault"])
-    assert lost["cause"] == "lost" and lost["lost_steps"] >= LOST and lost["node_s"] > 0
-    assert {node["ended_by"] for node in report["nodes"]} == {"gone", "end"}
+    assert lost["cause"] == "node_lost" and lost["lost_steps"] >= LOST and lost["node_s"] > 0
+    assert {node["ended_by"] for node in report["nodes"]} == {"node_lost", "end"}
     assert main(["report", str(folder), "-o", str(folder / "report.html")]) == 0
     page = html.unescape((folder / "report.html").read_text())
     assert "Goodput" in page and lost["sentence"] in page

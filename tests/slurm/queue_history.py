@@ -15,7 +15,7 @@ from hpc_elastic.run.directory import Submission
 from hpc_elastic.run.events import read_events
 
 _EVERY_S = 0.5
-_GOES = ("given back", "left", "taken", "gave up", "gone")
+_GOES = ("nodes_requeued", "task_exited", "agent_killed", "agent_failed", "node_lost")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def test_a_task_that_its_node_can_not_start_starts_elsewhere(slurm, sweep):
     output = s.output()
     assert s.result()["status"] == "succeeded" and s.result()["restarts"] == 0, output
     assert hosts(s) == [host for host in hosts(s) if host not in ("node1", follower)]
-    starts = [(e["host"], e["state"], e["reason"], e["again"]) for e in s.events("start failed")]
+    starts = [(e["host"], e["state"], e["reason"], e["again"]) for e in s.events("start_failed")]
     held = "launch failed requeued held"
     assert starts == [
         ("node1", "FAILED", "JobLaunchFailure", True),

@@ -117,7 +117,7 @@ def depose(slurm, s: Sweep, away: Callable[..., Callable[[], None]]) -> None:
 
 def left(s: Sweep, task: str, since: float) -> bool:
     """Whether a task has gone because it was asked to."""
-    gone = (e for e in s.events("left") if e["time"] > since)
+    gone = (e for e in s.events("task_exited") if e["time"] > since)
     return any(e["task"] == task and e["reason"] == "asked" for e in gone)
 
 

@@ -90,7 +90,9 @@ class Run:
 
     def is_left(self, num_times: int) -> None:
         """Wait until so many tasks have left their nodes."""
-        eventually(lambda: len(self.sweep.events("left")) == num_times, f"{num_times} have left")
+        eventually(
+            lambda: len(self.sweep.events("task_exited")) == num_times, f"{num_times} have left"
+        )
 
     def ends_right(self) -> None:
         """Let the function return: all steps were made, and only now the run has succeeded."""

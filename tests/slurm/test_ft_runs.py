@@ -85,11 +85,11 @@ def test_replicas_live_on(slurm, sweep, tmp_path):
     run.train(2)
     slurm.start_node(dead)
     run.train(4)
-    assert run.sweep.events("stop") == []
+    assert run.sweep.events("round_stopped") == []
     per_task = sorted(len(files) for files in run.outputs().values())
     assert per_task == [1, 1, 2, 2], "only those that went were started again"
     slurm.preempt(slurm.nodes, for_s=TAKEN_S)
-    eventually(lambda: len(run.sweep.events("left")) == 5, "all have left")
+    eventually(lambda: len(run.sweep.events("task_exited")) == 5, "all have left")
     reached = max(step for step, _ in run.steps().values())
     run.train(4)
     output = run.sweep.output()
@@ -114,7 +114,7 @@ def test_nodes_that_are_taken_one_after_the_other_lose_no_step(slurm, sweep, tmp
     (second,) = {e["host"] for e in run.sweep.events("task")} - {first}
     slurm.preempt([first], for_s=TAKEN_S)
     slurm.preempt([second], for_s=TAKEN_S)
-    eventually(lambda: len(run.sweep.events("left")) == 2, "both have left")
+    eventually(lambda: len(run.sweep.events("task_exited")) == 2, "both have left")
     reached = max(step for step, _ in run.steps().values())
     run.train(2)
     output = run.sweep.output()

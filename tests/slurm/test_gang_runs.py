@@ -102,7 +102,7 @@ def test_a_gang_that_is_preempted_is_taken_as_a_whole_and_comes_back(slurm, swee
     s = sweep("nodes=2:2", GANG, *LIGHT)
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
     slurm.preempt([next(h for h in hosts(s) if h != leader_host(s))], for_s=3)
-    eventually(lambda: len(s.events("left")) == 2, "both agents leave")
+    eventually(lambda: len(s.events("task_exited")) == 2, "both agents leave")
     output = s.output()
     assert (s.result()["status"], s.result()["restarts"]) == ("succeeded", 0), output
     assert sorted(e["attempt"] for e in starts(s)) == [0, 0, 1, 1]

@@ -82,8 +82,10 @@ def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_p
     enough(tmp_path)
     output = s.output()
     assert s.result()["status"] == "succeeded", output
-    grown = [e for e in s.events("stop") if "joins, at the checkpoint of step" in e["reason"]]
-    assert grown and s.events("growth"), "the decision is logged, and its reason"
+    grown = [
+        e for e in s.events("round_stopped") if "joins, at the checkpoint of step" in e["reason"]
+    ]
+    assert grown and s.events("scale_up_decision"), "the decision is logged, and its reason"
     assert steps(s) == list(range(1, s.value() + 1))
 
 
@@ -99,7 +101,7 @@ def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, 
     enough(tmp_path)
     output = s.output()
     assert s.result()["status"] == "succeeded", output
-    assert any("announces no checkpoints" in e["reason"] for e in s.events("stop"))
+    assert any("announces no checkpoints" in e["reason"] for e in s.events("round_stopped"))
 
 
 def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
@@ -109,7 +111,10 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
     s = sweep("+launcher=slurm", "nodes=1:2", script=script)
     eventually(lambda: len(steps(s)) > 40, "one node trains, at a known pace")
     slurm.run(["scancel", job])
-    eventually(lambda: any("a restart costs" in e["why"] for e in s.events("growth")), "it is said")
+    eventually(
+        lambda: any("a restart costs" in e["why"] for e in s.events("scale_up_decision")),
+        "it is said",
+    )
     enough(tmp_path)
     output = s.output()
     assert s.group_sizes() == [1], output
@@ -145,7 +150,7 @@ def test_two_runs_that_hold_half_of_the_nodes_each_both_finish(slurm, sweep, tmp
         output = s.output()
         assert s.result()["status"] == "succeeded", output
         assert min(s.group_sizes()) >= 3
-    assert first.events("given back") or second.events("given back")
+    assert first.events("nodes_requeued") or second.events("nodes_requeued")
 
 
 def _short_run(sweep, folder: Path) -> Sweep:

@@ -117,7 +117,9 @@ def has_left(s: Sweep, *expected: tuple[str, str, str]) -> None:
     """Wait until tasks have gone, each for a reason and in a way."""
     for task, reason, how in expected:
         told = {"task": task, "reason": reason, "how": how}
-        eventually(lambda told=told: any(told.items() <= e.items() for e in s.events("left")), told)
+        eventually(
+            lambda told=told: any(told.items() <= e.items() for e in s.events("task_exited")), told
+        )
 
 
 def test_no_notice_costs_a_step(slurm, sweep, tmp_path):
@@ -155,7 +157,7 @@ def test_no_notice_costs_a_step(slurm, sweep, tmp_path):
     assert not list(notices.iterdir()), "the file is taken away once it has been read"
 
     (task,) = {e["task"] for e in limited.events("task")}
-    has_left(limited, (task, "time limit", "requeue"))
+    has_left(limited, (task, "time_limit", "requeue"))
     eventually(lambda: len(limited.group_sizes()) >= 2, "the next attempt trains")
     trains_on(limited, 1)
     (tmp_path / "limited" / "over").touch()

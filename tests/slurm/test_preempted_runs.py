@@ -92,7 +92,7 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     trains_with(run, 4, dice.randint(3, 25))
     before = run.sweep.events("round")[-1]["number"]
     slurm.preempt(slurm.nodes, for_s=TAKEN_S)
-    eventually(lambda: len(run.sweep.events("left")) == 4, "all have left")
+    eventually(lambda: len(run.sweep.events("task_exited")) == 4, "all have left")
     restart_controller(slurm)
     eventually(lambda: run.sweep.events("round")[-1]["number"] > before, "it is there again")
     trains_with(run, 4, EVERY + dice.randint(IN_FLIGHT, EVERY))
@@ -105,7 +105,7 @@ def test_the_whole_run_comes_back_and_a_dead_node_costs_what_was_not_saved(slurm
     trains_with(run, 3)
     after = next(r for r in run.rounds() if r.number > number)
     assert after.resumed >= saved
-    assert blamed(run, "lost", "leader lost") == [dead]
+    assert blamed(run, "node_lost", "leader_lost") == [dead]
     assert len(blamed(run, "preempted")) == 4
     ends_right(run)
 

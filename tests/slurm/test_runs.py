@@ -134,7 +134,7 @@ def test_a_preempted_node_leaves_and_comes_back(slurm, sweep):
     taken = next(h for h in hosts(s) if h != leader_host(s))
     slurm.preempt([taken], for_s=3)
     eventually(lambda: s.group_sizes()[-1:] == [1], "one node goes on")
-    task = next(e["task"] for e in s.events("gone"))
+    task = next(e["task"] for e in s.events("node_lost"))
     eventually(lambda: task in pending(slurm), "the task is requeued")
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train again")
     s.output()

@@ -31,7 +31,7 @@ def test_a_run_beside_a_queue(slurm, sweep):
     """It trains on one node while a task waits; is preempted, comes back; and ends."""
     other = busy(slurm, len(slurm.nodes) - 1)
     run = sweep("nodes=1:2", "epochs=3", "pause_s=0.25", "launcher.time=60")
-    eventually(lambda: len(run.events("trains")) == 1, "one node trains")
+    eventually(lambda: len(run.events("first_step")) == 1, "one node trains")
     eventually(lambda: status(slurm, run)["steps_per_s"], "its pace is known")
     told = status(slurm, run)
     assert (told["phase"], told["nodes"], told["max_nodes"]) == ("training", 1, 2)
@@ -47,11 +47,11 @@ def test_a_run_beside_a_queue(slurm, sweep):
     assert unreachable["tasks"][runs["slot"]]["node"] == runs["node"]
 
     slurm.preempt(hosts(run), for_s=5)
-    eventually(lambda: run.events("left"), "it has left")
-    eventually(lambda: len(run.events("trains")) > 1, "it trains again")
+    eventually(lambda: run.events("task_exited"), "it has left")
+    eventually(lambda: len(run.events("first_step")) > 1, "it trains again")
     told = status(slurm, run)
     assert told["departures"] == {"preempted": 1} and told["restarts"] == 0
-    assert told["checkpoint"]["step"] >= run.events("trains")[-1]["restored"] > 0
+    assert told["checkpoint"]["step"] >= run.events("first_step")[-1]["restored"] > 0
     assert "replayed" not in {kind for kind, s in told["node_seconds"].items() if s > 0.5}
     assert 0 in [change["nodes"] for change in told["group"]]
 

@@ -92,7 +92,7 @@ def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["notice", "left"])
+@pytest.mark.parametrize("moment", ["preemption_notice", "task_exited"])
 def test_a_run_cancelled_while_it_is_requeued_does_not_come_back(slurm, start, steer, moment):
     """Its nodes are being preempted, and its agents requeue themselves, when it is cancelled."""
     run = start("nodes=2")

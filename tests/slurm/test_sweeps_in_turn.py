@@ -37,12 +37,12 @@ def test_a_run_that_finds_too_few_nodes_gives_way_and_comes_back_in_time(slurm, 
     """nodes=3 on four nodes: the fourth is given back, and the second run follows the first."""
     with QueueHistory(slurm) as history:
         s = sweep("nodes=3", "seed=0,1", *UNHURRIED)
-        eventually(lambda: s.events("given back", 1), "the second run gives its node back")
+        eventually(lambda: s.events("nodes_requeued", 1), "the second run gives its node back")
         succeeded(s, 2)
     held, idle = history.held_in_vain(s), history.idle_in_vain(s)
     assert held.seconds <= LIMIT_S, held
     assert idle.seconds <= LIMIT_S, idle
-    (given, *_) = (e for e in s.events("given back", 1) if "why" in e)
+    (given, *_) = (e for e in s.events("nodes_requeued", 1) if "why" in e)
     assert "other runs of the sweep" in given["why"]
 
 
@@ -51,10 +51,10 @@ def test_a_run_whose_minimum_is_lost_goes_on_when_nodes_are_there(slurm, sweep):
     """A node dies: the node that is left is given back, until another run ends."""
     with QueueHistory(slurm) as history:
         s = sweep("nodes=2:3", "seed=0,1", *UNHURRIED)
-        eventually(lambda: all(s.events("trains", n) for n in range(2)), "both runs train")
+        eventually(lambda: all(s.events("first_step", n) for n in range(2)), "both runs train")
         lost = s.events("round", 1)[-1]["members"][-1]["host"]
         slurm.kill_node(lost)
-        eventually(lambda: s.events("given back", 1), "the second run gives its node back")
+        eventually(lambda: s.events("nodes_requeued", 1), "the second run gives its node back")
         succeeded(s, 2)
         slurm.start_node(lost)
     held, idle = history.held_in_vain(s), history.idle_in_vain(s)

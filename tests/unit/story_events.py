@@ -37,25 +37,27 @@ def stop(time: float, round_: int, cause: str, step: int | None = None) -> Event
     """A round is stopped."""
     at = {} if step is None else {"step": step}
     reason = f"because of {cause}"
-    return event(time, "stop", reason=reason, cause=cause, round=round_, nodes=2, hosts=[], **at)
+    return event(
+        time, "round_stopped", reason=reason, cause=cause, round=round_, nodes=2, hosts=[], **at
+    )
 
 
 def stopped(time: float, slot: int, round_: int, step: int, attempt: int = 0) -> Event:
     """Workers were stopped, right after their last step."""
     seen = {"step": step, "step_time": time}
-    return event(time, "stopped", slot, attempt=attempt, round=round_, **seen)
+    return event(time, "workers_stopped", slot, attempt=attempt, round=round_, **seen)
 
 
 def trains(time: float, slot: int, round_: int, restored: int, attempt: int = 0) -> Event:
     """Workers have made their first step after the one that was restored."""
     made = {"step": restored + 1, "restored": restored}
-    return event(time, "trains", slot, attempt=attempt, round=round_, **made)
+    return event(time, "first_step", slot, attempt=attempt, round=round_, **made)
 
 
 def notice(time: float, slot: int, reason: str = "signal", **fields: object) -> Event:
     """A node is to be left."""
     given = {"signal": "SIGTERM", "given_s": 5.0} if reason == "signal" else {}
-    return event(time, "notice", slot, reason=reason, left_s=3.3, **given, **fields)
+    return event(time, "preemption_notice", slot, reason=reason, left_s=3.3, **given, **fields)
 
 
 def left(
@@ -63,9 +65,9 @@ def left(
 ) -> Event:
     """A node was left: after a preemption, where nothing else is said."""
     means = {"means": "preempted"} if reason == "signal" and not fields else fields
-    return event(time, "left", slot, reason=reason, how=how, **means)
+    return event(time, "task_exited", slot, reason=reason, how=how, **means)
 
 
 def gone(time: float, slot: int, why: str) -> Event:
     """A node was lost."""
-    return event(time, "gone", slot, host=f"node{slot}", why=why)
+    return event(time, "node_lost", slot, host=f"node{slot}", why=why)

@@ -172,7 +172,7 @@ def test_a_spare_that_ends_by_itself_is_told(training, code, why):
     training._spares.dead = [code]
     training._keep_spares()
     training._keep_spares()
-    assert told == ([] if why is None else [("spare lost", {"host": "n1", "why": why})])
+    assert told == ([] if why is None else [("warm_worker_died", {"host": "n1", "why": why})])
 
 
 @pytest.fixture

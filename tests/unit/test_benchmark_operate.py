@@ -39,7 +39,7 @@ def test_made_up_events_are_of_the_schema(history):
 def test_made_up_run_has_its_faults(history):
     """Half are preemptions, a quarter deaths, a quarter failures; lost nodes come back."""
     kinds = Counter(event["kind"] for event in history.events)
-    assert (kinds["notice"], kinds["gone"], kinds["restart"]) == (4, 2, 2)
+    assert (kinds["preemption_notice"], kinds["node_lost"], kinds["restart"]) == (4, 2, 2)
     sizes = [len(r.members) for r in history.rounds]
     assert sizes[0] == sizes[-1] == 4 and sizes.count(3) == 6
     assert kinds["round"] == len(history.rounds) == 1 + 8 + 6

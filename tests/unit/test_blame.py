@@ -30,7 +30,7 @@ def test_a_crash_loop_ends_the_run_with_its_first_error():
     ended = fails(m, A, "ValueError: third", 30.0)
     (end,) = decisions(ended)
     assert isinstance(end, EndRun) and end.failure.message == "ValueError: first"
-    assert notes(ended, "crash loop")[0].fields == {"attempts": 3, "checkpoint": None}
+    assert notes(ended, "crash_loop")[0].fields == {"attempts": 3, "checkpoint": None}
 
 
 def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():

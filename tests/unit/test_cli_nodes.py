@@ -79,8 +79,8 @@ def test_a_node_that_leaves_is_told_of(run, name, monkeypatch, capsys):
 
     def leave(node, is_gone, wait_s):
         assert (node.run.notices / "7_1").read_text() == "12\n" and wait_s == 42
-        EventLog(run.events("7_0"), "7_0").write("stop", step=9)
-        EventLog(run.events("7_1"), "7_1").write("left", reason="asked", how="requeue")
+        EventLog(run.events("7_0"), "7_0").write("round_stopped", step=9)
+        EventLog(run.events("7_1"), "7_1").write("task_exited", reason="asked", how="requeue")
         assert is_gone()
         return 3.0
 

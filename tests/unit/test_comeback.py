@@ -80,7 +80,7 @@ def test_a_task_that_fails_before_it_joins_is_not_tried_again_beyond_its_requeue
     """And not said to be."""
     m = lost(max_requeues=0)
     failed = TaskState(D.task, "FAILED", "NonZeroExitCode", "node9", restarts=0)
-    (note,) = notes(m.slurm_says(running(A, C) | {D.task: failed}, 10.0, 10.0), "start failed")
+    (note,) = notes(m.slurm_says(running(A, C) | {D.task: failed}, 10.0, 10.0), "start_failed")
     assert note.fields["again"] is False
 
 
@@ -134,7 +134,7 @@ def test_a_task_whose_node_died_after_it_was_given_back_comes_back():
     m.patience.away[D.task] = 0
     died = TaskState(D.task, "FAILED", node="node9", restarts=0)
     actions = m.slurm_says(view(died), 10.0, 10.0)
-    assert notes(actions, "start failed") == [] and m.blame.excluded == ()
+    assert notes(actions, "start_failed") == [] and m.blame.excluded == ()
     assert says(m, died, 12.0) == [(D.task,)]
     assert says(m, held(D.task), 30.0) == [], "it is to stay away otherwise"
 
@@ -156,14 +156,14 @@ def test_a_node_that_slurm_can_not_start_a_task_on_is_avoided_at_once():
     """No script has run there that could be to blame; the events say it with Slurm's reason."""
     m = lost()
     actions = m.slurm_says(view(not_launched(0, "node9")), 10.0, 10.0)
-    (note,) = notes(actions, "start failed")
+    (note,) = notes(actions, "start_failed")
     assert note.fields == {
         "task": D.task, "host": "node9", "state": "FAILED", "reason": "JobLaunchFailure",
         "hosts": ["node9"], "again": True,
     }  # fmt: skip
     (excluded,) = [a for a in actions if isinstance(a, Exclude)]
     assert excluded.hosts == ("node9",) and "JobLaunchFailure" in excluded.why
-    assert notes(m.slurm_says(view(not_launched(0, "node9")), 11.0, 11.0), "start failed") == []
+    assert notes(m.slurm_says(view(not_launched(0, "node9")), 11.0, 11.0), "start_failed") == []
 
 
 def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
@@ -181,7 +181,7 @@ def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
     m, back, told = lost(), [], []
     for attempt in range(9):
         now, failed = 100.0 * attempt, not_launched(attempt, f"node{10 + attempt}")
-        told += notes(m.slurm_says(view(failed), now, now), "start failed")
+        told += notes(m.slurm_says(view(failed), now, now), "start_failed")
         back += says(m, failed, now + 2.0)
     assert back == [(D.task,)] * (START_TRIES - 1)
     assert [note.fields["again"] for note in told][:START_TRIES] == [True, True, False]

@@ -38,7 +38,7 @@ def test_members_are_asked_to_hold_before_a_step_is_proposed():
     actions = m.noticed(A, "signal", 5.0, 10.0)
     asked = [a for a in actions if isinstance(a, (Hold, ProposeStep))]
     assert asked == [Hold((A, B), 1), ProposeStep((A, B), 1, 0)]
-    (note,) = notes(actions, "notice")
+    (note,) = notes(actions, "preemption_notice")
     assert note.fields == {"task": A.task, "host": "node1", "reason": "signal", "left_s": 5.0}
 
 
@@ -117,7 +117,7 @@ def test_a_released_task_comes_back_as_a_newcomer():
 def test_with_time_left_others_are_waited_for():
     """A time limit comes to all nodes, though not in the same second."""
     m = training(A, B, grow="boundary")
-    assert decisions(m.noticed(A, "time limit", 100.0, 10.0)) == []
+    assert decisions(m.noticed(A, "time_limit", 100.0, 10.0)) == []
     assert decisions(m.tick(10.0 + GATHER_S - 0.1)) == []
     assert decisions(m.tick(10.0 + GATHER_S)) == [Hold((A, B), 1)]
 
@@ -125,8 +125,8 @@ def test_with_time_left_others_are_waited_for():
 def test_once_everybody_is_to_leave_nobody_else_is_waited_for():
     """One checkpoint does for all."""
     m = training(A, B, grow="boundary")
-    m.noticed(A, "time limit", 100.0, 10.0)
-    assert decisions(m.noticed(B, "time limit", 100.0, 10.1)) == [Hold((A, B), 1)]
+    m.noticed(A, "time_limit", 100.0, 10.0)
+    assert decisions(m.noticed(B, "time_limit", 100.0, 10.1)) == [Hold((A, B), 1)]
 
 
 def test_a_departure_makes_room_for_a_newcomer():

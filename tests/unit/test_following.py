@@ -294,10 +294,10 @@ def test_a_round_that_was_stopped_holds_no_node_under_notice():
 def test_the_nearest_deadline_counts_and_the_first_reason():
     """Later notices that leave more time say nothing new."""
     f = following()
-    f.notice("time limit", 100.0, 1.0)
+    f.notice("time_limit", 100.0, 1.0)
     assert f.notice("asked", 200.0, 2.0) == []
     (say,) = of(f.notice("signal", 5.0, 3.0), SendToLeader)
-    assert say.message == {"type": "notice", "reason": "time limit", "left_s": 5.0}
+    assert say.message == {"type": "notice", "reason": "time_limit", "left_s": 5.0}
 
 
 def test_the_leader_may_ask_a_node_to_leave():

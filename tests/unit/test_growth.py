@@ -158,7 +158,7 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
 
 def test_the_decision_is_logged_with_its_reason():
     """Who waits, when he is taken in, and why."""
-    (note,) = notes(growing(grow="boundary").join(C, 1.0), "growth")
+    (note,) = notes(growing(grow="boundary").join(C, 1.0), "scale_up_decision")
     assert note.fields["waiting"] == [C.task] and note.fields["admit"] == "boundary"
     assert "1 more nodes save about 33 s of 100 s, a restart costs 10.0 s" in note.fields["why"]
 
@@ -168,9 +168,9 @@ def test_the_decision_is_logged_again_only_when_it_changes():
     m = growing(grow="boundary")
     m.join(C, 1.0)
     m.outlook = Forecast(remaining_s=90.0, restart_cost_s=10.0)
-    assert notes(m.tick(10.0), "growth") == []
+    assert notes(m.tick(10.0), "scale_up_decision") == []
     m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
-    (note,) = notes(m.tick(80.0), "growth")
+    (note,) = notes(m.tick(80.0), "scale_up_decision")
     assert note.fields["admit"] == "not now"
 
 

@@ -42,7 +42,7 @@ def test_what_follows_a_decision_waits_in_order():
     assert leader.disconnected(B, "its connection closed", 1.5) == []
     announce, gone, stop, tell = leader.created(2.0)
     assert isinstance(announce, Announce)
-    assert (gone.kind, stop.kind) == ("gone", "stop")
+    assert (gone.kind, stop.kind) == ("node_lost", "round_stopped")
     assert tell.agent == A and tell.message["type"] == "stop"
 
 

@@ -48,7 +48,7 @@ def test_an_agent_that_leaves_is_gone_at_once():
     """It says why."""
     effects = say(training(A, B), B, "leave", 2.0, why="taken by SIGTERM")
     assert told(effects, "stop") == [A]
-    (gone,) = [e for e in effects if isinstance(e, Note) and e.kind == "gone"]
+    (gone,) = [e for e in effects if isinstance(e, Note) and e.kind == "node_lost"]
     assert gone.fields["why"] == "taken by SIGTERM"
 
 

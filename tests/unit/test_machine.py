@@ -205,7 +205,7 @@ def test_a_member_that_does_not_come_back_is_given_up():
     assert decisions(m.tick(60.9)) == []
     late = m.tick(61.0)
     assert decisions(late) == [StartRound(2, (A, C), 0)]
-    assert [n.fields["task"] for n in notes(late, "gone")] == [B.task]
+    assert [n.fields["task"] for n in notes(late, "node_lost")] == [B.task]
 
 
 # ---- restarts, and the end ----------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_a_stop_says_of_what_and_whether_all_have_saved():
         "reason": "node3 joins", "cause": "regroup", "round": 4, "step": 20, "nodes": 2,
         "hosts": [A.host, B.host],
     }  # fmt: skip
-    lost = leader_state.stop_note(StopRound((A,), "node2 is gone: silent", "gone"), 4)
+    lost = leader_state.stop_note(StopRound((A,), "node2 is gone: silent", "node_lost"), 4)
     assert "step" not in lost.fields
     assert is_as_described(saved) and is_as_described(lost)
 

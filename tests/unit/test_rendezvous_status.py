@@ -93,4 +93,4 @@ def test_nodes_that_were_given_back():
     leader.received(A, {"type": "join", "ask": 1}, 0.0)
     for now in (0.5, 1.0, 1.5, 2.0, 2.5):
         leader.tick(now)
-    assert status_of(leader)["phase"] == "given back"
+    assert status_of(leader)["phase"] == "requeued"

@@ -94,7 +94,7 @@ def test_a_departure_is_recorded():
     (create,) = of(leader.disconnected(B, "its connection closed", 2.0), Create)
     assert create.record.members == (A,) and create.record.lost == {B.task: 0}
     departed = {"task": B.task, "host": B.host, "nodes": 1}
-    assert leader.created(2.0) == [Note("departed", departed)]
+    assert leader.created(2.0) == [Note("replica_left", departed)]
 
 
 def test_members_are_here_under_the_next_leader():

@@ -284,7 +284,7 @@ def test_silence_of_many_at_once_blames_nobody():
     m = training(A, B, C)
     m.fell_silent(B, "silent", 1.0)
     m.fell_silent(C, "silent", 1.0)
-    assert notes(m.tick(1.0), "strike") == []
+    assert notes(m.tick(1.0), "host_failure") == []
     m = training(A, B, C)
     m.fell_silent(B, "silent", 1.0)
-    assert len(notes(m.tick(1.0), "strike")) == 1
+    assert len(notes(m.tick(1.0), "host_failure")) == 1

@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 LOST = [
     *begun(0, 1), event(1.8, "joined", 0, host="node0"), event(1.9, "joined", 1, host="node1"),
     group(2.0, 1, 0, 1), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
-    gone(14.0, 1, "its connection closed"), stop(14.0, 1, "gone"), stopped(14.0, 0, 1, 20),
+    gone(14.0, 1, "its connection closed"), stop(14.0, 1, "node_lost"), stopped(14.0, 0, 1, 20),
     group(15.0, 2, 0), trains(20.0, 0, 2, 10),
 ]  # fmt: skip
 """Two train from 4 on, one is lost at 14, the other goes on from step 10 at 20."""
@@ -68,7 +68,7 @@ def test_a_change_costs_what_is_not_useful_until_the_next_one():
     """The costs of all add up to what the goodput lacks but for checkpoints."""
     found = reported()
     (lost,) = found.changes
-    assert (lost.fault, lost.cause, lost.hosts) == (True, "lost", ["node1"])
+    assert (lost.fault, lost.cause, lost.hosts) == (True, "node_lost", ["node1"])
     assert (lost.lost_steps, lost.pause_s) == (10, 6.0)
     kinds = found.spent.by_kind
     assert kinds["replayed"] == pytest.approx(4.5), "steps 11 to 20, of 20 in ten seconds"
@@ -76,7 +76,7 @@ def test_a_change_costs_what_is_not_useful_until_the_next_one():
         found.spent.node_s - kinds["useful"] - kinds["checkpoint"]
     )
     assert found.first_node_s == pytest.approx(6.0), "two nodes for three seconds"
-    assert [row["cause"] for row in by_cause([vars(lost)])] == ["lost"]
+    assert [row["cause"] for row in by_cause([vars(lost)])] == ["node_lost"]
 
 
 def test_nodes_that_come_are_no_fault():
@@ -116,11 +116,14 @@ def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():
     """The others did not notice."""
     told = episodes([
         *LOST, node(22.0, 2),
-        event(25.0, "notice", 2, reason="time limit", left_s=3.0),
-        event(26.0, "left", 2, reason="time limit", how="requeue"),
+        event(25.0, "preemption_notice", 2, reason="time_limit", left_s=3.0),
+        event(26.0, "task_exited", 2, reason="time_limit", how="requeue"),
     ])  # fmt: skip
     _, found = changes(told, account(LOST, POINTS, now=30.0).nodes)
-    assert [(c.kind, c.cause) for c in found] == [("shrank", "lost"), ("left", "time limit")]
+    assert [(c.kind, c.cause) for c in found] == [
+        ("shrank", "node_lost"),
+        ("task_exited", "time_limit"),
+    ]
     assert found[1].node_s == 0.0 and found[1].fault
 
 
@@ -131,12 +134,17 @@ def test_replicas_that_live_on_lose_no_time():
         *begun(0, 1), event(1.8, "joined", 0, host="node0"),
         event(1.9, "joined", 1, host="node1"),
         group(2.0, 1, 0, 1, placed=tasks), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
-        gone(14.0, 1, ""), event(14.0, "departed", 1, host="node1", nodes=1),
+        gone(14.0, 1, ""), event(14.0, "replica_left", 1, host="node1", nodes=1),
     ]  # fmt: skip
     spent = account(lost, [], now=24.0, ft=True)
     found = report(About("r", "/r", ft=True), spent, [], episodes(lost), made=24.0)
     (fault,) = found.changes
-    assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == ("shrank", "lost", 0.0, None)
+    assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == (
+        "shrank",
+        "node_lost",
+        0.0,
+        None,
+    )
     assert found.spent.by_kind["useful"] == pytest.approx(20.0 + 10.0)
 
 
@@ -290,7 +298,7 @@ def test_damaged_events_are_left_out_and_that_is_said(run):
     """The rest is reported."""
     found = report_of(run.path)
     assert "damaged events are left out: 1" in found.notes
-    assert [change.cause for change in found.changes] == ["lost"]
+    assert [change.cause for change in found.changes] == ["node_lost"]
     assert (found.about.phase, found.about.launcher) == ("not submitted", "local")
 
 

@@ -41,14 +41,14 @@ def test_an_incident_is_told_once_with_its_reason_and_its_end(tmp_path):
     worker.stored(20)
     assert agent.look() == []
     worker.not_saved(40, "No space left on device")
-    assert agent.look() == [("not saved", {"step": 40, "why": "No space left on device"})]
+    assert agent.look() == [("checkpoint_failed", {"step": 40, "why": "No space left on device"})]
     worker.not_saved(60, "No space left on device")
     assert agent.look() == agent.look() == []
     worker.stored(80)
-    assert agent.look() == [("saved again", {"step": 80})]
+    assert agent.look() == [("checkpoint_recovered", {"step": 80})]
     assert agent.look() == []
     worker.not_saved(100, "Stale file handle")
-    assert agent.look() == [("not saved", {"step": 100, "why": "Stale file handle"})]
+    assert agent.look() == [("checkpoint_failed", {"step": 100, "why": "Stale file handle"})]
 
 
 def test_what_stays_in_memory_ends_no_incident(tmp_path):
@@ -56,7 +56,7 @@ def test_what_stays_in_memory_ends_no_incident(tmp_path):
     agent = Agent(tmp_path)
     worker = agent.round()
     worker.not_saved(40, "why")
-    assert [kind for kind, _ in agent.look()] == ["not saved"]
+    assert [kind for kind, _ in agent.look()] == ["checkpoint_failed"]
     worker.announce(60)
     assert agent.look() == []
 
@@ -68,19 +68,19 @@ def test_the_same_step_may_be_saved_at_the_second_try(tmp_path):
     worker.stored(20)
     worker.not_saved(40, "why")
     worker.stored(40)
-    assert [kind for kind, _ in agent.look()] == ["not saved", "saved again"]
+    assert [kind for kind, _ in agent.look()] == ["checkpoint_failed", "checkpoint_recovered"]
 
 
 def test_an_incident_may_outlast_a_round(tmp_path):
     """Until it is over, or another node has the first rank: nobody here hears of its end."""
     agent = Agent(tmp_path)
     agent.round().not_saved(40, "why")
-    assert [kind for kind, _ in agent.look()] == ["not saved"]
+    assert [kind for kind, _ in agent.look()] == ["checkpoint_failed"]
     worker = agent.round()
     worker.not_saved(60, "why")
     assert agent.look() == []
     worker.stored(80)
-    assert agent.look() == [("saved again", {"step": 80})]
+    assert agent.look() == [("checkpoint_recovered", {"step": 80})]
     worker.not_saved(100, "why")
     assert len(agent.look()) == 1
     agent.round_of_others()

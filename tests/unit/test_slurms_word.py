@@ -25,7 +25,7 @@ def test_slurms_word_drops_an_agent_that_has_joined():
     m.join(B, 0.0)
     asked = m.slurm_says(running(A, s1="CANCELLED"), 0.5, 0.6)
     assert decisions(asked) == [StartRound(1, (A,), 0)]
-    assert [n.fields["task"] for n in notes(asked, "gone")] == [B.task]
+    assert [n.fields["task"] for n in notes(asked, "node_lost")] == [B.task]
 
 
 def test_slurms_word_drops_a_member_that_trains():

@@ -21,8 +21,8 @@ def shrank(what: str, *hosts: str, at: float = 101.0, cost: Cost | None = None) 
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        ("preempt", "preempted"), ("kill-node", "lost"), ("kill-node", "leader lost"),
-        ("cut", "lost"), ("kill-leader", "leader lost"), ("kill-worker", "worker failed"),
+        ("preempt", "preempted"), ("kill-node", "node_lost"), ("kill-node", "leader_lost"),
+        ("cut", "node_lost"), ("kill-leader", "leader_lost"), ("kill-worker", "worker_failed"),
         ("cancel", "cancelled"), ("drain", "asked"),
     ],
 )  # fmt: skip
@@ -32,7 +32,7 @@ def test_a_fault_is_told_by_its_cause_and_its_host(kind, what):
     right = shrank(what, "node2")
     assert tell(fault, [fault], [right]).episodes == (right,)
     others = [
-        shrank("time limit", "node2"), shrank(what, "node3"), shrank(what, "node2", at=90.0),
+        shrank("time_limit", "node2"), shrank(what, "node3"), shrank(what, "node2", at=90.0),
         shrank(what, "node2", at=130.0),
     ]  # fmt: skip
     told = tell(fault, [fault], others)
@@ -55,7 +55,7 @@ def test_of_some_faults_nothing_has_to_be_told():
 
 @pytest.mark.parametrize(
     ("kind", "aside", "hosts"),
-    [("kill-spare", "spare lost", ["node2"]), ("full-disk", "not saved", [])],
+    [("kill-spare", "warm_worker_died", ["node2"]), ("full-disk", "checkpoint_failed", [])],
 )
 def test_a_fault_that_changes_no_group_has_an_episode_of_its_own(kind, aside, hosts):
     """Of that node, and while it lasts."""
@@ -63,7 +63,7 @@ def test_a_fault_that_changes_no_group_has_an_episode_of_its_own(kind, aside, ho
     facts = {"host": hosts[0]} if hosts else {}
     right = TimelineEntry(aside, 101.0, facts=facts)
     assert tell(fault, [fault], [right]).episodes == (right,)
-    others = [TimelineEntry(aside, 90.0, facts=facts), shrank("lost", "node3")]
+    others = [TimelineEntry(aside, 90.0, facts=facts), shrank("node_lost", "node3")]
     if hosts:
         others.append(TimelineEntry(aside, 101.0, facts={"host": "node3"}))
     told = tell(fault, [fault], others)
@@ -73,7 +73,7 @@ def test_a_fault_that_changes_no_group_has_an_episode_of_its_own(kind, aside, ho
 def test_what_came_on_the_heels_of_another_may_be_told_with_it():
     """The group was stopped once, for one of them; but it was stopped."""
     node, worker = thrown("kill-node", "node1"), thrown("kill-worker", "node2", number=2, volley=1)
-    story = [shrank("lost", "node1")]
+    story = [shrank("node_lost", "node1")]
     assert tell(node, [node, worker], story).finding is Finding.TOLD
     assert tell(worker, [node, worker], story).finding is Finding.SHARED
     assert tell(worker, [node, worker], []).finding is Finding.MISSING
@@ -84,7 +84,7 @@ def test_what_came_on_the_heels_of_another_may_be_told_with_it():
 def test_a_worker_that_was_stopped_is_told_as_a_hang():
     """The verdict is part of the story."""
     fault = thrown("freeze-worker", "node2")
-    failed = shrank("worker failed", "node2")
+    failed = shrank("worker_failed", "node2")
     hang = TimelineEntry("hang", 101.0, facts={"ranks": [{"rank": 1, "host": "node2"}]})
     assert "'hang'" in tell(fault, [fault], [failed]).problem
     assert tell(fault, [fault], [hang, failed]).finding is Finding.TOLD
@@ -95,6 +95,6 @@ def test_a_damaged_checkpoint_is_not_gone_on_from():
     fault = thrown("damage", "node2", damaged_step=40)
     for step, finding in ((40, Finding.MISSING), (20, Finding.TOLD), (60, Finding.TOLD)):
         cost = Cost(reached_step=70, resumed_step=step, lost_steps=70 - step, pause_s=1.0)
-        told = tell(fault, [fault], [shrank("worker failed", "node2", cost=cost)])
+        told = tell(fault, [fault], [shrank("worker_failed", "node2", cost=cost)])
         assert told.finding is finding
     assert (told.lost_steps, told.pause_s) == (10, 1.0)

@@ -60,7 +60,7 @@ def training(run: RunDir, now: float, step: int = 400) -> None:
     formed = {"number": 3, "record": 3, "epoch": 1, "nodes": 1, "world_size": 4, "restarts": 1}
     log.write("round", members=[member], **formed, time=at + 2)
     log.write(
-        "trains", attempt=1, round=3, step=step - 120, restored=None, restore_s=0, time=at + 10
+        "first_step", attempt=1, round=3, step=step - 120, restored=None, restore_s=0, time=at + 10
     )
     group = {"phase": "training", "round": 3, "epoch": 1, "nodes": 1, "world_size": 4}
     told = {**group, "total_steps": 1000, "loss": 0.25, "blocked_s": 0.0, "checkpoint": 390}

@@ -73,7 +73,9 @@ def test_a_story_that_is_cut_short_is_told_as_far_as_it_goes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("without", ["trains", "stopped", "task", "leader", "stop", "left"])
+@pytest.mark.parametrize(
+    "without", ["first_step", "workers_stopped", "task", "leader", "round_stopped", "task_exited"]
+)
 def test_a_kind_that_is_missing_costs_detail_only(name, without):
     """A node's file may be lost; an older version did not write all kinds."""
     found = episodes(e for e in recorded(name) if e["kind"] != without)
@@ -104,18 +106,19 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="preempted",
         ),
         pytest.param(
-            [notice(10.0, 1), notice(10.1, 1, host="node1"), left(14.0, 1), stop(14.1, 1, "gone"),
-             stopped(14.2, 0, 1, 27), group(14.9, 2, 0), trains(16.2, 0, 2, 20)],
+            [notice(10.0, 1), notice(10.1, 1, host="node1"), left(14.0, 1),
+             stop(14.1, 1, "node_lost"), stopped(14.2, 0, 1, 27), group(14.9, 2, 0),
+             trains(16.2, 0, 2, 20)],
             f"{PREEMPTED}; group 2 -> 1 node; lost 7 steps (from 27 back to 20), "
             "trained again after 2 s",
             id="preempted, and not saved in time",
         ),
         pytest.param(
-            [notice(10.0, 1, "time limit", given_s=4.36543), left(11.0, 1, reason="time limit"),
+            [notice(10.0, 1, "time_limit", given_s=4.36543), left(11.0, 1, reason="time_limit"),
              stop(10.9, 1, "regroup", 20), group(12.0, 2, 0)],
             "node1 left because of its time limit, 4.4 s before it; all ranks saved step 20; "
             "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
-            id="time limit",
+            id="time_limit",
         ),
         pytest.param(
             [notice(10.0, 1, "asked"), stop(10.9, 1, "regroup", 20), left(11.0, 1, reason="asked"),
@@ -162,28 +165,28 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="SIGTERM, and nobody knows why",
         ),
         pytest.param(
-            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0)],
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0)],
             "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
             "formed anew after 2 s",
             id="silent",
         ),
         pytest.param(
-            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0),
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0),
              notice(20.0, 1), gone(20.1, 1, "its node is to be left: signal"), left(21.0, 1)],
             "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
             "formed anew after 2 s",
             id="silent, and told to end when it could be reached again",
         ),
         pytest.param(
-            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(12.0, 2, 0, 1),
-             gone(30.0, 1, "its connection closed"), stop(30.0, 2, "gone"), group(31.0, 3, 0)],
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0, 1),
+             gone(30.0, 1, "its connection closed"), stop(30.0, 2, "node_lost"), group(31.0, 3, 0)],
             "node1 was lost (its agent or its node died); group 2 -> 1 node; "
             "formed anew after 1 s",
             id="lost, after it was silent for a while",
         ),
         pytest.param(
             [gone(4.0, 1, "its connection closed"), group(5.0, 2, 0, 1), notice(10.0, 1),
-             left(14.0, 1), stop(14.1, 2, "gone"), group(15.0, 3, 0)],
+             left(14.0, 1), stop(14.1, 2, "node_lost"), group(15.0, 3, 0)],
             "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed anew after 0.9 s",
             id="preempted, after it was out of reach for a while",
         ),
@@ -209,7 +212,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="the leader was out of reach",
         ),
         pytest.param(
-            [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), stopped(10.2, 1, 1, 27),
+            [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), stopped(10.2, 1, 1, 27),
              event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2),
              notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
             "node0, the leader, was lost (it did not answer any more), node1 leads now; "
@@ -225,8 +228,8 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="a worker failed",
         ),
         pytest.param(
-            [stop(10.0, 1, "anew"), group(11.0, 2, 0, 1)],
-            "because of anew; group still 2 nodes; formed anew after 1 s",
+            [stop(10.0, 1, "agent_restarted"), group(11.0, 2, 0, 1)],
+            "because of agent_restarted; group still 2 nodes; formed anew after 1 s",
             id="an agent joined anew",
         ),
         pytest.param(
@@ -243,14 +246,15 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="one left and came back before the next round",
         ),
         pytest.param(
-            [event(10.0, "gave up", 1, why="no route to the leader"), gone(10.1, 1, "its agent"),
-             stop(10.1, 1, "gone"), group(11.0, 2, 0)],
+            [event(10.0, "agent_failed", 1, why="no route to the leader"),
+             gone(10.1, 1, "its agent"), stop(10.1, 1, "node_lost"), group(11.0, 2, 0)],
             "the agent of node1 gave up (no route to the leader); group 2 -> 1 node; "
             "formed anew after 0.9 s",
             id="gave up",
         ),
         pytest.param(
-            [event(10.0, "taken", 1, signal="SIGINT"), stop(10.1, 1, "gone"), group(11.0, 2, 0)],
+            [event(10.0, "agent_killed", 1, signal="SIGINT"), stop(10.1, 1, "node_lost"),
+             group(11.0, 2, 0)],
             "the agent of node1 was ended by SIGINT; group 2 -> 1 node; formed anew after 0.9 s",
             id="ended by hand",
         ),
@@ -268,45 +272,45 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="all are preempted",
         ),
         pytest.param(
-            [event(10.0, "growth", waiting=["7_2"], admit="not now", why="max nodes"), ],
+            [event(10.0, "scale_up_decision", waiting=["7_2"], admit="not now", why="max nodes"), ],
             "7_2 waits, and is not taken in: max nodes",
             id="parked",
         ),
         pytest.param(
-            [event(10.0, "given back", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
+            [event(10.0, "nodes_requeued", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
             "too few nodes for too long: all go back to the queue for 5 min, not to block "
             "others (node0)",
             id="disbanded",
         ),
         pytest.param(
-            [event(10.0, "given back", nodes=1, hosts=["node2"], all=False, delay_s=30.0)],
+            [event(10.0, "nodes_requeued", nodes=1, hosts=["node2"], all=False, delay_s=30.0)],
             "node2 can not be used now: back to the queue for 30 s",
             id="sent away",
         ),
         pytest.param(
-            [event(10.0, "strike", host="node1", strikes=1, why="CUDA error")],
+            [event(10.0, "host_failure", host="node1", strikes=1, why="CUDA error")],
             "node1 is suspected (1 of 2 strikes): CUDA error",
             id="a strike",
         ),
         pytest.param(
-            [event(10.0, "strike", host="node1", strikes=2, why="CUDA error"),
+            [event(10.0, "host_failure", host="node1", strikes=2, why="CUDA error"),
              event(10.0, "excluded", host="node1", why="CUDA error", hosts_left=3)],
             "node1 is not used any more: CUDA error; 3 other hosts left",
             id="excluded",
         ),
         pytest.param(
-            [event(10.0, "crash loop", attempts=3, checkpoint=None)],
+            [event(10.0, "crash_loop", attempts=3, checkpoint=None)],
             "the workers failed 3 times in a row without any checkpoint: no further try",
             id="crash loop",
         ),
         pytest.param(
-            [event(10.0, "brought back", tasks=["7_1"])],
+            [event(10.0, "tasks_restarted", tasks=["7_1"])],
             "task 7_1, last on node1, may start again as soon as a node is free "
             "(the leader asked for it)",
             id="brought back",
         ),
         pytest.param(
-            [event(10.0, "brought back", tasks=["7_1"], avoids=["node1"])],
+            [event(10.0, "tasks_restarted", tasks=["7_1"], avoids=["node1"])],
             "task 7_1, last on node1, may start again as soon as a node is free, but on node1 only "
             "once that is rid of it (the leader asked for it)",
             id="brought back, its end unseen",
@@ -335,18 +339,19 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             id="a node that is not fit",
         ),
         pytest.param(
-            [event(10.0, "spare lost", 1, host="node1", why="SIGKILL")],
+            [event(10.0, "warm_worker_died", 1, host="node1", why="SIGKILL")],
             "the spare process of node1 ended by itself (SIGKILL): the next restart takes longer "
             "there",
             id="a spare",
         ),
         pytest.param(
-            [event(10.0, "not saved", step=20, why="step 20 was not written: the disk is full")],
+            [event(10.0, "checkpoint_failed", step=20,
+                   why="step 20 was not written: the disk is full")],
             "step 20 was not written: the disk is full; the training goes on",
             id="a checkpoint that can not be written",
         ),
         pytest.param(
-            [event(10.0, "saved again", step=40)],
+            [event(10.0, "checkpoint_recovered", step=40)],
             "checkpoints are written again, from step 40 on",
             id="checkpoints again",
         ),
@@ -394,7 +399,7 @@ def test_a_leader_that_stood_still_takes_nobody_for_lost():
 
 def test_how_long_a_node_was_away_counts_from_its_group():
     """Attempts of its task that came to nothing in between, or ended late, do not matter."""
-    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"), group(11.0, 2, 0)]
+    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(11.0, 2, 0)]
     late = [notice(60.0, 1), left(61.0, 1), node(70.0, 1, 1), notice(100.0, 1), left(101.0, 1)]
     again = [node(181.0, 1, 2), stop(182.0, 2, "regroup", 30), group(183.0, 3, 0, 21)]
     told = [sentence(e) for e in episodes([*TWO, *lost, *late, *again])]
@@ -423,7 +428,7 @@ def test_a_node_comes_back_and_not_a_task(task, attempt, host, told):
 def test_two_that_fall_silent_together_are_told_together():
     """Of a group of three, the leader is left."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]
-    lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "gone")]
+    lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "node_lost")]
     assert sentence(episodes([*three, *lost, group(12.0, 2, 0)])[-1]) == (
         "node1 and node2 were lost (nothing was heard of them any more); group 3 -> 1 node; "
         "formed anew after 2 s"
@@ -432,9 +437,9 @@ def test_two_that_fall_silent_together_are_told_together():
 
 def test_one_that_is_excluded_for_its_silence_was_lost():
     """It is given back when it can be reached again; that is not why it left."""
-    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"),
+    lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
-            group(12.0, 2, 0), event(20.0, "given back", 1, delay_s=400.0)]  # fmt: skip
+            group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
     assert [sentence(episode) for episode in episodes([*TWO, *lost])[-2:]] == [
         "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
         "formed anew after 2 s",
@@ -444,7 +449,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
 
 def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
     """It joins again in the same attempt, and nobody has left."""
-    back = [gone(10.0, 1, "silent"), stop(10.0, 1, "gone"),
+    back = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
     assert sentence(episodes([*TWO, *back])[-1]) == (
         "node1 was out of reach for a while; group still 2 nodes; formed anew after 5 s"
@@ -461,7 +466,7 @@ def replicas(*events: dict) -> list[str]:
 
 def test_replicas_live_on_when_one_is_preempted():
     """Nobody is stopped, and no step is lost."""
-    departed = event(11.0, "departed", 1, host="node1", nodes=2)
+    departed = event(11.0, "replica_left", 1, host="node1", nodes=2)
     assert replicas(notice(10.0, 1), departed, left(11.2, 1)) == [
         f"{PREEMPTED}; 3 -> 2 replicas; the others train on; lost 0 steps"
     ]
@@ -470,7 +475,7 @@ def test_replicas_live_on_when_one_is_preempted():
 def test_the_replica_that_led_may_die():
     """The next leader notes that, for the dead one can not."""
     events = [event(10.0, "leader", 1, epoch=2),
-              event(10.0, "departed", 0, host="node0", nodes=2)]  # fmt: skip
+              event(10.0, "replica_left", 0, host="node0", nodes=2)]  # fmt: skip
     assert replicas(*events) == [
         "node0, the leader, was lost (it did not answer any more), node1 leads now; "
         "3 -> 2 replicas; the others train on"
@@ -489,8 +494,8 @@ def test_replicas_that_are_lost_for_different_reasons_are_told_apart():
     told = replicas(
         notice(10.0, 1),
         gone(10.2, 2, "its connection closed"),
-        event(10.3, "departed", 2, host="node2", nodes=2),
-        event(11.0, "departed", 1, host="node1", nodes=1),
+        event(10.3, "replica_left", 2, host="node2", nodes=2),
+        event(11.0, "replica_left", 1, host="node1", nodes=1),
         left(11.2, 1),
     )
     assert told == [
@@ -503,7 +508,7 @@ def test_a_replica_comes_back_and_another_starts_again():
     """The one was preempted, the other's worker has failed."""
     told = replicas(
         notice(10.0, 1),
-        event(11.0, "departed", 1, host="node1", nodes=2),
+        event(11.0, "replica_left", 1, host="node1", nodes=2),
         left(11.0, 1),
         node(21.0, 1, 1),
         group(22.0, 2, 0, 2, 11, placed=["7_1"]),
@@ -521,8 +526,8 @@ def test_a_replica_comes_back_and_another_starts_again():
 def test_the_date_stands_where_the_day_changes():
     """Times are local."""
     day = 86400.0
-    found = episodes([node(day + 7200, 0), event(2 * day + 60, "brought back", tasks=["7_1"]),
-                      event(2 * day + 90, "brought back", tasks=["7_2"])])  # fmt: skip
+    found = episodes([node(day + 7200, 0), event(2 * day + 60, "tasks_restarted", tasks=["7_1"]),
+                      event(2 * day + 90, "tasks_restarted", tasks=["7_2"])])  # fmt: skip
     told = [line[:11] for line in lines(found)]
     assert told == ["1970-01-02:", "02:00:00 th", "1970-01-03:", "00:01:00 ta", "00:01:30 ta"]
 
@@ -535,8 +540,8 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
 
     let_go_on = {**event(20.0, "resume", user="ada", host="n", generation=1, nodes="1"),
                  "task": "command"}  # fmt: skip
-    first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0), event(9.5, "gone", 1, host="node1",
-             why="its connection closed")]  # fmt: skip
+    first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0),
+             event(9.5, "node_lost", 1, host="node1", why="its connection closed")]  # fmt: skip
     again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
     told = [sentence(e) for e in episodes([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]

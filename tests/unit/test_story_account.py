@@ -32,7 +32,9 @@ def closed(time: float, number: int, *members: tuple[str, int]) -> dict:
 def trains(time: float, round_: int, step: int, name: str = A, attempt: int = 0, **more) -> dict:
     """The first step of a node's workers."""
     known = {"restored": step - 1 or None, "restore_s": 0.0, "start_s": 1.0, "counted": False}
-    return told(time, "trains", name, attempt=attempt, round=round_, step=step, **{**known, **more})
+    return told(
+        time, "first_step", name, attempt=attempt, round=round_, step=step, **{**known, **more}
+    )
 
 
 def point(time: float, round_: int, step: int | None, blocked_s: float = 0.0, **more) -> Point:
@@ -92,7 +94,8 @@ def test_a_round_counts_its_checkpoints_from_nothing():
     """What is left of the round before in a leader's first look is no checkpoint."""
     points = [point(20, 1, 11, 3.0), point(32, 2, None, 3.0), point(42, 2, 12, 0.5)]
     events = [
-        *ALONE, told(30, "stop"), told(31, "joined"), closed(31, 2, (A, 0)), trains(35, 2, 12),
+        *ALONE, told(30, "round_stopped"), told(31, "joined"), closed(31, 2, (A, 0)),
+        trains(35, 2, 12),
     ]  # fmt: skip
     assert "checkpoint" not in spent(account(events, points, now=50, running={A}))
 
@@ -107,14 +110,14 @@ def test_steps_that_died_with_a_node_are_replayed_by_those_who_stay():
     """B dies at step 91; A goes on from the checkpoint of step 50, at a step a second."""
     points = [point(99, 1, 90), point(100, 1, 91), point(120, 2, 61), point(160, 2, 101)]
     events = [
-        *TWO, told(100, "gone", B, why="its connection closed"), told(100, "stop"),
+        *TWO, told(100, "node_lost", B, why="its connection closed"), told(100, "round_stopped"),
         told(101, "joined"), closed(102, 2, (A, 0)),
         trains(110, 2, 51, restored=50, restore_s=2.0), told(200, "end", status="succeeded"),
     ]  # fmt: skip
     found = account(events, points, now=200)
     check(found)
     a, b = found.nodes
-    assert (b.end, b.ended_by) == (100, "gone")
+    assert (b.end, b.ended_by) == (100, "node_lost")
     kinds = [(i.kind, i.begin, i.end) for i in a.intervals if i.begin >= 100]
     assert kinds == [
         ("rendezvous", 100, 102), ("import", 102, 108), ("restore", 108, 110),
@@ -129,7 +132,7 @@ def test_steps_that_died_with_a_node_are_replayed_by_those_who_stay():
 def test_a_replay_that_has_not_caught_up_yet():
     """All that was trained since is a replay."""
     points = [point(100, 1, 91), point(130, 2, 71)]
-    events = [*ALONE, told(100, "stop"), closed(102, 2, (A, 0)), trains(110, 2, 51)]
+    events = [*ALONE, told(100, "round_stopped"), closed(102, 2, (A, 0)), trains(110, 2, 51)]
     assert spent(account(events, points, now=130, running={A}))["replayed"] == 20
 
 
@@ -138,8 +141,8 @@ def test_steps_that_only_count_from_a_workers_start_are_no_replay():
     points = [point(100, 1, 91), point(130, 2, 20)]
     counted = {"restored": None, "counted": True}
     events = [
-        *ALONE[:-1], trains(10, 1, 1, **counted), told(100, "stop"), closed(102, 2, (A, 0)),
-        trains(110, 2, 1, **counted),
+        *ALONE[:-1], trains(10, 1, 1, **counted), told(100, "round_stopped"),
+        closed(102, 2, (A, 0)), trains(110, 2, 1, **counted),
     ]  # fmt: skip
     assert "replayed" not in spent(account(events, points, now=130, running={A}))
 
@@ -148,13 +151,13 @@ def test_a_new_leader_ends_the_round_before():
     """A led and dies; B claims the next epoch, and goes on alone."""
     points = [point(100, 1, 91), point(120, 2, 97)]
     events = [
-        *TWO, told(104, "leader", B, epoch=2), told(105, "joined", B), told(106, "gone", A),
+        *TWO, told(104, "leader", B, epoch=2), told(105, "joined", B), told(106, "node_lost", A),
         closed(106, 2, (B, 0)), trains(112, 2, 92, B),
     ]  # fmt: skip
     found = account(events, points, now=120, running={B})
     check(found)
     a, b = found.nodes
-    assert (a.end, a.ended_by, b.ended_by) == (106, "gone", None)
+    assert (a.end, a.ended_by, b.ended_by) == (106, "node_lost", None)
     assert [(i.kind, i.length_s) for i in b.intervals][-3:] == [
         ("rendezvous", 2), ("import", 6), ("useful", 8),
     ]  # fmt: skip
@@ -163,8 +166,8 @@ def test_a_new_leader_ends_the_round_before():
 def test_a_requeue_is_two_attempts_and_a_wait():
     """The time in the queue is nobody's; the second attempt begins from its own process on."""
     events = [
-        *ALONE, told(60, "notice"), told(61, "stop"),
-        told(62, "left", reason="signal", how="requeued", means="preempted"),
+        *ALONE, told(60, "preemption_notice"), told(61, "round_stopped"),
+        told(62, "task_exited", reason="signal", how="requeued", means="preempted"),
         task(90, attempt=1), told(93, "joined"), closed(94, 2, (A, 1)),
         trains(96, 2, 52, attempt=1),
     ]  # fmt: skip
@@ -184,7 +187,7 @@ def test_a_requeue_is_two_attempts_and_a_wait():
 def test_a_node_that_waits_beside_a_group_that_trains_is_idle():
     """Late nodes are taken in at the next checkpoint; until the group has formed anew they wait."""
     events = [
-        *ALONE, task(20, B), told(25, "joined", B), told(40, "stop"), told(41, "joined"),
+        *ALONE, task(20, B), told(25, "joined", B), told(40, "round_stopped"), told(41, "joined"),
         closed(42, 2, (A, 0), (B, 0)), trains(45, 2, 41), trains(46, 2, 41, B),
     ]  # fmt: skip
     found = account(events, [point(40, 1, 40), point(50, 2, 45)], now=50, running={A, B})
@@ -235,7 +238,7 @@ def test_a_run_that_is_let_go_on_counts_on():
 
 def test_a_node_that_comes_back_after_it_was_given_up_is_the_same_attempt():
     """It was cut off for a while."""
-    events = [*TWO, told(50, "gone", B), told(50, "stop"), told(55, "joined", B)]
+    events = [*TWO, told(50, "node_lost", B), told(50, "round_stopped"), told(55, "joined", B)]
     found = account(events, [], now=60, running={A, B})
     assert [n.end for n in found.nodes] == [60, 60]
 
@@ -244,7 +247,7 @@ def test_replicas_train_on_while_others_come():
     """With ft=true a round that only takes one in disturbs nobody."""
     events = [
         *ALONE, task(20, B), told(25, "joined", B), closed(26, 2, (A, 0), (B, 0)),
-        trains(30, 2, 21, B), told(40, "gone", B), closed(40, 3, (A, 0)),
+        trains(30, 2, 21, B), told(40, "node_lost", B), closed(40, 3, (A, 0)),
     ]  # fmt: skip
     points = [point(20, 1, 11), point(35, 2, 26), point(50, 3, 41)]
     found = account(events, points, now=50, running={A}, ft=True)
@@ -260,10 +263,10 @@ def test_replicas_train_on_while_others_come():
 def test_a_group_of_replicas_is_smaller_as_soon_as_one_has_left():
     """There is no new round before one comes."""
     both = closed(26, 2, (A, 0), (B, 0)) | {"world_size": 4}
-    events = [*ALONE, task(20, B), told(25, "joined", B), both, told(40, "left", B)]
+    events = [*ALONE, task(20, B), told(25, "joined", B), both, told(40, "task_exited", B)]
     found = account(events, [point(35, 2, 26)], now=50, running={A}, ft=True)
     assert [(s.time, s.nodes, s.world_size) for s in found.sizes[1:]] == [(26, 2, 4), (40, 1, 2)]
-    events += [told(45, "left", A)]
+    events += [told(45, "task_exited", A)]
     found = account(events, [point(35, 2, 26)], now=50, running=set(), ft=True)
     assert [(s.time, s.nodes) for s in found.sizes[2:]] == [(40, 1), (45, 0)]
 

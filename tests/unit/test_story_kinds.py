@@ -1,6 +1,7 @@
 """The registry of the kinds of events: whether it is right, and its page fresh."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -18,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 from generate import attributes, events_page
 
 ROOT = Path(__file__).parents[2]
-_WRITERS = ("Note", "note", "write", "line")
+_WRITERS = ("Note", "note", "write", "write_behind")
 
 
 def test_the_page_is_fresh():
@@ -33,7 +34,7 @@ def written(path: Path) -> Iterator[str]:
             continue
         names = {getattr(node.func, "attr", ""), getattr(node.func, "id", "")}
         first = node.args[0] if node.args else None
-        if names & {"partial"} and isinstance(first, ast.Attribute) and first.attr == "write":
+        if names & {"partial"} and isinstance(first, ast.Attribute) and first.attr in _WRITERS:
             first = node.args[1]
         elif not names & set(_WRITERS):
             continue
@@ -46,7 +47,7 @@ def test_all_kinds_that_are_written_are_described():
     folders = [ROOT / "hpc_elastic" / name for name in ("agent", "rendezvous")]
     files = [path for folder in folders for path in folder.glob("*.py")]
     found = {kind for path in files for kind in written(path)}
-    assert {"task", "stopped", "round", "gone", "restart"} <= found
+    assert {"task", "workers_stopped", "round", "node_lost", "restart"} <= found
     assert found <= set(KINDS)
 
 
@@ -54,6 +55,7 @@ def test_all_kinds_that_are_written_are_described():
 def test_a_kind_is_described_in_sentences(name):
     """The page is made of them."""
     kind = KINDS[name]
+    assert re.fullmatch("[a-z]+(_[a-z]+)*", name)
     assert kind.meaning.endswith(".") and not kind.when.endswith(".")
     names = [field.name for field in (*event_schema.COMMON, *kind.fields)]
     assert len(names) == len(set(names))
@@ -70,9 +72,9 @@ def test_a_kind_is_described_in_sentences(name):
         ({**event(1.0, "leader", epoch=1), "v": 2}, "leader: v is 2, not 1"),
         ({"time": 1.0, "kind": "leader", "task": "7", "epoch": 1}, "leader: v is missing"),
         ({**event(1.0, "leader", epoch=1), "time": "1"}, "time is '1', which is no number"),
-        (event(1.0, "released", tasks=[1]), "tasks is [1], which is no texts"),
+        (event(1.0, "members_released", tasks=[1]), "tasks is [1], which is no texts"),
         ({**group(1.0, 1, 0), "members": [{}]}, "members is [{}], which is no members"),
-        (event(1.0, "given back", delay_s=1, all=1), "all is 1, which is no flag"),
+        (event(1.0, "nodes_requeued", delay_s=1, all=1), "all is 1, which is no flag"),
     ],
 )
 def test_what_is_wrong_with_an_event_is_said(wrong, said):

@@ -53,7 +53,7 @@ def test_a_node_that_is_sent_back_requeues_itself(tmp_path, monkeypatch):
     assert (task, delay_s, fields) == ("7_1", 30.04, {"attempt": 2, "run": "its run"})
     assert code == TAKEN
     (event,) = read_events(tmp_path)
-    assert (event["kind"], event["delay_s"]) == ("given back", 30.0)
+    assert (event["kind"], event["delay_s"]) == ("nodes_requeued", 30.0)
 
 
 def test_a_node_that_can_not_be_requeued_ends_its_task(tmp_path, monkeypatch, caplog):
@@ -85,7 +85,11 @@ def test_a_node_that_is_left_goes_as_its_scheduler_says(tmp_path, monkeypatch, l
     task = SimpleNamespace(name="7_1", attempt=2, run="its run", spec=spec, slurm=slurm)
     assert module._go(task, EventLog(tmp_path / "7_1.jsonl", "7_1"), Reason.TIME_LIMIT) == TAKEN
     (event,) = read_events(tmp_path)
-    assert (event["kind"], event["reason"], event["how"]) == ("left", "time limit", "requeue")
+    assert (event["kind"], event["reason"], event["how"]) == (
+        "task_exited",
+        "time_limit",
+        "requeue",
+    )
     expected = {"attempt": 2, "reason": Reason.TIME_LIMIT, "run": "its run"}
     for _, fields in given:
         assert fields.pop("note") is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_WENT_SILENT = frozenset({"lost", "leader lost", "leader changed", "out of reach"})
-_FAILED = frozenset({"worker failed"})
+_WENT_SILENT = frozenset({"node_lost", "leader_lost", "leader_changed", "unreachable"})
+_FAILED = frozenset({"worker_failed"})
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _ALL = (
     ),
     Kind(
         "kill-node", "power cut on {hosts}, which is started again later",
-        frozenset({"lost", "leader lost"}), lasts_s=(1.0, 20.0), takes_s=35.0, pairs=True,
+        frozenset({"node_lost", "leader_lost"}), lasts_s=(1.0, 20.0), takes_s=35.0, pairs=True,
     ),
     Kind(
         "cut", "network cable of {hosts} pulled, and put back later",
@@ -89,14 +89,14 @@ _ALL = (
     Kind("kill-worker", "the worker of {hosts} killed", _FAILED, pairs=True),
     Kind("early-exit", "the worker of {hosts} ends early with exit code 0", _FAILED),
     Kind(
-        "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"lost"}),
+        "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"node_lost"}),
         takes_s=30.0,
     ),
     Kind(
-        "kill-leader", "the leader's agent, on {hosts}, killed", frozenset({"leader lost"}),
+        "kill-leader", "the leader's agent, on {hosts}, killed", frozenset({"leader_lost"}),
         takes_s=35.0,
     ),
-    Kind("kill-spare", "the spare of {hosts} killed", aside="spare lost", takes_s=8.0),
+    Kind("kill-spare", "the spare of {hosts} killed", aside="warm_worker_died", takes_s=8.0),
     Kind(
         "cancel", "the task of {hosts} cancelled", frozenset({"cancelled", "signalled"}),
         takes_s=20.0, costs_task=True,
@@ -111,7 +111,7 @@ _ALL = (
     ),
     Kind(
         "read-only", "all files of {hosts} read-only for a while, its task requeued by hand",
-        aside="start failed", lasts_s=(4.0, 8.0), takes_s=45.0, costs_node=True,
+        aside="start_failed", lasts_s=(4.0, 8.0), takes_s=45.0, costs_node=True,
     ),
     Kind(
         "notice", "{hosts} asked to leave by a notice file", frozenset({"asked"}), takes_s=30.0,
@@ -131,8 +131,8 @@ _ALL = (
         stops_slurm=True,
     ),
     Kind(
-        "full-disk", "the disk of the run directory full", aside="not saved", told_late=True,
-        lasts_s=(4.0, 10.0), takes_s=20.0,
+        "full-disk", "the disk of the run directory full", aside="checkpoint_failed",
+        told_late=True, lasts_s=(4.0, 10.0), takes_s=20.0,
     ),
     Kind("damage", "the newest checkpoint damaged, then the worker of {hosts} killed", _FAILED),
 )  # fmt: skip

@@ -107,7 +107,9 @@ class Watch:
             return False
         last = run.rounds[-1]
         number, members = int(last["number"]), run.members(last)
-        stops = [e for e in run.of("stop", after=float(last["time"])) if e["round"] == number]
+        stops = [
+            e for e in run.of("round_stopped", after=float(last["time"])) if e["round"] == number
+        ]
         if stops or len(members) < self.num_usable:
             return False
         if not all(number in life.trains for life in members):

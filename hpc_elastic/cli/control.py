@@ -197,15 +197,15 @@ def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return told
 
 
-# ---- ``hpc-elastic clean``: remove old checkpoints of a run, and what aborted saves have left
+# ---- ``hpc-elastic prune``: remove old checkpoints of a run, and what aborted saves have left
 
 
-_CLEAN_EXAMPLES = """
+_PRUNE_EXAMPLES = """
 \b
 Examples:
-  hpc-elastic clean last --keep-last 1 --dry-run
-  hpc-elastic clean multirun/2030-01-31/12-00-00/3 --keep-last 2
-  hpc-elastic clean last --keep-last 1 --directory /scratch/me/checkpoints
+  hpc-elastic prune last --keep-last 1 --dry-run
+  hpc-elastic prune multirun/2030-01-31/12-00-00/3 --keep-last 2
+  hpc-elastic prune last --keep-last 1 --directory /scratch/me/checkpoints
 
 \b
 --json prints one object:
@@ -219,7 +219,7 @@ Examples:
 """
 
 
-@click.command(epilog=_CLEAN_EXAMPLES)
+@click.command(epilog=_PRUNE_EXAMPLES)
 @options.run
 @click.option(
     "--keep-last", type=click.IntRange(min=0), required=True, metavar="N",
@@ -232,7 +232,7 @@ Examples:
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would be removed, and do nothing.")
 @click.option("-y", "--yes", is_flag=True, help="With --keep-last 0: really remove all.")
 @options.as_json
-def clean_command(
+def prune_command(
     run: Path, keep_last: int, directory: Path | None, dry_run: bool, yes: bool, as_json: bool
 ) -> int:
     """Remove a run's checkpoints that are older than the newest N good ones.
@@ -246,11 +246,11 @@ def clean_command(
     The exit code is 1 if something could not be removed.
     """
     _require_meant(run, keep_last, yes=yes or dry_run)
-    cleaning, left = clean(run, directory, keep_last=keep_last, dry_run=dry_run)
+    cleaning, left = prune(run, directory, keep_last=keep_last, dry_run=dry_run)
     if as_json:
-        print(json.dumps(_clean_as_json(cleaning, left, dry_run=dry_run), indent=2))
+        print(json.dumps(_pruned_as_json(cleaning, left, dry_run=dry_run), indent=2))
     else:
-        _print_clean(cleaning, left, dry_run=dry_run)
+        _print_pruned(cleaning, left, dry_run=dry_run)
     return 1 if left else 0
 
 
@@ -263,7 +263,7 @@ def _require_meant(run: Path, keep_last: int, *, yes: bool) -> None:
         raise RunDirectoryError(f"{run} goes on, and restores its newest checkpoint: {remedy}")
 
 
-def clean(
+def prune(
     run: Path, directory: Path | None, *, keep_last: int, dry_run: bool
 ) -> tuple[Cleaning, list[Item]]:
     """Remove what may go.
@@ -319,7 +319,7 @@ def _goes_on(run: Path) -> bool:
         return True
 
 
-def _clean_as_json(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> dict[str, Any]:
+def _pruned_as_json(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> dict[str, Any]:
     return {
         "directory": str(cleaning.directory),
         "kept": cleaning.kept,
@@ -335,7 +335,7 @@ def _freed(cleaning: Cleaning, left: list[Item]) -> int:
     return sum(i.num_bytes for i in cleaning.going) - sum(i.num_bytes for i in left)
 
 
-def _print_clean(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> None:
+def _print_pruned(cleaning: Cleaning, left: list[Item], *, dry_run: bool) -> None:
     verb = "would remove" if dry_run else "removed"
     for item in cleaning.going:
         print(f"{verb} {item.folder.name} ({item.num_bytes / 1e6:,.1f} MB)")

@@ -34,32 +34,31 @@ Exit codes:
   0    it was done, and what was asked for holds
   1    it failed: standard error says why; so does, with --json, an object with
        the key error on standard output. Or what was asked for does not hold:
-         attach; status --watch; logs, events --follow
+         wait; status --watch; logs, events --follow
                   a run has not succeeded
          logs     there is nothing to show
          cancel   it was not confirmed, or tasks are left
          preempt, kill
                   the node is still there
-         clean    something could not be removed
+         prune    something could not be removed
          doctor   a check failed
          audit    a sample was left out or trained twice, or nobody can tell
          verify   a checkpoint is damaged
   2    the arguments are wrong: nothing was done
   130  it was interrupted; 0 of lighthouse, which is ended so
 
-submit and render hand on the exit code of a script that fails, and 128 and the number of a signal
-that ends it; standard output is empty then.
+If SCRIPT fails, submit returns its exit code, or 128 plus the number of the signal that ended it;
+standard output is empty then.
 """
 
 _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Submit": {
-        "submit": ("submit", "Submit the runs of a script, and return at once."),
-        "render": ("submit", "Print the batch script of a run, submit nothing."),
+        "submit": ("submit", "Submit the runs of a script, or print their batch script."),
     },
     "Look": {
         "status": ("status", "Show a run: group, tasks, step, pace, where its time went."),
         "list": ("list", "List your runs, the newest first."),
-        "attach": ("submit", "Wait for submitted runs and show their progress."),
+        "wait": ("submit", "Wait for submitted runs and show their progress."),
         "logs": ("logs", "Show the output of all workers, in order of time; follow it."),
         "events": ("events", "Tell what happened to a run, and why, in plain sentences."),
         "report": ("report", "Write a page on a run: nodes, training, faults and their cost."),
@@ -69,7 +68,7 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "preempt": ("nodes", "Take a node from a run with notice; it saves and comes back."),
         "kill": ("nodes", "Let a run lose a node without notice."),
         "resume": ("control", "Let a run that stopped go on from its last checkpoint."),
-        "clean": ("control", "Remove old checkpoints of a run."),
+        "prune": ("control", "Remove old checkpoints of a run."),
         "completion": ("main", "Print what completes commands and runs in your shell."),
     },
     "Prove": {
@@ -83,6 +82,8 @@ _SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """Name -> module of this package, which has `<name>_command`, and what ``--help`` says of it."""
+_RENAMED = {"attach": "wait", "clean": "prune", "render": "submit --dry-run"}
+"""Former name of a command -> its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,9 +176,11 @@ class _Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; of one that there is not, name the one that is spelt like it."""
+        """Return the command; the error for an unknown name suggests one."""
         name = args[0]
         if name[:1] != "-" and name not in self.list_commands(ctx) and not ctx.resilient_parsing:
+            if name in _RENAMED:
+                ctx.fail(f"{name} is now called {_RENAMED[name]}")
             ctx.fail(f"no such command: {name}{near_miss(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 

@@ -1,4 +1,4 @@
-"""``hpc-elastic submit``: submit what a script would submit, and return at once."""
+"""``hpc-elastic submit`` and ``wait``: submit the runs of a script, and wait for submitted runs."""
 
 from __future__ import annotations
 
@@ -37,51 +37,74 @@ Examples:
   hpc-elastic submit train.py launcher=slurm nodes=1:16 launcher.partition=gpu
   hpc-elastic submit train.py -m launcher=slurm lr=0.1,0.001
   hpc-elastic submit --json train.py launcher=local nodes=2
+  hpc-elastic submit --dry-run train.py launcher=slurm nodes=1:16
+  hpc-elastic submit --dry-run -o scripts train.py -m launcher=slurm launcher.partition=gpu,cpu
 
 \b
 --json prints one object for each submission, in a list:
   launcher   "slurm" or "local"
   sweep      the sweep directory
-  job_ids    of the arrays; made up with launcher=local
-  runs       [{"run_id", "run"}]: each run's id and directory
-  pid, log   launcher=local: the process that goes on, and its output
+  job_ids    of the arrays; with launcher=local they are made up
+  runs       [{"run_id", "run"}]: id and directory of each run
+  pid, log   launcher=local: the process that runs the launcher, and its output
+
+\b
+--dry-run --json prints one object for each batch script, in a list:
+  script     its path; sbatch takes it
+  sweep      the sweep directory
+  tasks      number of tasks that it submits
+  runs       [{"run_id", "run"}]: id and directory of each run that it starts
 """
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _END_S = 10.0
 
 
 @click.command(epilog=_SUBMIT_EXAMPLES, context_settings={"ignore_unknown_options": True})
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="With --dry-run: write the batch scripts to this directory.",
+)  # fmt: skip
 @options.as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
-def submit_command(as_json: bool, script: str, overrides: tuple[str, ...]) -> int:
+def submit_command(
+    dry_run: bool, output: Path | None, as_json: bool, script: str, overrides: tuple[str, ...]
+) -> int:
     """Submit the runs that `python SCRIPT OVERRIDE...` would run, and return at once.
 
-    Prints for each run its id, its directory, and how to watch and end it. All that follows SCRIPT
-    is handed to it: put options of this command before.
+    Prints the id and the directory of each run, and the commands that watch and end it. Everything
+    that follows SCRIPT is passed to the script: give options of this command before SCRIPT.
 
-    With launcher=slurm the runs are in Slurm then. With launcher=local a launcher goes on behind
-    the terminal, as a session of its own; its output is in the sweep directory, and the runs end
-    with it, or with this machine.
+    With launcher=slurm the runs are Slurm jobs. With launcher=local a launcher runs in a session of
+    its own, without the terminal. Its output is in the sweep directory, and the runs end with it,
+    or with this machine.
 
-    What the script prints goes to standard error. If it fails, its exit code is this command's.
+    With --dry-run nothing is submitted. The run directories are written, and the batch script is
+    printed: `sbatch` can submit it by hand. -o writes several scripts to a directory.
+
+    Output of SCRIPT goes to standard error. If SCRIPT fails, this command returns its exit code.
     """
+    if dry_run:
+        return render(script, overrides, output, as_json=as_json)
+    if output is not None:
+        raise click.UsageError("-o needs --dry-run: a submission writes no batch script to DIR")
     return submit(script, overrides, as_json=as_json)
 
 
 def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
-    """Run the user's script as a detached submission, and print what it has submitted.
+    """Run a script as a detached submission, and print what it has submitted.
 
     Args:
-        script: The user's Hydra script.
+        script: A Hydra script.
         arguments: Its overrides and Hydra flags.
         as_json: Print JSON only.
 
     Returns:
-        0, or the exit code of the user's script.
+        0, or the exit code of the script.
 
     Raises:
-        SubmissionError: it has submitted nothing.
+        SubmissionError: The script has submitted nothing.
     """
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as folder:
         report = Path(folder, "report")
@@ -90,21 +113,21 @@ def submit(script: str, arguments: Sequence[str], *, as_json: bool) -> int:
     if code != 0:
         return code
     if not told:
-        remedy = "add launcher=slurm, or +launcher=slurm; a dry run is `hpc-elastic render`"
+        remedy = "add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} ended without submitting a run; {remedy}")
     if as_json:
         print(json.dumps(told, indent=2))
         return 0
     for entry in told:
-        _print_submit(entry)
+        _print_submission(entry)
     return 0
 
 
 def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return the script's exit code, and what it told; a local launcher goes on."""
+    """Return the exit code of a script, and its submissions; a local launcher keeps running."""
     from hpc_elastic.launcher import detach
 
-    # the override is refused where there is no launcher: no training is to start right here
+    # without a launcher Hydra refuses the override: no training starts in the foreground
     argv = [sys.executable, script, *arguments, "launcher.wait=false"]
     env = {**os.environ, detach.VARIABLE: str(report)}
     script_ = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
@@ -113,108 +136,69 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
             told = detach.told(report)
             if told and told[-1]["launcher"] == "local":
                 return 0, told
-            time.sleep(_LOOK_S)
-    except KeyboardInterrupt:  # it has got the same signal
+            time.sleep(_POLL_INTERVAL_S)
+    except KeyboardInterrupt:  # the script received the same signal
         with suppress(subprocess.TimeoutExpired):
             script_.wait(_END_S)
         raise
     return script_.returncode, detach.told(report)
 
 
-def _print_submit(entry: dict[str, Any]) -> None:
+def _print_submission(entry: dict[str, Any]) -> None:
     if entry["launcher"] == "slurm":
         print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
     else:
         log = options.quoted(Path(entry["log"]))
-        print(f"started on this machine by process {entry['pid']}, whose output is in {log}")
+        print(f"started on this machine by process {entry['pid']}; its output is in {log}")
     for run in entry["runs"]:
         print_run(run["run_id"], Path(run["run"]))
 
 
 def print_run(run_id: str, folder: Path) -> None:
-    """Print what to do next with a run."""
+    """Print the commands that watch and end a run."""
     print(f"\n{run_id}\n  {folder}")
     for what in ("status {}", "logs {} --follow", "cancel {}"):
         print(f"  hpc-elastic {what.format(run_id)}")
 
 
-# ---- ``hpc-elastic render``: the batch script on standard output, all else on standard error
-
-
-_RENDER_EXAMPLES = """
-\b
-Examples:
-  hpc-elastic render train.py launcher=slurm nodes=1:16
-  hpc-elastic render -o scripts train.py -m launcher=slurm lr=0.1,0.2 launcher.partition=gpu,cpu
-  hpc-elastic render --json train.py launcher=slurm nodes=1:16 | jq -r '.[].script'
-
-\b
---json prints one object for each script, in a list; several need no -o:
-  script   its file, which sbatch takes
-  sweep    the sweep directory
-  tasks    how many it would submit
-  runs     [{"run_id", "run"}]: the runs that they belong to, by id and directory
-"""
-
-
-@click.command(
-    epilog=_RENDER_EXAMPLES,
-    context_settings={"ignore_unknown_options": True},
-)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Write the scripts to this directory.",
-)  # fmt: skip
-@options.as_json
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
-@click.argument("overrides", nargs=-1, type=click.UNPROCESSED, metavar="[OVERRIDE]...")
-def render_command(
-    output: Path | None, as_json: bool, script: str, overrides: tuple[str, ...]
-) -> int:
-    """Print the batch script that `python SCRIPT OVERRIDE...` would submit.
-
-    The run directories are made, so that the script can be given to sbatch by hand. All that
-    follows SCRIPT is handed to it. What it prints goes to standard error; if it fails, its exit
-    code is this command's.
-    """
-    return render(script, overrides, output, as_json=as_json)
+# ---- ``hpc-elastic submit --dry-run``: the batch script on standard output, all else on error
 
 
 def render(
     script: str, arguments: Sequence[str], output: Path | None, *, as_json: bool = False
 ) -> int:
-    """Run the user's script as a dry run, and hand on the batch script that it made.
+    """Run a script as a dry run, and print the batch script that it has written.
 
     Args:
-        script: The user's Hydra script.
+        script: A Hydra script.
         arguments: Its overrides and Hydra flags.
-        output: Directory for the scripts; None prints the only one.
-        as_json: Print which scripts there are, and what each would submit.
+        output: Directory for the batch scripts; None prints the only one.
+        as_json: Print the paths of the batch scripts, and what each submits.
 
     Returns:
-        0, or the exit code of the user's script.
+        0, or the exit code of the script.
 
     Raises:
-        SubmissionError: it made no batch script, or several, and nothing says where to.
+        SubmissionError: There is no batch script; or there are several, and neither a directory
+            nor JSON was asked for.
     """
-    done = dry_run(script, arguments)
+    done = _dry_run(script, arguments)
     if done.returncode != 0:
         return done.returncode
     scripts = rendered(done.stdout)
     if not scripts:
         remedy = "only launcher=slurm has one: add launcher=slurm, or +launcher=slurm"
         raise SubmissionError(f"{script} made no batch script; {remedy}")
-    files = scripts if output is None else _write(scripts, output)
+    files = scripts if output is None else _copy_scripts(scripts, output)
     if as_json:
-        told = [_render_as_json(*pair) for pair in zip(scripts, files, strict=True)]
+        told = [_script_as_json(*pair) for pair in zip(scripts, files, strict=True)]
         print(json.dumps(told, indent=2))
     elif output is None:
-        _print_render(script, scripts)
+        _print_script(script, scripts)
     return 0
 
 
-def dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run the script with ``launcher.dry_run=true``; its output goes to standard error, too."""
+def _dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, script, *arguments, "launcher.dry_run=true"]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True)
     sys.stderr.write(done.stdout)
@@ -222,14 +206,14 @@ def dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProces
 
 
 def rendered(output: str) -> list[Path]:
-    """Return the batch scripts that a dry run says it has made (pure)."""
+    """Return the paths of batch scripts that the output of a dry run names (pure)."""
     from hpc_elastic.launcher.session import RENDERED
 
     lines = output.splitlines()
     return [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
 
 
-def _print_render(script: str, scripts: Sequence[Path]) -> None:
+def _print_script(script: str, scripts: Sequence[Path]) -> None:
     if len(scripts) > 1:
         why = "different resources, launcher.gang, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
@@ -237,9 +221,9 @@ def _print_render(script: str, scripts: Sequence[Path]) -> None:
     sys.stdout.write(scripts[0].read_text())
 
 
-def _render_as_json(script: Path, file: Path) -> dict[str, Any]:
-    """Return what a batch script would submit; the file is the script, or its copy."""
-    from hpc_elastic.run.directory import ArrayFiles, RunDir
+def _script_as_json(script: Path, file: Path) -> dict[str, Any]:
+    """Return what a batch script submits; ``file`` is the script, or its copy."""
+    from hpc_elastic.run.directory import ArrayFiles
 
     tasks = ArrayFiles.of(script).run_dirs()
     runs = [{"run_id": RunDir(d).load().run_id, "run": str(d)} for d in dict.fromkeys(tasks)]
@@ -247,68 +231,67 @@ def _render_as_json(script: Path, file: Path) -> dict[str, Any]:
     return {"script": str(file.absolute()), "sweep": sweep, "tasks": len(tasks), "runs": runs}
 
 
-def _write(scripts: Sequence[Path], output: Path) -> list[Path]:
+def _copy_scripts(scripts: Sequence[Path], output: Path) -> list[Path]:
     try:
         output.mkdir(parents=True, exist_ok=True)
         files = [Path(shutil.copy(script, output / script.name)) for script in scripts]
     except OSError as e:
-        raise SubmissionError(f"can not write to {output}: {e.strerror}") from e
+        raise SubmissionError(f"cannot write to {output}: {e.strerror}") from e
     for file in files:
         print(f"wrote {file}", file=sys.stderr)
     return files
 
 
-# ---- ``hpc-elastic attach``: wait for runs that were submitted before, as the launcher would
+# ---- ``hpc-elastic wait``: the launcher's display for runs that were submitted before
 
 
-_ATTACH_EXAMPLES = """
+_WAIT_EXAMPLES = """
 \b
 Examples:
-  hpc-elastic attach last
-  hpc-elastic attach multirun/2030-01-31/12-00-00
-  hpc-elastic attach last --json | jq '.[] | .run_id, .values."0"'
+  hpc-elastic wait last
+  hpc-elastic wait multirun/2030-01-31/12-00-00
+  hpc-elastic wait last --json | jq '.[] | .run_id, .values."0"'
 
 \b
---json prints the runs as a list of objects once all have ended, and shows their progress on
+--json prints a list of objects when all runs have ended, one for each; progress is shown on
 standard error:
-  run_id, run   the run's id and directory
-  status        "succeeded", "failed", "cancelled", or "lost": no result, and its tasks are gone
-  values        what the workers have returned, by global rank; NaN and infinities are null
-  restarts      how many it has spent
-  error         why it has not succeeded, else null
+  run_id, run   id and directory of the run
+  status        "succeeded", "failed", "cancelled", or "lost": its tasks ended without a result
+  values        return values of the workers, by global rank; NaN and infinities are null
+  restarts      number of restarts that were spent
+  error         why it has not succeeded, or null
 """
 
 
-@click.command(epilog=_ATTACH_EXAMPLES)
+@click.command(epilog=_WAIT_EXAMPLES)
 @click.argument("sweep", type=options.SweepName(), metavar="SWEEP_DIR")
 @click.option(
     "--poll-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
-    help="Interval in seconds.",
+    help="Interval between two reads of the runs' files, in seconds.",
 )  # fmt: skip
 @options.as_json
-def attach_command(sweep: Path, poll_s: float, as_json: bool) -> int:
-    """Show the progress of submitted runs, as the launcher does, until they end.
+def wait_command(sweep: Path, poll_s: float, as_json: bool) -> int:
+    """Show the progress of submitted runs, as their launcher does, until they have ended.
 
     SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
-    The exit code is 1 if a run failed, was cancelled, or has left no result though its tasks are
-    gone.
+    The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result.
     """
-    return attach(sweep, poll_s, as_json=as_json)
+    return wait(sweep, poll_s, as_json=as_json)
 
 
-def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
-    """Show progress until all runs of the sweep have ended.
+def wait(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
+    """Show progress until all runs of a sweep have ended.
 
     Args:
-        sweep: Its directory, or that of one of its runs.
-        poll_s: Seconds between two looks.
-        as_json: Print the outcomes as JSON; all else goes to standard error.
+        sweep: The directory of the sweep, or of one of its runs.
+        poll_s: Seconds between two reads of the runs' files.
+        as_json: Print the outcomes as JSON; everything else goes to standard error.
 
     Returns:
-        0 if all succeeded, else 1.
+        0 if all runs succeeded, else 1.
 
     Raises:
-        RunDirectoryError: this is no sweep directory, or nothing was submitted from it.
+        RunDirectoryError: This is no sweep directory, or nothing was submitted from it.
     """
     from hpc_elastic.launcher import session
 
@@ -333,12 +316,12 @@ def attach(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
     for error in failed:
         print(f"\n{error}", file=out)
     if as_json:
-        told = [_attach_as_json(*pair) for pair in zip(run_ids, outcomes, strict=True)]
+        told = [_outcome_as_json(*pair) for pair in zip(run_ids, outcomes, strict=True)]
         print(json.dumps(told, indent=2))
     return 1 if failed else 0
 
 
-def _attach_as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
+def _outcome_as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
     values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
     return {
         "run_id": run_id, "run": str(outcome.run.dir), "status": outcome.status,
@@ -349,22 +332,22 @@ def _attach_as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LocalView:
-    """Somebody else's local launch: it can be looked at, and is left alone."""
+    """Read-only view of the tasks that another process has launched with launcher=local."""
 
     submission: Path
     job_ids: Sequence[str]
 
     def tasks(self) -> Mapping[str, TaskState]:
-        """Return what the launcher has written down about its processes, as far as they live."""
+        """Return the states of the launcher's tasks."""
         return local_tasks(Submission(self.submission))
 
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""
 
     def leave(self) -> str:
-        """Return how to come back."""
+        """Return the command that waits for the runs again."""
         sweep = shlex.quote(str(self.submission.parent))
-        return f"The runs go on with their launcher; attach: hpc-elastic attach {sweep}"
+        return f"The runs go on with their launcher.\n  wait: hpc-elastic wait {sweep}"
 
     def close(self) -> None:
         """Do nothing: the launcher ends its processes."""

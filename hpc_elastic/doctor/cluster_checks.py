@@ -429,7 +429,7 @@ def _space(folder: FolderFacts) -> Finding:
     found = f"{gib:,.1f} GiB{files} free (a quota may allow less)"
     few = folder.free_files is not None and folder.free_files < _LITTLE_FILES
     if folder.free_bytes < _LITTLE_BYTES or few:
-        remedy = f"free some space (`hpc-elastic clean RUN --keep-last 1`), or {CHOOSE}"
+        remedy = f"free some space (`hpc-elastic prune RUN --keep-last 1`), or {CHOOSE}"
         return warn(check, found, why, remedy)
     return ok(check, found, why)
 

@@ -507,7 +507,7 @@ _REMEDIES = {
     "launcher": "a run stays with its launcher; to change it, submit the run anew",
     "launcher.backend": "a run stays with its launcher; to change it, submit the run anew",
     "ft": "whether nodes are replicas is decided when a run is submitted",
-    "launcher.wait": "resume never waits; to watch the run: hpc-elastic attach, or status --watch",
+    "launcher.wait": "resume never waits; to watch the run: hpc-elastic wait, or status --watch",
     "launcher.dry_run": "resume has no dry run",
     "launcher.snapshot": "the code of a run stays as it was at the submission",
     "launcher.spread": "it orders the runs of a sweep, and one alone is resumed",

@@ -26,7 +26,7 @@ from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry
 
 RENDERED = "rendered: "
-"""How a dry run begins the line with the path of each script; `hpc-elastic render` reads it."""
+"""How a dry run begins the line with the path of each script, for `hpc-elastic submit`."""
 
 _UNLIMITED = 1 << 30
 

@@ -36,7 +36,7 @@ class SlurmHandle:
 
     Attributes:
         job_ids: The job ids of the arrays and gangs.
-        sweep: The sweep directory, which `hpc-elastic attach` takes.
+        sweep: The sweep directory, which `hpc-elastic wait` takes.
         client: The caller of Slurm's commands.
         is_own: Whether this user has submitted them.
     """
@@ -70,7 +70,7 @@ class SlurmHandle:
         sweep = shlex.quote(str(self.sweep))
         return (
             f"The runs are in Slurm, as {jobs}, and go on without this command.\n"
-            f"  attach: hpc-elastic attach {sweep}\n"
+            f"  wait:   hpc-elastic wait {sweep}\n"
             f"  cancel: hpc-elastic cancel RUN, for each run below {sweep}"
         )
 

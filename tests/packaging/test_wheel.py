@@ -115,7 +115,7 @@ def test_the_wheel_holds_every_module_of_the_clone(environment: Path) -> None:
 
 def test_the_command_line_answers(run: Run) -> None:
     """`hpc-elastic` is installed as a command."""
-    assert "render" in run("hpc-elastic", "--help")
+    assert "prune" in run("hpc-elastic", "--help")
 
 
 def test_hydra_finds_the_launcher_in_a_script_that_imports_nothing(

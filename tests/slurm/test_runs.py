@@ -85,7 +85,7 @@ def test_a_run_goes_on_without_its_launcher(slurm, sweep):
     s.process.send_signal(signal.SIGINT)
     said = s.process.communicate(timeout=PATIENCE_S)[0]
     assert s.process.returncode == 130 and "Traceback" not in said, said
-    command, *args = shlex.split(re.search("attach: (.*)", said)[1])
+    command, *args = shlex.split(re.search("wait: (.*)", said)[1])
     argv = slurm.on_login([str(Path(sys.executable).with_name(command)), *args])
     env = {**os.environ, **slurm.env}
     killed = subprocess.Popen(argv, env=env, text=True, stdout=subprocess.PIPE)
@@ -209,10 +209,12 @@ def _plus(sweep, script, *overrides):
 
 
 def test_a_rendered_script_runs_by_hand(slurm, tmp_path):
-    """`hpc-elastic render` prints a script; sbatch takes it, and it trains to the end."""
+    """`hpc-elastic submit --dry-run` prints a script; sbatch takes it, and it trains to the end."""
     overrides = ["launcher=slurm", "nodes=1:2", "epochs=3"]
     folder = f"hydra.sweep.dir={tmp_path / 'sweep'}"
-    render = [sys.executable, "-m", "hpc_elastic", "render", str(ROOT / "train.py")]
+    render = [
+        sys.executable, "-m", "hpc_elastic", "submit", "--dry-run", str(ROOT / "train.py")
+    ]  # fmt: skip
     argv = slurm.on_login([*render, *overrides, folder])
     env = {**os.environ, **slurm.env}
     rendered = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE_S)

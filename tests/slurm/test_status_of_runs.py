@@ -88,5 +88,5 @@ def looked_at_afterwards(slurm, sweep: Sweep, ended: dict) -> None:
     page = files / "report.html"
     command(slurm, "report", run, "-o", page)
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
-    command(slurm, "clean", run, "--keep-last", "1")
+    command(slurm, "prune", run, "--keep-last", "1")
     assert len(json.loads(command(slurm, "verify", run, "--json"))) == 1

@@ -24,6 +24,7 @@ from hpc_elastic.run.directory import Entry, RunDir, Submission
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = Path(__file__).parent / "fake_task.py"
+DRY_RUN = ("-m", "hpc_elastic", "submit", "--dry-run")
 
 
 def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -80,9 +81,17 @@ def test_submission_imports_no_torch(script, tmp_path, no_slurm):
     assert "torch" not in names
 
 
-def test_render_prints_the_script_and_nothing_else(script, tmp_path, no_slurm):
+def test_a_dry_run_prints_the_script_and_nothing_else(script, tmp_path, no_slurm):
     """Standard output can be piped to sbatch; notes, and the user's own prints, go elsewhere."""
-    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=slurm", "nodes=1:2"]
+    render = [
+        "-m",
+        "hpc_elastic",
+        "submit",
+        "--dry-run",
+        "train.py",
+        "+launcher=slurm",
+        "nodes=1:2",
+    ]
     done = python(*render, "hydra.sweep.dir=out", cwd=tmp_path, **no_slurm)
     assert done.returncode == 0
     assert done.stdout == (tmp_path / "out/.hpc_elastic/array-0.sbatch").read_text()
@@ -92,9 +101,9 @@ def test_render_prints_the_script_and_nothing_else(script, tmp_path, no_slurm):
     assert not list(tmp_path.rglob("*.jobid"))
 
 
-def test_render_of_several_arrays_needs_a_directory(script, tmp_path, no_slurm):
+def test_a_dry_run_of_several_arrays_needs_a_directory(script, tmp_path, no_slurm):
     """Runs with different resources are different scripts: -o takes them all."""
-    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=slurm", "nodes=1"]
+    render = [*DRY_RUN, "train.py", "+launcher=slurm", "nodes=1"]
     two = [*render, "launcher.partition=gpu,cpu"]
     refused = python(*two, cwd=tmp_path, **no_slurm)
     assert (refused.returncode, refused.stdout) == (1, "")
@@ -105,9 +114,18 @@ def test_render_of_several_arrays_needs_a_directory(script, tmp_path, no_slurm):
     assert names == ["array-0.sbatch", "array-1.sbatch"]
 
 
-def test_render_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm, capsys):
+def test_a_dry_run_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm, capsys):
     """Several scripts need no directory then; where one is given, the copies are named."""
-    render = ["-m", "hpc_elastic", "render", "--json", "train.py", "+launcher=slurm", "nodes=1:3"]
+    render = [
+        "-m",
+        "hpc_elastic",
+        "submit",
+        "--dry-run",
+        "--json",
+        "train.py",
+        "+launcher=slurm",
+        "nodes=1:3",
+    ]
     two = [*render, "hydra.sweep.dir=out", "launcher.partition=gpu,cpu"]
     told = json.loads(python(*two, cwd=tmp_path, **no_slurm).stdout)
     assert len(told) == 2
@@ -118,7 +136,7 @@ def test_render_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm,
         assert (
             run == str(tmp_path / "out" / str(number)) and RunDir(Path(run)).load().run_id == run_id
         )
-    assert main(["render", "--help"]) == 0
+    assert main(["submit", "--help"]) == 0
     assert {*told[0], *told[0]["runs"][0]} <= words(capsys.readouterr().out)
     copied = python(*render, "hydra.sweep.dir=2", "-o", "scripts", cwd=tmp_path, **no_slurm)
     (entry,) = json.loads(copied.stdout)
@@ -126,16 +144,16 @@ def test_render_tells_scripts_what_each_would_submit(script, tmp_path, no_slurm,
     assert entry["runs"][0]["run"] == str(tmp_path / "2" / "0")
 
 
-def test_render_without_slurm_launcher_says_what_is_missing(script, tmp_path):
+def test_a_dry_run_without_slurm_launcher_says_what_is_missing(script, tmp_path):
     """launcher=local has no batch script."""
-    render = ["-m", "hpc_elastic", "render", "train.py", "+launcher=local", "nodes=1"]
+    render = [*DRY_RUN, "train.py", "+launcher=local", "nodes=1"]
     done = python(*render, cwd=tmp_path)
     assert done.returncode == 1 and "launcher=slurm" in done.stderr
 
 
-def test_render_hands_on_the_failure_of_the_script(tmp_path):
+def test_a_dry_run_hands_on_the_failure_of_the_script(tmp_path):
     """The user's own error is shown, and its exit code returned; of a signal, as a shell does."""
-    render = ["-m", "hpc_elastic", "render", "--json", "train.py"]
+    render = [*DRY_RUN, "--json", "train.py"]
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     done = python(*render, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, "")
@@ -143,16 +161,16 @@ def test_render_hands_on_the_failure_of_the_script(tmp_path):
     assert python(*render, cwd=tmp_path).returncode == 128 + signal.SIGKILL
 
 
-def test_attach_wants_a_sweep_directory(tmp_path, capsys):
+def test_wait_wants_a_sweep_directory(tmp_path, capsys):
     """A folder that is none, or from which nothing was submitted, is named."""
-    assert main(["attach", str(tmp_path)]) == 1
+    assert main(["wait", str(tmp_path)]) == 1
     assert f"{tmp_path} is no sweep directory" in capsys.readouterr().err
     (tmp_path / ".hpc_elastic").mkdir()
-    assert main(["attach", str(tmp_path)]) == 1
+    assert main(["wait", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("was never submitted\n")
     script = tmp_path / ".hpc_elastic" / "array-0.sbatch"
     script.touch()
-    assert main(["attach", str(tmp_path)]) == 1
+    assert main(["wait", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith(f"was never submitted; to do so: sbatch {script}\n")
 
 
@@ -167,7 +185,7 @@ def sweep(tmp_path):
     return tmp_path
 
 
-def test_attach_finds_the_runs_and_their_tasks(sweep):
+def test_wait_finds_the_runs_and_their_tasks(sweep):
     """All that is needed lies in the sweep directory."""
     (sweep / "0" / ".hydra").mkdir()
     (sweep / "0" / ".hydra" / "overrides.yaml").write_text("[launcher=local, lr=0.1]\n")
@@ -185,34 +203,34 @@ def test_a_run_directory_stands_for_its_sweep(sweep):
     assert find_submission(sweep / "0") == find_submission(sweep) == sweep / ".hpc_elastic"
 
 
-def test_attach_to_a_sweep_with_a_file_missing(sweep):
+def test_wait_for_a_sweep_with_a_file_missing(sweep):
     """A half-deleted sweep directory is told as such."""
     (sweep / ".hpc_elastic" / "array-0.json").unlink()
     with pytest.raises(RunDirectoryError, match=r"array-0\.json"):
         read_runs(sweep / ".hpc_elastic", {0: "7"})
 
 
-def test_attach_leaves_out_runs_that_were_removed(sweep, capsys):
+def test_wait_leaves_out_runs_that_were_removed(sweep, capsys):
     """The others can be waited for all the same; a sweep without any is told as such."""
     shutil.rmtree(sweep / "0")
     (sweep / "1" / "result.json").write_text('{"status": "succeeded"}')
-    assert main(["attach", str(sweep)]) == 0
+    assert main(["wait", str(sweep)]) == 0
     assert "removed, and left out: 0" in capsys.readouterr().err
     shutil.rmtree(sweep / "1")
-    assert main(["attach", str(sweep)]) == 1
+    assert main(["wait", str(sweep)]) == 1
     assert "holds no run any more" in capsys.readouterr().err
 
 
-def test_attach_waits_and_tells_how_runs_ended(sweep, capsys):
+def test_wait_shows_and_tells_how_runs_ended(sweep, capsys):
     """The exit code is 1 if a run failed, and its failure is printed."""
     (sweep / "0" / "result.json").write_text('{"status": "succeeded"}')
     failure = {"host": "n9", "exit_code": 3}
     (sweep / "1" / "result.json").write_text(json.dumps({"status": "failed", "failure": failure}))
-    assert main(["attach", str(sweep)]) == 1
+    assert main(["wait", str(sweep)]) == 1
     assert "host n9: exit code 3" in capsys.readouterr().out
 
 
-def test_attach_tells_scripts_how_runs_ended(sweep, capsys):
+def test_wait_tells_scripts_how_runs_ended(sweep, capsys):
     """Standard output has the outcomes, and nothing else; what people see goes to the other."""
     results = sweep / "0" / "results" / "round-1"
     results.mkdir(parents=True)
@@ -222,7 +240,7 @@ def test_attach_tells_scripts_how_runs_ended(sweep, capsys):
     (sweep / "0" / "result.json").write_text(json.dumps(result))
     failed = {"status": "failed", "failure": {"host": "n9", "exit_code": 3}}
     (sweep / "1" / "result.json").write_text(json.dumps(failed))
-    assert main(["attach", "--json", str(sweep)]) == 1
+    assert main(["wait", "--json", str(sweep)]) == 1
     out, err = capsys.readouterr()
     good, bad = json.loads(out)
     assert good == {
@@ -233,7 +251,7 @@ def test_attach_tells_scripts_how_runs_ended(sweep, capsys):
     assert (bad["status"], bad["values"], bad["restarts"]) == ("failed", {}, 0)
     assert "host n9: exit code 3" in bad["error"] and "host n9: exit code 3" in err
     assert "[0]: succeeded" in err and "runs in" in err
-    assert main(["attach", "--help"]) == 0
+    assert main(["wait", "--help"]) == 0
     assert set(good) <= words(capsys.readouterr().out)
 
 
@@ -275,7 +293,7 @@ def test_an_interrupted_command_exits_with_130(monkeypatch, capsys):
 
 
 def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
-    """Attaching does not own the processes."""
+    """Waiting does not own the processes."""
     tasks = {
         "7_0": {"state": "RUNNING", "pid": 1, "started": 1.0, "host": "elsewhere"},
         "7_1": {"state": "ENDED", "pid": 2, "started": 1.0, "exit_code": 1},
@@ -286,7 +304,7 @@ def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
         "7_0": "RUNNING",
         "7_1": "FAILED",
     }
-    assert "hpc-elastic attach" in view.leave()
+    assert "hpc-elastic wait" in view.leave()
 
 
 def plan_of_a_function(value):

@@ -223,12 +223,12 @@ def test_what_a_local_launcher_left_behind_is_seen_through(tmp_path, entry, stat
     assert found.state == state and ("killed by" in found.reason) == (state == "FAILED")
 
 
-def test_attach_ends_though_the_launcher_was_killed(tmp_path, capsys):
+def test_wait_ends_though_the_launcher_was_killed(tmp_path, capsys):
     """With the exit code of a run that has no result, and its last words."""
     run = local(tmp_path, state="RUNNING", pid=GONE, launcher=GONE)
     arrays = {"runs": [{"dir": str(run.path), "tasks": ["17_0"]}], "tasks": []}
     Submission(tmp_path / ".hpc_elastic").array(0).tasks.write_text(json.dumps(arrays))
-    assert main(["attach", str(run.path), "--poll-s", "0.2"]) == 1
+    assert main(["wait", str(run.path), "--poll-s", "0.2"]) == 1
     assert "the run ended without a result" in capsys.readouterr().out
 
 
@@ -278,6 +278,7 @@ def test_of_somebody_else_each_job_is_asked_for_by_itself(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["render", "train.py"], "render is now called submit --dry-run\n"),
         (["stauts"], "no such command: stauts (did you mean 'status'?)"),
         (["frobnicate"], "no such command: frobnicate\n"),
         (["status", "--wacth", "x"], "--watch"),

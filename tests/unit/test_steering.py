@@ -301,10 +301,10 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
     kept = run.path / "checkpoints" / ".staging-step-9-r1-0"
     kept.mkdir(parents=True)
     monkeypatch.setattr(Store, "remove", refuse)
-    clean = ["clean", str(run.path), "--keep-last", "1"]
-    assert main(clean) == 1
+    prune = ["prune", str(run.path), "--keep-last", "1"]
+    assert main(prune) == 1
     assert capsys.readouterr().err == f"could not be removed: {kept}\n"
-    assert main([*clean, "--json"]) == 1
+    assert main([*prune, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["left"] == [str(kept)]
 
 

@@ -1,184 +1,195 @@
-"""What is no tensor in a checkpoint, as JSON that gives back the same types (pure, without torch).
+"""JSON form of a state tree, which gives back the same types (without torch and pickle).
 
-JSON knows no tuples, no keys but texts, no infinity and not-a-number. What it lacks is an object
-with the key ``!``, such as ``{"!": "tuple", "of": [1, 2]}``; a tensor's place is ``{"!": "tensor",
-"of": "<its name>"}``. Everything else stands as it is, so that the file can be read by eye.
+JSON has no tuples, sets, bytes, complex numbers, infinity, not-a-number, and no keys but strings.
+Such a value is an object with the key ``!``: ``{"!": "tuple", "of": [1, 2]}``. Everything else
+stands as it is, so that a manifest can be read by eye. A *leaf*, such as a tensor, has memory that
+is stored or sent elsewhere: the caller gives it a kind and JSON, and gets both back.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import math
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
 
-from hpc_elastic.errors import CheckpointCorruptError, ConfigError
+from hpc_elastic.errors import ConfigError
 
 _MARK = "!"
 _REMEDY = (
-    "a checkpoint takes tensors, NumPy arrays and numbers, and int, float, str, bool, None, list, "
-    "tuple and dict of them. Convert it, or give the object state_dict() and load_state_dict()"
+    "a state takes tensors, NumPy arrays and numbers, None, bool, int, float, complex, str, bytes, "
+    "and list, tuple, set and dict of them. Convert it, or give the object state_dict() and "
+    "load_state_dict()"
 )
-_DEEPEST = 100
-"""Nesting: Python's readers and writers of JSON fail at some hundred levels."""
-_MOST_BITS = 2000
+_MAX_DEPTH = 100
+"""Python's readers and writers of JSON fail at some hundred levels of nesting."""
+_MAX_BITS = 2000
 """Longer numbers stand as hexadecimal digits: Python may refuse to convert more than 640 decimal
 ones (`sys.set_int_max_str_digits`)."""
-_MAPPINGS: dict[str, type[dict[Any, Any]]] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-}
-_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()} | {defaultdict: "dict"}
+"""A defaultdict comes back as a dict: its factory is code."""
+_SETS: dict[str, Any] = {"set": set, "frozenset": frozenset}
 
-
-@dataclass(frozen=True)
-class Ref:
-    """The place of a tensor in a tree of values."""
-
-    fqn: str
-    """Name of the tensor in the checkpoint."""
-    kind: Literal["tensor", "parameter", "array", "scalar"] = "tensor"
-    """A torch tensor, a parameter, a NumPy array, or a NumPy number."""
-
-
-RefOf = Callable[[str, object], Ref | None]
-"""Gives the place of a tensor; None if an object (at that path) is none."""
+Encoded = tuple[str, Any]
+"""A kind and JSON."""
+LeafOf = Callable[[str, object], Encoded | None]
+"""Returns the kind and JSON of the leaf at a path; None if the object is no leaf."""
 
 
 def join(path: str, key: object) -> str:
-    """Return the path of an element: as in a JSON pointer (RFC 6901), but without its first /."""
+    """Return the path of an element, as in a JSON pointer (RFC 6901)."""
     return f"{path}/{escape(key)}"
 
 
 def escape(key: object) -> str:
-    """Return a key so that it has no slash."""
+    """Return a key without slashes."""
     return str(key).replace("~", "~0").replace("/", "~1")
 
 
-def encode(tree: object, path: str, ref_of: RefOf, depth: int = 0) -> Any:
-    """Return JSON for a tree.
+def encode(tree: object, path: str, leaf_of: LeafOf, depth: int = 0) -> Any:
+    """Return the JSON form of a tree.
 
     Args:
-        tree: Lists, tuples and dicts of numbers, texts, None, and what ``ref_of`` knows.
-        path: Of the tree, for messages and for the names of its tensors.
-        ref_of: Called for each leaf that JSON has no type for.
-        depth: How deep in the whole it is.
+        tree: Any nesting of Python's own types, of NumPy's numbers, of torch's sizes, types and
+            devices, and of leaves.
+        path: Path of the tree, for messages and for ``leaf_of``.
+        leaf_of: Called for each object of another type. Keys, and elements of sets, have no path,
+            so they cannot be leaves.
+        depth: Depth in the whole tree.
 
     Raises:
-        ConfigError: something in the tree is of another type, or is nested too deep; the message
-            names its path.
+        ConfigError: an object has another type, or is nested too deep. The message names its path.
     """
-    kind = type(tree)
-    if tree is None or kind in (bool, str):
-        return tree
+    kind: Any = type(tree)
+    value: Any = tree
+    if value is None or kind in (bool, str):
+        return value
     if kind is int:
-        is_long = tree.bit_length() > _MOST_BITS  # type: ignore[attr-defined]
-        return _mark("int", hex(tree)) if is_long else tree  # type: ignore[arg-type]
-    if depth > _DEEPEST:
-        remedy = f"it is nested more than {_DEEPEST} deep, or contains itself: make it flatter"
+        return _marked("int", hex(value)) if value.bit_length() > _MAX_BITS else value
+    if depth > _MAX_DEPTH:
+        remedy = f"it is nested more than {_MAX_DEPTH} deep, or contains itself: make it flatter"
         raise ConfigError(f"state: {path:.80}...", kind, remedy)
     if kind is float:
-        return tree if math.isfinite(tree) else _mark("float", repr(tree))  # type: ignore[arg-type]
-    if kind is list:
-        return _encode_all(tree, path, ref_of, depth)
-    if kind is tuple or _is_size(tree):
-        return _mark("tuple" if kind is tuple else "size", _encode_all(tree, path, ref_of, depth))
-    if kind in _NAMES:
-        return _encode_mapping(tree, path, ref_of, depth)  # type: ignore[arg-type]
-    ref = ref_of(path, tree)
-    if ref is None:
-        raise ConfigError(f"state: {path}", kind, _REMEDY)
-    return _mark(ref.kind, ref.fqn)
+        return value if math.isfinite(value) else _marked("float", repr(value))
+    if kind in (list, tuple):
+        elements = [encode(v, join(path, i), leaf_of, depth + 1) for i, v in enumerate(value)]
+        return elements if kind is list else _marked("tuple", elements)
+    if kind in (set, frozenset):  # each process has another order: sort
+        of_set = (encode(v, path, _no_leaf, depth + 1) for v in value)
+        return _marked(kind.__name__, sorted(of_set, key=json.dumps))
+    if kind in _MAPPING_NAMES:
+        try:
+            paths = [join(path, k) for k in value]
+        except ValueError as e:  # a number of thousands of digits
+            raise ConfigError(f"state: {path or '/'}", kind, f"a key has no text ({e})") from None
+        below = zip(value.values(), paths, strict=True)
+        values = [encode(v, at, leaf_of, depth + 1) for v, at in below]
+        if kind in (dict, defaultdict) and all(type(k) is str and k != _MARK for k in value):
+            return dict(zip(value, values, strict=True))
+        keys = [encode(k, f"{path} (key {k!r:.40})", _no_leaf, depth + 1) for k in value]
+        return _marked(_MAPPING_NAMES[kind], [list(p) for p in zip(keys, values, strict=True)])
+    found = _encode_plain(value) or leaf_of(path, value)
+    if found is None:
+        raise ConfigError(f"state: {path or '/'}", kind, _REMEDY)
+    return _marked(*found)
 
 
-def decode(value: Any) -> Any:
-    """Return the tree that was encoded, with a `Ref` where a tensor stood.
+def decode(value: Any, leaf: Callable[[str, Any], Any]) -> Any:
+    """Return the tree of a JSON form.
+
+    Args:
+        value: What `encode` returned, possibly damaged.
+        leaf: Returns the leaf of a kind and JSON; raises KeyError for an unknown kind.
 
     Raises:
-        CheckpointCorruptError: no encoder wrote this.
+        ValueError: `encode` never returned this.
     """
-    if isinstance(value, list):
-        return [decode(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if _MARK not in value:
-        return {k: decode(v) for k, v in value.items()}
     try:
-        return _decode_marked(value[_MARK], value["of"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointCorruptError(f"not a stored value: {value!r:.80}") from e
+        return _decode(value, leaf)
+    except (KeyError, TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"not an encoded state: {e!r} in {value!r:.80}") from e
 
 
-def replace_refs(tree: Any, value_of: Callable[[Ref], Any]) -> Any:
-    """Return a decoded tree with every `Ref` replaced."""
-    if isinstance(tree, Ref):
-        return value_of(tree)
-    if isinstance(tree, list):
-        return [replace_refs(v, value_of) for v in tree]
-    if type(tree) is tuple:
-        return tuple(replace_refs(v, value_of) for v in tree)
+def map_values(tree: Any, value_of: Callable[[Any], Any]) -> Any:
+    """Return a decoded tree in which a function has replaced all but lists, tuples and dicts."""
     if isinstance(tree, dict):
-        return type(tree)({k: replace_refs(v, value_of) for k, v in tree.items()})
-    return tree
+        return type(tree)({k: map_values(v, value_of) for k, v in tree.items()})
+    if type(tree) in (list, tuple):
+        return type(tree)(map_values(v, value_of) for v in tree)
+    return value_of(tree)
 
 
-def refs_of(tree: Any) -> list[Ref]:
-    """Return every `Ref` of a decoded tree."""
-    found: list[Ref] = []
-    replace_refs(tree, found.append)
-    return found
-
-
-def _mark(kind: str, of: object) -> dict[str, object]:
+def _marked(kind: str, of: Any) -> dict[str, Any]:
     return {_MARK: kind, "of": of}
 
 
-def _is_size(tree: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and type(tree) is torch.Size
-
-
-def _encode_all(tree: Any, path: str, ref_of: RefOf, depth: int) -> list[Any]:
-    return [encode(v, join(path, i), ref_of, depth + 1) for i, v in enumerate(tree)]
-
-
-def _encode_mapping(tree: Mapping[Any, Any], path: str, ref_of: RefOf, depth: int) -> Any:
-    kind = type(tree)
-    if kind is dict and all(type(k) is str and k != _MARK for k in tree):
-        return {k: encode(v, join(path, k), ref_of, depth + 1) for k, v in tree.items()}
-    pairs = [
-        [_encode_key(k, path, depth + 1), encode(v, join(path, k), ref_of, depth + 1)]
-        for k, v in tree.items()
-    ]
-    return _mark(_NAMES[kind], pairs)  # type: ignore[index]
-
-
-def _encode_key(key: object, path: str, depth: int) -> Any:
-    try:
-        named = f"{path} (key {key!r:.40})"
-    except ValueError as e:  # a number of thousands of digits
-        raise ConfigError(f"state: {path}", type(key), f"a key has no text ({e})") from None
-    return encode(key, named, _no_refs, depth)
-
-
-def _no_refs(_path: str, _leaf: object) -> None:
+def _no_leaf(_path: str, _value: object) -> None:
     return None
 
 
-def _decode_marked(kind: str, of: Any) -> Any:
-    if kind in ("tensor", "parameter", "array", "scalar"):
-        return Ref(str(of), kind)  # type: ignore[arg-type]
-    if kind == "tuple":
-        return tuple(decode(v) for v in of)
-    if kind == "size":
-        import torch  # whoever restores has it
+def _encode_plain(value: Any) -> Encoded | None:
+    """Return a value of other types that have no memory of their own; None if it is none."""
+    if type(value) is complex:
+        return "complex", repr(value)
+    if type(value) in (bytes, bytearray):
+        return type(value).__name__, base64.b64encode(value).decode()
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        return "number", [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+    if torch and type(value) in (torch.Size, torch.dtype, torch.device):
+        name = {torch.Size: "size", torch.dtype: "dtype", torch.device: "device"}[type(value)]
+        return name, list(value) if name == "size" else str(value).removeprefix("torch.")
+    return None
 
-        return torch.Size(of)
-    if kind == "int":
-        return int(of, 16)
-    if kind == "float":
-        return float(of)
-    return _MAPPINGS[kind]({decode(k): decode(v) for k, v in of})
+
+def _decode(value: Any, leaf: Callable[[str, Any], Any]) -> Any:
+    if isinstance(value, list):
+        return [_decode(v, leaf) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _MARK not in value:
+        return {k: _decode(v, leaf) for k, v in value.items()}
+    kind, of = value[_MARK], value["of"]
+    if kind == "tuple":
+        return tuple(_decode(v, leaf) for v in of)
+    if kind in _SETS:
+        return _SETS[kind](_decode(v, leaf) for v in of)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({_decode(k, leaf): _decode(v, leaf) for k, v in of})
+    plain = _PLAIN.get(kind)
+    return leaf(kind, of) if plain is None else plain(of)
+
+
+def _decode_number(of: Any) -> Any:
+    import numpy as np  # a process that stored one has it
+
+    dtype, raw = of
+    return np.frombuffer(base64.b64decode(raw), dtype=np.dtype(dtype))[0]
+
+
+def _decode_of_torch(kind: str, of: Any) -> Any:
+    import torch
+
+    if kind != "dtype":
+        return torch.Size(of) if kind == "size" else torch.device(of)
+    found = getattr(torch, of, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch {torch.__version__} has no type {of}")
+    return found
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "int": lambda of: int(of, 16),
+    "float": float,
+    "complex": complex,
+    "bytes": lambda of: base64.b64decode(of, validate=True),
+    "bytearray": lambda of: bytearray(base64.b64decode(of, validate=True)),
+    "number": _decode_number,
+    "size": lambda of: _decode_of_torch("size", of),
+    "dtype": lambda of: _decode_of_torch("dtype", of),
+    "device": lambda of: _decode_of_torch("device", of),
+}

@@ -63,8 +63,9 @@ class Checkpointer:
 
     - objects with state_dict() and load_state_dict(): modules, optimizers, schedulers, samplers;
     - tensors, which are restored in place;
-    - dicts of your own values, restored in place: tensors, NumPy arrays, int, float, str, bool,
-      None, and lists, tuples and dicts of them. Their types come back exactly.
+    - dicts of your own values, restored in place: tensors, NumPy arrays and numbers, int, float,
+      complex, str, bytes, bool, None, and lists, tuples, sets and dicts of them. Their types come
+      back exactly, but a defaultdict comes back as a dict.
 
     Values that are no tensors are saved as rank 0 has them; tensors that are not sharded are taken
     to be the same on all ranks. An object that is neither module nor optimizer gets back on each

@@ -13,21 +13,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
 
-from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.checkpoint.resharding import read
 from hpc_elastic.checkpoint.sharding import dtype_of
+from hpc_elastic.checkpoint.state import Ref, decode
 from hpc_elastic.errors import CheckpointError, ConfigError, near_miss
+from hpc_elastic.tree_codec import map_values
 
 
 def export(manifest: Manifest, folder: Path, output: Path, key: str | None = None) -> int:
     """Write whole tensors, and the values beside them, to one file.
 
-    NumPy's arrays and numbers become tensors, because torch.load with weights_only=True knows no
-    others.
+    What torch.load with weights_only=True refuses is converted: NumPy's arrays become tensors, its
+    numbers Python's (others, such as dates, strings), and sets become lists.
 
     Args:
         manifest: Of the checkpoint.
@@ -63,18 +65,18 @@ def export(manifest: Manifest, folder: Path, output: Path, key: str | None = Non
 
 def _decoded(manifest: Manifest, key: str | None) -> Any:
     if key is None:
-        return {k: tree_codec.decode(v) for k, v in manifest.values.items()}
+        return {k: decode(v) for k, v in manifest.values.items()}
     if key not in manifest.values:
         known = ", ".join(manifest.values)
         remedy = f"the state has {known}{near_miss(key, manifest.values)}"
         raise ConfigError("key", key, remedy)
-    return tree_codec.decode(manifest.values[key])
+    return decode(manifest.values[key])
 
 
 def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.Tensor]:
     """Write the file but for the tensors' bytes; return the tensors, mapped from it."""
     with skip_data():
-        torch.save(tree_codec.replace_refs(state, lambda ref: _blank(manifest, ref.fqn)), path)
+        torch.save(map_values(state, lambda value: _exported(manifest, value)), path)
     with path.open("r+b") as f:  # a full disk is an error here; in mapped memory it is a SIGBUS
         os.posix_fallocate(f.fileno(), 0, path.stat().st_size)
     with set_default_mmap_options(mmap.MAP_SHARED):
@@ -84,17 +86,24 @@ def _lay_out(manifest: Manifest, state: Any, path: Path) -> Mapping[str, torch.T
     return found
 
 
-def _blank(manifest: Manifest, fqn: str) -> torch.Tensor:
-    """Return a tensor whose memory is never touched."""
-    entry = manifest.tensors.get(fqn)
+def _exported(manifest: Manifest, value: Any) -> Any:
+    """Return a value as the file has it; a stored tensor's memory is never touched."""
+    if isinstance(value, np.generic):
+        number = value.item()
+        return number if isinstance(number, int | float | complex | str | bytes) else str(value)
+    if isinstance(value, set | frozenset):
+        return map_values(list(value), lambda element: _exported(manifest, element))
+    if not isinstance(value, Ref):
+        return value
+    entry = manifest.tensors.get(value.fqn)
     if entry is None:
-        raise CheckpointError(f"{fqn} is named in the state, but not stored")
+        raise CheckpointError(f"{value.fqn} is named in the state, but not stored")
     return torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
 
 
 def _collect(state: Any, mapped: Any, found: dict[str, torch.Tensor]) -> None:
     """Find each tensor of the mapped file by the place of its `Ref` in the state."""
-    if isinstance(state, tree_codec.Ref):
+    if isinstance(state, Ref):
         found[state.fqn] = mapped
     elif isinstance(state, dict):
         for key, item in state.items():

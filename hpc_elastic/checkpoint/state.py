@@ -25,7 +25,7 @@ import sys
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,9 +34,36 @@ from hpc_elastic import tree_codec
 from hpc_elastic.checkpoint import resharding
 from hpc_elastic.checkpoint.manifest import Manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
-from hpc_elastic.tree_codec import Ref
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The place of a tensor in a tree of values."""
+
+    fqn: str
+    """Name of the tensor in the checkpoint."""
+    kind: Literal["tensor", "parameter", "array"] = "tensor"
+    """A torch tensor, a parameter, or a NumPy array."""
+
+
+def decode(value: Any) -> Any:
+    """Return a stored value, with a `Ref` in the place of each tensor.
+
+    Raises:
+        CheckpointCorruptError: no checkpoint holds such a value.
+    """
+
+    def ref(kind: Any, fqn: Any) -> Ref:
+        if kind not in ("tensor", "parameter", "array"):
+            raise KeyError(kind)
+        return Ref(str(fqn), kind)
+
+    try:
+        return tree_codec.decode(value, ref)
+    except ValueError as e:
+        raise CheckpointCorruptError(str(e)) from e
 
 
 @dataclass(frozen=True)
@@ -68,9 +95,11 @@ class Filling:
 
     def tree(self, key: str) -> Any:
         """Return what was saved of an object, once the tensors have been read."""
-        return tree_codec.replace_refs(self.trees[key], self._leaf)
+        return tree_codec.map_values(self.trees[key], self._filled)
 
-    def _leaf(self, ref: Ref) -> Any:
+    def _filled(self, ref: Any) -> Any:
+        if not isinstance(ref, Ref):
+            return ref
         if ref in self.present.leaves:
             return self.present.leaves[ref]
         tensor = self.tensors[ref.fqn]
@@ -79,7 +108,7 @@ class Filling:
         if ref.kind == "parameter":
             trainable = tensor.is_floating_point() or tensor.is_complex()
             return torch.nn.Parameter(tensor, requires_grad=trainable)
-        return tensor.numpy() if ref.kind == "array" else tensor.numpy()[()]
+        return tensor.numpy()
 
 
 @dataclass(frozen=True)
@@ -209,14 +238,16 @@ def _prepare(
     manifest: Manifest, state: Mapping[str, object], *, strict: bool, ranks: RankStates
 ) -> Filling:
     items = {key: _bare(state[key]) for key in _common_keys(manifest, state, strict=strict)}
-    trees = {key: tree_codec.decode(ranks.value(manifest, key, state[key])) for key in items}
+    trees = {key: decode(ranks.value(manifest, key, state[key])) for key in items}
     present = flatten(items)
     wanted: dict[str, torch.Tensor] = {}
     for key, item in items.items():
         like: Mapping[str, torch.Tensor] = {}
         if isinstance(item, torch.optim.Optimizer):
             like = resharding.like_parameters(item, trees[key], tree_codec.escape(key))
-        names = [ref.fqn for ref in tree_codec.refs_of(trees[key])]
+        refs: list[Any] = []
+        tree_codec.map_values(trees[key], refs.append)
+        names = [ref.fqn for ref in refs if isinstance(ref, Ref)]
         wanted |= resharding.targets(manifest, names, present.tensors, like)
     return Filling(items, trees, present, wanted)
 
@@ -224,7 +255,7 @@ def _prepare(
 def _add(flat: Flat, key: str, item: Any) -> None:
     path = tree_codec.escape(key)
 
-    def ref_of(at: str, leaf: object) -> Ref | None:
+    def leaf_of(at: str, leaf: object) -> tuple[str, str] | None:
         found = _as_tensor(leaf)
         if found is None:
             return None
@@ -232,12 +263,11 @@ def _add(flat: Flat, key: str, item: Any) -> None:
         if at in flat.tensors:
             raise ConfigError(f"state: {at}", type(leaf), "two keys have this path: rename one")
         flat.tensors[at] = tensor
-        ref = Ref(at, kind)
         if is_same:
-            flat.leaves[ref] = leaf
-        return ref
+            flat.leaves[Ref(at, kind)] = leaf
+        return kind, at
 
-    flat.values[key] = tree_codec.encode(_tree_of(path, item), path, ref_of)
+    flat.values[key] = tree_codec.encode(_tree_of(path, item), path, leaf_of)
     if isinstance(item, torch.nn.Module):
         flat.first.update(tree_codec.join(path, name) for name, _ in item.named_buffers())
 
@@ -271,15 +301,13 @@ def _as_tensor(leaf: object) -> tuple[Any, torch.Tensor, bool] | None:
         kind = "parameter" if isinstance(leaf, torch.nn.Parameter) else "tensor"
         return kind, leaf.detach(), True
     np = sys.modules.get("numpy")
-    if np is None or not (type(leaf) is np.ndarray or isinstance(leaf, np.generic)):
+    if np is None or type(leaf) is not np.ndarray:
         return None  # a subclass, as a masked array, has more than its numbers
     array = np.require(leaf, requirements=["W", "C"]).reshape(np.shape(leaf))
     try:
         tensor = torch.from_numpy(array)
     except (TypeError, ValueError):  # texts, objects, foreign byte order
         return None
-    if isinstance(leaf, np.generic):
-        return "scalar", tensor, False
     return "array", tensor, np.shares_memory(array, leaf)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,6 +81,17 @@ def test_an_export_is_what_torch_save_would_have_written(run, state, tmp_path, c
     assert found["user"][3]["empty"].shape == (0, 2)
     torch.testing.assert_close(found["optimizer"], state["optimizer"].state_dict(), rtol=0, atol=0)
     assert names(tmp_path) == ["all.pt", "run"]
+
+
+def test_values_that_torch_refuses_are_converted(tmp_path):
+    """torch.load with weights_only=True takes no numbers of NumPy, and no frozensets."""
+    user = {"f": np.float32(0.5), "day": np.datetime64("2020-01-01"), "c": 1j, "b": b"x"}
+    user["sets"] = [{1, 2}, frozenset([(np.int64(3),)])]
+    make(tmp_path / "run" / "checkpoints", 10, {"user": user})
+    assert main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "all.pt")]) == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["user"]
+    assert repr([found[k] for k in ("f", "day", "c", "b")]) == "[0.5, '2020-01-01', 1j, b'x']"
+    assert found["sets"] == [[1, 2], [(3,)]]
 
 
 def test_one_key_of_an_older_step(run, state, tmp_path):

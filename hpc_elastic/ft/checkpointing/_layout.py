@@ -9,7 +9,6 @@ replicas do not have in common, such as a random generator's state or running me
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import itertools
 import json
@@ -23,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_elastic import tree_codec
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.ft.checkpointing import tree
 from hpc_elastic.ft.checkpointing.transport import HealError
 
 SMALL_BYTES = 64 << 10
@@ -99,7 +98,7 @@ class PackedState:
         self._tensors: list[torch.Tensor] = []
         self._paths: list[str] = []
         self._known: dict[object, int] = {}
-        encoded = tree.encode(state, "", self._leaf)
+        encoded = tree_codec.encode(state, "", self._leaf)
         self.raw = [as_bytes(t) for t in self._tensors]
         self.layout = self._lay_out(encoded, step)
 
@@ -120,13 +119,7 @@ class PackedState:
             return self._tensor(path, leaf)
         if type(leaf) is np.ndarray:  # a subclass, as a masked array, has more than its numbers
             return "array", self._add(path, leaf, _of_array(path, leaf))
-        if isinstance(leaf, np.generic) and not leaf.dtype.hasobject:
-            return "number", [leaf.dtype.str, base64.b64encode(leaf.tobytes()).decode()]
-        if isinstance(leaf, torch.dtype):
-            return "dtype", _name(leaf)
-        if isinstance(leaf, torch.device):
-            return "device", str(leaf)
-        return ("size", list(leaf)) if type(leaf) is torch.Size else None
+        return None
 
     def _tensor(self, path: str, leaf: torch.Tensor) -> tuple[str, Any]:
         local, kind = _local(leaf), "dtensor" if is_dtensor(leaf) else "tensor"
@@ -187,18 +180,21 @@ class Target:
         """Return the state; call it once all bytes are there.
 
         Raises:
-            HealError: the peer has a DTensor where this replica has none.
+            HealError: the peer has a DTensor where this replica has none, or the layout is none.
         """
         made: dict[tuple[str, int], Any] = {}
 
         def leaf(kind: str, of: Any) -> Any:
             if kind not in ("tensor", "dtensor", "array"):
-                return _SIMPLE[kind](of)
+                raise KeyError(kind)
             if (kind, of) not in made:  # tied ones stay tied
                 made[kind, of] = self._leaf(kind, of)
             return made[kind, of]
 
-        return tree.decode(self.layout.tree, leaf)
+        try:
+            return tree_codec.decode(self.layout.tree, leaf)
+        except ValueError as e:
+            raise HealError(f"not a state that a peer of this version sent: {e}") from e
 
     @cached_property
     def _like(self) -> dict[str, _Own]:
@@ -295,26 +291,6 @@ def _of_array(path: str, array: np.ndarray) -> torch.Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _number(of: Any) -> Any:
-    dtype, raw = of
-    return np.frombuffer(base64.b64decode(raw), dtype=np.dtype(dtype))[0]
-
-
-def _dtype(of: str) -> torch.dtype:
-    found = getattr(torch, of, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no type of this torch: {of}")
-    return found
-
-
-_SIMPLE: dict[str, Callable[[Any], Any]] = {
-    "number": _number,
-    "dtype": _dtype,
-    "device": torch.device,
-    "size": torch.Size,
-}
 
 
 # ---- The bytes of tensors: where they are, and memory to receive them into

@@ -1,8 +1,5 @@
 """A state becomes JSON and bytes, and comes back with the same types, values and ties."""
 
-import json
-from collections import Counter, OrderedDict, defaultdict
-
 import numpy as np
 import pytest
 import torch
@@ -27,66 +24,10 @@ def through(state, like=None, *, in_place=False):
     return target.state()
 
 
-VALUES = {
-    "none": None,
-    "bools": [True, False],
-    "ints": [0, -1, 1 << 80],
-    "floats": [0.1, -0.0, float("inf"), 1e-320],
-    "complex": 1 - 2j,
-    "texts": ["", "ä/b~", "\ud800"],
-    "bytes": [b"", b"\x00\xff", bytearray(b"a")],
-    "nested": {"a": [(), ((1,), []), {2: "int", "2": "text", (1, "x"): None, None: 0, 1.5: 1}]},
-    "sets": [{1, 2}, frozenset([3])],
-    "counter": Counter(a=2, b=1),
-    "ordered": OrderedDict(b=1, a=2),
-    "order of keys": {"b": 1, "a": 2},
-    "looks marked": ["!", "tuple", [1]],
-    "marked keys": {"!": {"!": "tuple"}},
-    "marked tuple": ("!", "tuple", [1]),
-}
-
-
-@pytest.mark.parametrize("key", VALUES)
-def test_values_come_back_equal_and_of_the_same_type(key):
-    """Values of Python's own types are what they were."""
-    back = through({key: VALUES[key]})[key]
-    assert back == VALUES[key]
-    assert type(back) is type(VALUES[key])
-    assert repr(back) == repr(VALUES[key])
-
-
-def test_a_not_a_number_comes_back():
-    """NaN is no JSON, and is sent nevertheless."""
-    assert np.isnan(through([float("nan")])[0])
-
-
-def test_a_defaultdict_comes_back_as_a_dict():
-    """Its factory is code, which is not sent."""
-    back = through({"d": defaultdict(list, {1: [2]})})["d"]
-    assert type(back) is dict
-    assert back == {1: [2]}
-
-
-def test_equal_sets_are_the_same_text():
-    """Their order differs from process to process, and peers are compared by the text."""
-    a, b = set(), set()
-    for word in "abcdefghijkl":
-        a.add(word)
-    for word in reversed("abcdefghijkl"):
-        b.add(word)
-    assert PackedState(a, 1).layout.to_json() == PackedState(b, 1).layout.to_json()
-    assert through(a) == a
-
-
-def test_numpy_and_torch_values_come_back():
-    """NumPy's numbers and arrays, and torch's types, devices and sizes keep their types."""
-    state = [
-        np.float32(0.1), np.int64(-3), np.bool_(True), np.datetime64("2020-01-01"),
-        torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]),
-    ]  # fmt: skip
-    back = through(state)
-    assert back == state
-    assert [type(v) for v in back] == [type(v) for v in state]
+def test_values_and_arrays_come_back():
+    """What is no tensor keeps its type (see test_tree_codec), and so does an array its order."""
+    values = {"a": (1, {2: {3}}), "ä/b~": np.float32(0.1), "size": torch.Size([2, 3])}
+    assert repr(through(values)) == repr(values)
     array = np.arange(6, dtype=np.uint16).reshape(2, 3).T
     array.flags.writeable = False
     back = through({"a": array})["a"]
@@ -232,12 +173,6 @@ def test_what_can_not_be_sent_is_named(value, word):
         PackedState({"user": [{"x": value}]}, 1)
 
 
-def test_an_object_as_a_key_is_named():
-    """Keys are values of Python's own types."""
-    with pytest.raises(ConfigError, match="key <object"):
-        PackedState({"user": {object(): 1}}, 1)
-
-
 def test_small_tensors_stand_first():
     """They are at the beginning of the stream, whatever is between them."""
     big, small = torch.zeros(layouts.SMALL_BYTES + 1, dtype=torch.uint8), torch.zeros(7)
@@ -267,25 +202,8 @@ def test_what_is_no_layout_is_refused(raw):
         StateLayout.from_json(raw)
 
 
-@pytest.mark.parametrize(
-    "value", [["!"], ["!", "nothing", 1], ["!", "tuple", 1], ["!", "float", "x"]]
-)
-def test_what_no_encoder_wrote_is_refused(value):
+def test_what_no_encoder_wrote_is_refused():
     """A damaged tree is an error of its own."""
-    layout = StateLayout(1, json.loads(json.dumps({"a": value})), (), 0, 0)
+    layout = StateLayout(1, {"a": {"!": "no such kind", "of": 1}}, (), 0, 0)
     with pytest.raises(HealError):
         Target(layout, in_place=False).state()
-
-
-def test_long_numbers_come_back_and_what_would_not_is_refused():
-    """By its path, before anything is sent."""
-    assert through({"n": -(3**20_000)}) == {"n": -(3**20_000)}
-    deep: list = []
-    deep.append(deep)
-    for bad, what in [
-        (deep, "contains itself"),
-        ({3**20_000: 1}, "a key has no text"),
-        (np.ma.masked_array([1.0], [True]), "takes tensors"),
-    ]:
-        with pytest.raises(ConfigError, match=rf"^state: /here.*{what}"):
-            PackedState({"here": bad}, step=3)

@@ -14,6 +14,7 @@
     |  |- CheckpointCorruptError         what is stored is damaged
     |  `- CheckpointFencedError          the worker's group is over; another one has taken its place
     |- WorkerGroupError                  the training itself failed: first failure, and victims
+    |- AuthenticationError (ConnectionError)    a peer does not hold the secret (`transport.auth`)
     |
     |  per-step fault tolerance, defined in the modules of `hpc_elastic.ft` that raise them:
     |- LeftQuorumError                   this replica has left, as it was announced

@@ -29,7 +29,6 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.run.directory import RunDir
-from hpc_elastic.transport.auth import BadFrameError
 from hpc_elastic.transport.connection import ClientConnection, connect
 from rendezvous_scale.leading import SECRET, liveness, member
 from rendezvous_scale.process import allow_files
@@ -117,7 +116,7 @@ class LightAgent:
         self.group.tries += 1
         try:
             self.stream = await connect(where.address, where.port, SECRET, record.epoch, hello)
-        except (OSError, BadFrameError) as e:
+        except OSError as e:
             refused, why = isinstance(e, ConnectionRefusedError), type(e).__name__
             now = time.monotonic()
             self._carry_out(self.following.not_connected(why, now, refused=refused))
@@ -128,7 +127,7 @@ class LightAgent:
             while True:
                 message = await stream.receive()
                 self._carry_out(self.following.received(message, time.monotonic()))
-        except (OSError, BadFrameError) as e:
+        except OSError as e:
             self.stream = None
             self._carry_out(self.following.disconnected(str(e), time.monotonic()))
         finally:

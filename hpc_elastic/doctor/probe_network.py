@@ -1,7 +1,7 @@
 """The tasks of the probe meet: really connect, compare clocks, and see each other's files.
 
-Each task serves a few requests, one JSON line and one answer a connection; strangers, who do not
-know the token, get none. It asks the others the same:
+Each task answers a few requests over authenticated connections; their secret is the probe's token.
+It asks the others the same:
 
 - ``time``: what time it is there; the answer of the quickest of several tries counts;
 - ``prepare`` and ``change``: make and change what the asker watches, in the shared folder;
@@ -10,8 +10,7 @@ know the token, get none. It asks the others the same:
 
 from __future__ import annotations
 
-import hmac
-import json
+import contextlib
 import os
 import socket
 import socketserver
@@ -24,6 +23,7 @@ from typing import Any
 
 from hpc_elastic.doctor.probe_folder import ProbeFolder
 from hpc_elastic.doctor.shared_folder import NUM_ROUNDS, Race, Trial, Visibility, result_of
+from hpc_elastic.transport.signed_socket import SignedSocket
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0
@@ -32,7 +32,7 @@ _ANSWER_S = 60.0
 """For so long another node may take to change files: a file system may be slow."""
 _SIGHT_S = 20.0
 """So soon a change is to be seen, and later by what the mount allows itself."""
-_MAX_LINE = 4096
+_CONTEXT = "probe"
 _OBSERVER, _DOER = "observer", "doer"
 
 
@@ -105,23 +105,20 @@ class ProbeServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
 
-def _handler(folder: Path, token: str) -> type[socketserver.StreamRequestHandler]:
-    class _Handler(socketserver.StreamRequestHandler):
-        timeout = _CONNECT_S
-
+def _handler(folder: Path, token: str) -> type[socketserver.BaseRequestHandler]:
+    class _Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            try:
-                while line := self.rfile.readline(_MAX_LINE):
-                    request = json.loads(line)
-                    if not hmac.compare_digest(str(request["token"]), token):
-                        return
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                connection = SignedSocket.accept(
+                    self.request, token.encode(), _CONTEXT, timeout_s=_CONNECT_S
+                )
+                while True:
+                    request = connection.receive()
                     try:
                         answer = serve(folder, request)
                     except OSError as e:
                         answer = {"error": str(e)}
-                    self.wfile.write(json.dumps(answer).encode() + b"\n")
-            except (OSError, ValueError, KeyError, TypeError):
-                return
+                    connection.send(answer)
 
     return _Handler
 
@@ -187,8 +184,8 @@ def _look_at(number: int, peer: Mapping[str, Any], asker: int, token: str) -> Si
     if not address:
         return Sight(number, host, "", "it has no address that others could reach", others=others)
     try:
-        with socket.create_connection((address, port), _CONNECT_S) as connection:
-            best = min(_ask_time(connection, asker, token) for _ in range(_TRIES))
+        with _connect(peer, token, _CONNECT_S) as connection:
+            best = min(_ask_time(connection, asker) for _ in range(_TRIES))
     except (OSError, ValueError) as e:
         return Sight(number, host, address, str(e) or type(e).__name__, others=others)
     return Sight(number, host, address, "", best[0], best[1], others)
@@ -202,40 +199,29 @@ def _reaches(address: str, port: int) -> bool:
     return True
 
 
-def _ask_time(connection: socket.socket, asker: int, token: str) -> tuple[float, float]:
+def _ask_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
     """Return the round trip, and how far the other's clock is ahead."""
     sent, before = time.time(), time.monotonic()
-    told = float(request(connection, "time", asker, token)["time"])
+    told = float(request(connection, "time", asker)["time"])
     took = time.monotonic() - before
     return took, told - (sent + took / 2)
 
 
-def request(
-    connection: socket.socket, what: str, asker: int, token: str, **details: int
-) -> dict[str, Any]:
-    """Ask another task, and return its answer.
+def request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
+    """Send a request to another task, and return its answer.
 
     Raises:
-        OSError: it does not answer, or can not do it.
-        ValueError: it answers nonsense.
+        OSError: it does not answer, or cannot do it.
     """
-    _send(connection, what, asker, token, **details)
-    return _receive(connection)
+    connection.send({"do": what, "asker": asker, **details})
+    return _answer(connection)
 
 
-def _send(connection: socket.socket, what: str, asker: int, token: str, **details: int) -> None:
-    line = json.dumps({"token": token, "do": what, "asker": asker, **details}) + "\n"
-    connection.sendall(line.encode())
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    answer = connection.makefile().readline(_MAX_LINE)
-    if not answer:
-        raise ConnectionError("the connection was closed")
-    parsed: dict[str, Any] = json.loads(answer)
-    if "error" in parsed:
-        raise OSError(parsed["error"])
-    return parsed
+def _answer(connection: SignedSocket) -> dict[str, Any]:
+    answer = connection.receive()
+    if "error" in answer:
+        raise OSError(answer["error"])
+    return answer
 
 
 def _try_folder(
@@ -244,31 +230,35 @@ def _try_folder(
     """Race with another node, and watch what it does to the folder."""
     trial = Trial(place.path / f"trial-{index}")
     patience_s = _SIGHT_S + place.late_s
-    with _connect(peer) as connection:
-        request(connection, "prepare", index, token)
-        race = _race(trial, connection, index, token)
+    with _connect(peer, token) as connection:
+        request(connection, "prepare", index)
+        race = _race(trial, connection, index)
 
     def change() -> None:
-        with _connect(peer) as connection:
-            request(connection, "change", index, token)
+        with _connect(peer, token) as connection:
+            request(connection, "change", index)
 
     return race, trial.watch(change, patience_s)
 
 
-def _connect(peer: Mapping[str, Any]) -> socket.socket:
-    return socket.create_connection((peer["address"], peer["port"]), _ANSWER_S)
+def _connect(
+    peer: Mapping[str, Any], token: str, timeout_s: float = _ANSWER_S
+) -> contextlib.closing[SignedSocket]:
+    address = peer["address"], peer["port"]
+    connection = SignedSocket.connect(address, token.encode(), _CONTEXT, timeout_s=timeout_s)
+    return contextlib.closing(connection)
 
 
-def _race(trial: Trial, connection: socket.socket, index: int, token: str) -> Race:
+def _race(trial: Trial, connection: SignedSocket, index: int) -> Race:
     trial.stage(_OBSERVER)
     won = []
-    trip_s, _ = _ask_time(connection, index, token)
+    trip_s, _ = _ask_time(connection, index)
     for number in range(NUM_ROUNDS):
-        _send(connection, "link", index, token, round=number)
+        connection.send({"do": "link", "asker": index, "round": number})
         time.sleep(number % 4 * trip_s / 2)  # who is first differs
         mine = trial.link(number, _OBSERVER)
-        won.append((mine, bool(_receive(connection)["won"])))
-    theirs = request(connection, "winners", index, token)["winners"]
+        won.append((mine, bool(_answer(connection)["won"])))
+    theirs = request(connection, "winners", index)["winners"]
     return result_of(won, [trial.winners(), theirs])
 
 

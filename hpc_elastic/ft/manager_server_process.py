@@ -27,8 +27,8 @@ from typing import Any
 from hpc_elastic._util import readable
 from hpc_elastic.ft.manager_server import ManagerServer, listen
 from hpc_elastic.ft.messages import PURPOSE, SESSION_EPOCH, Message, frame, parse_address, unpack
-from hpc_elastic.transport.auth import BadFrameError, user_secret
-from hpc_elastic.transport.connection import NO_AGENT_OF_OURS, ClientConnection, connect
+from hpc_elastic.transport.auth import AuthenticationError, user_secret
+from hpc_elastic.transport.connection import CONNECTION_ERRORS, ClientConnection, connect
 
 _RETRY_S = 0.05
 _RETRY_STRANGE_S = 0.25
@@ -252,14 +252,14 @@ class _Line:
         while True:
             try:
                 stream = await connect(*self._address, secret, SESSION_EPOCH, hello)
-            except (OSError, BadFrameError) as e:
+            except OSError as e:
                 await self._wait_after(e, server)
                 continue
             self._trouble = None
             await self._talk(stream, server)
 
     async def _wait_after(self, error: Exception, server: ManagerServer) -> None:
-        is_strange = isinstance(error, BadFrameError | ConnectionResetError)
+        is_strange = isinstance(error, AuthenticationError | ConnectionResetError)
         host, port = self._address
         why = f"the lighthouse at {host}:{port} does not answer: {error}"
         if is_strange:
@@ -282,7 +282,7 @@ class _Line:
             while True:
                 self._take(await stream.receive(), server)
                 self._heard = True
-        except NO_AGENT_OF_OURS as e:
+        except CONNECTION_ERRORS as e:
             server.down(f"the connection to the lighthouse is lost: {e}")
         finally:
             beating.cancel()

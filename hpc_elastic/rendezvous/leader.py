@@ -60,7 +60,7 @@ from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.transport.connection import (
     BUFFER_BYTES,
-    NO_AGENT_OF_OURS,
+    CONNECTION_ERRORS,
     Listener,
     ServerConnection,
 )
@@ -210,7 +210,7 @@ class Leader:
     def _or_fail(self) -> Iterator[None]:
         try:
             yield
-        except NO_AGENT_OF_OURS:
+        except CONNECTION_ERRORS:
             raise
         except Exception:
             self._fail()

@@ -34,7 +34,6 @@ from hpc_elastic.rendezvous.effects import (
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate, ReplicaGroup
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
-from hpc_elastic.transport.auth import BadFrameError
 from hpc_elastic.transport.connection import ClientConnection, Listener, connect
 
 _log = logging.getLogger(__name__)
@@ -384,7 +383,7 @@ class Session(Hearing, Reports):
             stream = await connect(
                 leader.address, leader.port, self._office.secret, record.epoch, asdict(self._me)
             )
-        except (OSError, BadFrameError) as e:
+        except OSError as e:
             refused, why = isinstance(e, ConnectionRefusedError), str(e) or type(e).__name__
             now = time.monotonic()
             self._carry_out(self._following.not_connected(why, now, refused=refused))
@@ -407,7 +406,7 @@ class Session(Hearing, Reports):
                 message = await stream.receive()
                 if self._stream is stream:
                     self._carry_out(self._following.received(message, time.monotonic()))
-        except (OSError, BadFrameError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError) as e:
             why = str(e) or type(e).__name__
         if self._stream is stream:
             self._lose_stream()

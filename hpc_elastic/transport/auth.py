@@ -1,11 +1,15 @@
-"""Signed frames between agent and leader: JSON lines under the run's secret (pure).
+"""Handshake and signatures of every connection, and the secrets behind them (pure).
 
-The leader greets with a nonce; the agent answers with its own; both derive a session key from the
-run's secret, the epoch and the two nonces. Every frame after that carries a keyed hash of its
-direction, its sequence number and its text, so that a stranger can neither read himself in, nor
-replay or reorder what he saw, in this session, epoch or run. Nothing is secret on the wire.
-Keyed hashing: HMAC (RFC 2104) under the run's secret; under the key of a connection BLAKE2s (RFC
-7693), which takes half the time.
+The server greets with a nonce. The client answers with its own and with its first frame, the
+hello; the server answers that with a welcome. Both derive the key of the connection from a secret,
+the context of the connection and the two nonces, so each has proved by its first frame that it
+holds the secret. A frame is a JSON object in a line, behind a keyed hash of its sender's side, its
+number and its text: a stranger cannot join, nor replay, reflect or reorder what was seen on the
+wire, in this connection or another. Nothing on the wire is secret.
+
+`connection` carries the frames over asyncio, `signed_socket` over blocking sockets. Keyed hashes:
+HMAC (RFC 2104) under secrets; under the key of a connection BLAKE2s (RFC 7693), which takes half
+the time.
 """
 
 from __future__ import annotations
@@ -13,28 +17,30 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.fencing import own_record
 
 MAX_FRAME_BYTES = 1 << 20
+MAX_UNPROVED_BYTES = 4096
+"""A peer that has not proved that it holds the secret may send so much."""
+HANDSHAKE_TIMEOUT_S = 5.0
+"""A client that takes longer to prove that it holds the secret is disconnected."""
 NONCE_BYTES = 16
 _MAC_BYTES = 16
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
-Side = Literal["agent", "leader"]
+Side = Literal["client", "server"]
 
 
-class BadFrameError(Exception):
-    """A frame is not from somebody who holds the run's secret, or out of order."""
-
-
-def new_nonce() -> str:
-    """Return a fresh nonce as hexadecimal text."""
-    return secrets.token_hex(NONCE_BYTES)
+class AuthenticationError(HpcElasticError, ConnectionError):
+    """The peer does not hold the secret, or what it sent was changed, repeated or reordered."""
 
 
 def sign(key: bytes, text: str) -> str:
@@ -47,17 +53,33 @@ def is_signed(key: bytes, text: str, mac: str) -> bool:
     return hmac.compare_digest(sign(key, text).encode(), mac.encode(errors="replace"))
 
 
-def session_key(secret: bytes, epoch: int, leader_nonce: str, agent_nonce: str) -> bytes:
-    """Return the key of one connection, 32 bytes."""
-    return bytes.fromhex(sign(secret, f"session|{epoch}|{leader_nonce}|{agent_nonce}"))
+def new_nonce() -> str:
+    """Return a fresh nonce as hexadecimal text."""
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def session_key(secret: bytes, context: object, server_nonce: str, client_nonce: str) -> bytes:
+    """Return the key of one connection, 32 bytes.
+
+    The context says what the connection is for, such as the leader's epoch: a key is of no use in
+    another.
+    """
+    return bytes.fromhex(sign(secret, f"session|{context}|{server_nonce}|{client_nonce}"))
 
 
 @dataclass
 class FrameSigner:
-    """One side of a session: seals what it sends, opens what it receives, in sequence."""
+    """One side of a connection: signs what it sends, checks what it receives, in sequence.
+
+    Attributes:
+        key: Of the connection.
+        me: This side.
+        max_bytes: A frame to be sent may be so long.
+    """
 
     key: bytes
     me: Side
+    max_bytes: int = MAX_FRAME_BYTES
     sent: int = 0
     received: int = 0
 
@@ -71,30 +93,81 @@ class FrameSigner:
         mac = self._mac(self.me, self.sent, body)
         self.sent += 1
         frame = f"{mac} {body}\n".encode()
-        if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+        if len(frame) > self.max_bytes:
+            raise ValueError(f"a message of {len(frame)} bytes exceeds {self.max_bytes}")
         return frame
 
     def open(self, frame: bytes) -> dict[str, Any]:
         """Return the message in a signed line.
 
         Raises:
-            BadFrameError: not signed with this session's key, replayed, or no JSON object.
+            AuthenticationError: it is not signed with the key of this connection, is replayed, or
+                no JSON object.
         """
-        peer: Side = "leader" if self.me == "agent" else "agent"
+        peer: Side = "server" if self.me == "client" else "client"
         mac, _, body = frame.decode(errors="replace").rstrip("\n").partition(" ")
         expected = self._mac(peer, self.received, body)
         if not hmac.compare_digest(mac.encode(errors="replace"), expected.encode()):
-            raise BadFrameError("signature does not match")
+            raise AuthenticationError("signature does not match")
         self.received += 1
         message = json.loads(body)
         if not isinstance(message, dict):
-            raise BadFrameError("not an object")
+            raise AuthenticationError("not an object")
         return message
 
     def _mac(self, side: Side, number: int, body: str) -> str:
         signed = f"{side}|{number}|{body}".encode()
         return hashlib.blake2s(signed, key=self.key, digest_size=_MAC_BYTES).hexdigest()
+
+
+WELCOME = {"type": "welcome"}
+"""The server's first message: it proves that the server holds the secret, too."""
+
+
+class ServerHandshake:
+    """The server's part of a handshake: send `greeting`, `read` two lines, send `WELCOME`."""
+
+    def __init__(self, secret: bytes, context: object) -> None:
+        self.signer: FrameSigner
+        """Set once `read` has returned the hello."""
+        self._key_of = partial(session_key, secret, context, nonce := new_nonce())
+        self._unproved: FrameSigner | None = None
+        self.greeting = _to_json({"nonce": nonce}).encode() + b"\n"
+
+    def read(self, line: bytes) -> dict[str, Any] | None:
+        """Return the client's hello, which proves that it holds the secret; None for its nonce.
+
+        Raises:
+            AuthenticationError: it does not hold the secret.
+        """
+        if self._unproved is None:
+            self._unproved = FrameSigner(self._key_of(_checked_nonce(line)), "server")
+            return None
+        hello, self.signer = self._unproved.open(line), self._unproved
+        return hello
+
+
+def answer_greeting(
+    greeting: bytes, secret: bytes, context: object, hello: dict[str, Any]
+) -> tuple[bytes, FrameSigner]:
+    """Return what the client sends, and the signer that is to open the server's welcome.
+
+    Raises:
+        AuthenticationError: it is no greeting.
+    """
+    try:
+        theirs = _checked_nonce(str(json.loads(greeting)["nonce"]).encode())
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise AuthenticationError("no greeting") from e
+    mine = new_nonce()
+    signer = FrameSigner(session_key(secret, context, theirs, mine), "client")
+    return mine.encode() + b"\n" + signer.seal(hello), signer
+
+
+def _checked_nonce(line: bytes) -> str:
+    if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * NONCE_BYTES), line):
+        raise AuthenticationError("no nonce")
+    return line.decode()
 
 
 # ---- The secrets under which processes of one user, or of one run, sign what they tell each other

@@ -1,66 +1,62 @@
-"""One authenticated connection, both ends of it: signed frames (`auth`) over asyncio.
+"""Authenticated connections over asyncio, both ends: the handshake and frames of `auth`.
 
-The agent's end is a `ClientConnection`, which a task reads; the leader's is a `ServerConnection`,
+The client's end is a `ClientConnection`, which a task reads; the server's is a `ServerConnection`,
 which calls back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import socket
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpc_elastic.transport.auth import (
+    HANDSHAKE_TIMEOUT_S,
     MAX_FRAME_BYTES,
-    NONCE_BYTES,
-    BadFrameError,
+    MAX_UNPROVED_BYTES,
+    WELCOME,
+    AuthenticationError,
     FrameSigner,
-    new_nonce,
-    session_key,
+    ServerHandshake,
+    answer_greeting,
 )
 
-HANDSHAKE_TIMEOUT_S = 5.0
-"""A visitor that takes longer to prove who it is is none of the run's agents."""
 CONNECT_TIMEOUT_S = 1.5
 """A node that takes longer is down: the system accepts connections even of a busy process."""
 WELCOME_TIMEOUT_S = 30.0
 """A leader that ten thousand agents come to at once must not be asked twice by each."""
 _CLOSE_TIMEOUT_S = 1.0
 BUFFER_BYTES = 1 << 16
-_STRANGER_BYTES = 4096
-"""Nobody may make the leader keep more before it has proved who it is."""
 
-NO_AGENT_OF_OURS = (OSError, BadFrameError, ValueError, KeyError, TypeError)
-"""What a connection shows that has ended, or never was an agent's."""
+CONNECTION_ERRORS = (OSError, ValueError, KeyError, TypeError)
+"""Raised where a connection has ended, or its peer is none of ours (`AuthenticationError`)."""
 
 
 class ClientConnection:
     """Sends and receives messages; a message is a JSON object with a ``type``."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cipher: FrameSigner
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, signer: FrameSigner
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._cipher = cipher
+        self._signer = signer
 
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; a connection that is gone shows when the next one is received."""
         if not self._writer.is_closing():
-            self._writer.write(self._cipher.seal(message))
+            self._writer.write(self._signer.seal(message))
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message.
 
         Raises:
             ConnectionError: the peer is gone.
-            BadFrameError: the frame is not the peer's.
+            AuthenticationError: the frame is not the peer's.
         """
-        return self._cipher.open(await _line(self._reader))
+        return self._signer.open(await _line(self._reader))
 
     async def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read.
@@ -84,50 +80,32 @@ class ClientConnection:
 async def connect(
     address: str, port: int, secret: bytes, epoch: int, hello: dict[str, Any]
 ) -> ClientConnection:
-    """Connect to the leader of an epoch; return once he has proved that he is.
+    """Connect to the leader of an epoch; return once it has proved that it holds the secret.
 
     Raises:
         OSError: nobody listens there, or nobody answers in time.
-        BadFrameError: somebody else listens there.
+        AuthenticationError: another process listens there.
     """
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
         reader, writer = await asyncio.open_connection(address, port, limit=MAX_FRAME_BYTES)
     try:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
-            return await _introduce(reader, writer, secret, epoch, hello)
+            first = {"type": "hello", "agent": hello}
+            answer, signer = answer_greeting(await _line(reader), secret, epoch, first)
+            writer.write(answer)
+            connection = ClientConnection(reader, writer, signer)
+            await connection.receive()  # the welcome
+            return connection
     except BaseException:  # cancelled, too: nobody else knows of the connection yet
         writer.transport.abort()
         raise
-
-
-async def _introduce(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    secret: bytes,
-    epoch: int,
-    hello: dict[str, Any],
-) -> ClientConnection:
-    mine = new_nonce()
-    try:
-        theirs = str(json.loads(await _line(reader))["nonce"])
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise BadFrameError("no greeting") from e
-    if not re.fullmatch(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}", theirs):
-        raise BadFrameError("no nonce")
-    writer.write(mine.encode() + b"\n")
-    stream = ClientConnection(
-        reader, writer, FrameSigner(session_key(secret, epoch, theirs, mine), "agent")
-    )
-    stream.send({"type": "hello", "agent": hello})
-    await stream.receive()  # the welcome, under the key that only the run's leader can have
-    return stream
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
     try:
         line = await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError as e:
-        raise BadFrameError("longer than a frame may be") from e
+        raise AuthenticationError("longer than a frame may be") from e
     except asyncio.IncompleteReadError as e:
         raise ConnectionResetError("the peer closed the connection") from e
     return line
@@ -147,24 +125,24 @@ class ConnectionOwner(Protocol):
 
 
 class ServerConnection(asyncio.BufferedProtocol):
-    """The leader's end of a connection: a stranger, until it has proved to be an agent.
+    """The server's end of a connection: unauthenticated, until the client's hello has been read.
 
-    No task waits for each, and all read into the leader's one buffer (by default, asyncio makes one
-    of 256 KiB for each message, which costs more than its signature): ten thousand come at once.
+    No task waits for each, and all read into one buffer of the server (by default, asyncio makes
+    one of 256 KiB for each message, which costs more than its signature): ten thousand come at
+    once.
     """
 
     def __init__(
         self, secret: bytes, epoch: int, host: ConnectionOwner, buffer: memoryview
     ) -> None:
-        self._secret = secret
-        self._epoch = epoch
+        self._handshake = ServerHandshake(secret, epoch)
         self._host = host
         self._buffer = buffer
-        self._nonce = new_nonce()
         self._pending = b""
-        self._cipher: FrameSigner | None = None
+        self._signer: FrameSigner | None = None
+        """None until the client has proved that it holds the secret."""
         self._deadline: asyncio.TimerHandle | None = None
-        """Until when it must have proved who it is; None once it has."""
+        """Until when it must have."""
         self._transport: asyncio.Transport | None = None
         self._ending: str | None = None
         """Why the connection is being ended from this side."""
@@ -172,8 +150,8 @@ class ServerConnection(asyncio.BufferedProtocol):
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message; a connection that is gone is reported by `ConnectionOwner.left`."""
         if self._ending is None:
-            assert self._transport is not None and self._cipher is not None
-            self._transport.write(self._cipher.seal(message))
+            assert self._transport is not None and self._signer is not None
+            self._transport.write(self._signer.seal(message))
 
     def close(self) -> None:
         """Send what was queued and close the connection; drop it if the peer does not read."""
@@ -200,8 +178,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(MAX_FRAME_BYTES)
         later = asyncio.get_running_loop().call_later
         self._deadline = later(HANDSHAKE_TIMEOUT_S, self.abort, "no handshake in time")
-        greeting = {"nonce": self._nonce, "epoch": self._epoch}
-        transport.write(json.dumps(greeting).encode() + b"\n")
+        transport.write(self._handshake.greeting)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Read into the common buffer, which `buffer_updated` leaves free again."""
@@ -214,9 +191,9 @@ class ServerConnection(asyncio.BufferedProtocol):
             for line in lines:
                 if self._ending is None:
                     self._read(line)
-            if len(self._pending) > (MAX_FRAME_BYTES if self._is_agent else _STRANGER_BYTES):
-                raise BadFrameError("longer than a frame may be")
-        except NO_AGENT_OF_OURS as e:
+            if len(self._pending) > (MAX_FRAME_BYTES if self._signer else MAX_UNPROVED_BYTES):
+                raise AuthenticationError("longer than a frame may be")
+        except CONNECTION_ERRORS as e:
             self.abort(str(e) or type(e).__name__)
 
     def pause_writing(self) -> None:
@@ -230,26 +207,15 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._ending = self._ending or (str(error) if error else "its connection closed")
         self._host.left(self, self._ending)
 
-    # ---- the handshake, and after -------------------------------------------------------
-
-    @property
-    def _is_agent(self) -> bool:
-        return self._cipher is not None and self._deadline is None
-
     def _read(self, line: bytes) -> None:
-        if self._cipher is None:
-            if len(line) != 2 * NONCE_BYTES:
-                raise BadFrameError("no nonce")
-            key = session_key(self._secret, self._epoch, self._nonce, line.decode())
-            self._cipher = FrameSigner(key, "leader")
-        elif self._deadline is not None:
-            hello = self._cipher.open(line)["agent"]
-            self._deadline.cancel()
-            self._deadline = None
-            self.send({"type": "welcome"})
-            self._host.arrived(self, hello)
-        else:
-            self._host.said(self, self._cipher.open(line))
+        if self._signer is not None:
+            self._host.said(self, self._signer.open(line))
+        elif (hello := self._handshake.read(line)) is not None:
+            agent, self._signer = hello["agent"], self._handshake.signer
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self.send(WELCOME)
+            self._host.arrived(self, agent)
 
 
 # ---- The leader's port: takes connections, from before an epoch is claimed until its leader goes

@@ -6,7 +6,7 @@ from typing import Any
 
 from hpc_elastic.ft.manager_server import ManagerServer
 from hpc_elastic.ft.messages import PURPOSE, SESSION_EPOCH, Message, frame, parse_address, unpack
-from hpc_elastic.transport.auth import BadFrameError, user_secret
+from hpc_elastic.transport.auth import user_secret
 from hpc_elastic.transport.connection import ClientConnection, connect
 
 _LOOK_S = 0.01
@@ -67,7 +67,7 @@ class _Line:
                 hello = {"replica": replica_id}
                 self._stream = await connect(*address, secret, SESSION_EPOCH, hello)
                 await self._talk(self._stream, server)
-            except (OSError, BadFrameError):
+            except OSError:
                 server.down()
             await asyncio.sleep(_RETRY_S)
 

@@ -60,7 +60,7 @@ def a_forged_hello(s: socket.socket, rng: random.Random) -> None:
     """Say hello as a third node, under a secret of one's own."""
     greeting = json.loads(s.makefile("rb").readline())
     mine = new_nonce()
-    s.sendall(_introduction(b"guessed", int(greeting["epoch"]), greeting["nonce"], mine))
+    s.sendall(_introduction(b"guessed", 1, greeting["nonce"], mine))
     s.recv(1000)
 
 
@@ -108,7 +108,7 @@ def replay(secret: bytes, epoch: int) -> Attack:
 
 def _introduction(secret: bytes, epoch: int, leader_nonce: str, nonce: str) -> bytes:
     """Return all that an agent sends until it waits for a round."""
-    cipher = FrameSigner(session_key(secret, epoch, leader_nonce, nonce), "agent")
+    cipher = FrameSigner(session_key(secret, epoch, leader_nonce, nonce), "client")
     agent = {"task": "999_1", "attempt": 0, "slot": 1, "host": "evil", "nproc": 1}
     hello = cipher.seal({"type": "hello", "agent": agent})
     return nonce.encode() + b"\n" + hello + cipher.seal({"type": "join", "ask": 1})
@@ -118,6 +118,21 @@ ON_ANY_PORT = (
     random_bytes, half_a_frame, a_long_line, a_long_frame, a_nonce_and_garbage, a_forged_hello,
     come_and_go, come_in_a_storm, come_and_reset, a_store_client_gone_mad, a_long_key,
 )  # fmt: skip
+
+
+_NONCE = b'{"nonce": "00112233445566778899aabbccddeeff"}\n'
+GREETINGS = {
+    "silence": b"",
+    "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "no object": b"[]\n",
+    "a number": b'{"nonce": 7}\n',
+    "half a character": b'{"nonce": "\\ud800"}\n',
+    "no UTF-8": b'{"nonce": "\xff"}\n',
+    "brackets": b"[" * 200_000 + b"\n",
+    "a long line": b"x" * (2 << 20) + b"\n",
+    "no welcome": _NONCE + b"0" * 40 + b"\n",
+}
+"""What an impostor on a server's port may say."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The parts of near memory: copies over TCP, who keeps them, and the agents' folders."""
 
 import dataclasses
+import io
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,15 +28,16 @@ from hpc_elastic.checkpoint.node_memory import (
     remove_leftovers,
 )
 from hpc_elastic.checkpoint.replication import (
+    _CONTEXT,
     _MAX_CONNECTIONS,
     NodeDirectory,
     Peer,
     Receiver,
-    _Channel,
     choose_neighbour,
     push,
 )
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, ConfigError
+from hpc_elastic.transport.signed_socket import SignedSocket
 
 KEY = b"k" * 32
 GIB = 1 << 30
@@ -104,11 +107,10 @@ def test_a_copy_that_is_not_as_it_should_be_is_refused(tmp_path, memory, receive
     )
     text = dataclasses.replace(made, files=(file,)).to_json()
     message = {"save": [7, 3, 2], "part": text} | change
-    with socket.create_connection(receiver.address) as sock:
-        channel = _Channel.as_client(sock, KEY)
-        channel.send(message)
-        sock.sendall(b"x")
-        assert re.search(why, channel.receive()["problem"])
+    with closing(SignedSocket.connect(receiver.address, KEY, _CONTEXT, timeout_s=20.0)) as sender:
+        sender.send(message)
+        sender.send_file(io.BytesIO(b"x"), 1)
+        assert re.search(why, sender.receive()["problem"])
     assert memory.saves().get(SAVE, []) == []
     assert not [path for path in tmp_path.glob("there/**/*") if path.is_file()]
 

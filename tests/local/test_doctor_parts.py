@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -204,11 +203,9 @@ def test_a_link_whose_reply_is_lost_is_ones_own(tmp_path, monkeypatch):
 def test_a_stranger_gets_no_answer(place):
     """Who does not know the token makes no files, and learns nothing."""
     server = probe_network.ProbeServer(place, TOKEN)
-    with (
-        socket.create_connection(("127.0.0.1", server.port)) as stranger,
-        pytest.raises(OSError),
-    ):
-        probe_network.request(stranger, "prepare", 5, "wrong")
+    stranger = {"address": "127.0.0.1", "port": server.port}
+    with pytest.raises(OSError), probe_network._connect(stranger, "wrong") as connection:
+        probe_network.request(connection, "prepare", 5)
     assert not (place.path / "trial-5").exists()
 
 

@@ -181,21 +181,7 @@ def refuses(leader: fuzz.Address, conversations: list[bytes]) -> bool:
     return True
 
 
-NONCE = b'{"nonce": "00112233445566778899aabbccddeeff", "epoch": 1}\n'
-GREETINGS = {
-    "silence": b"",
-    "a web server": b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    "no object": b"[]\n",
-    "a number": b'{"nonce": 7}\n',
-    "half a character": b'{"nonce": "\\ud800"}\n',
-    "no UTF-8": b'{"nonce": "\xff"}\n',
-    "brackets": b"[" * 200_000 + b"\n",
-    "a long line": b"x" * (2 << 20) + b"\n",
-    "no welcome": NONCE + b"0" * 40 + b"\n",
-}
-
-
-@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS)
+@pytest.mark.parametrize("greeting", fuzz.GREETINGS.values(), ids=fuzz.GREETINGS)
 def test_an_impostor_on_a_dead_leaders_port_stops_nobody(group, greeting):
     """Whatever he says, the agent becomes the leader once the old one's time is over."""
     g = group(max_nodes=1)

@@ -279,7 +279,7 @@ def test_a_report_of_a_large_node_fits_into_one_frame(tmp_path):
         found.append(describe(Ended, files, place))
     report = earliest(found)
     assert [f["rank"] for f in report] == list(range(len(report)))
-    FrameSigner(b"key", "agent").seal({"type": "failed", "round": 1, "failures": report})
+    FrameSigner(b"key", "client").seal({"type": "failed", "round": 1, "failures": report})
 
 
 def test_a_missing_module_is_an_import_failure(job):

@@ -27,7 +27,7 @@ from hashlib import blake2b
 from typing import Literal, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
-from hpc_elastic.transport.auth import is_signed, sign
+from hpc_elastic.transport.auth import AuthenticationError, is_signed, sign
 
 BLOCK_BYTES = 1 << 20
 """One checksum each. So many fit into a core's cache, where the sum costs little."""
@@ -40,10 +40,6 @@ OK, FORBIDDEN, CONFLICT = 200, 403, 409
 _REASONS = {OK: "OK", FORBIDDEN: "Forbidden", CONFLICT: "Conflict"}
 
 Verb = Literal["layout", "data", "done"]
-
-
-class HealAuthenticationError(Exception):
-    """The other side does not know the key, or what it sent was changed or is not for us."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +94,13 @@ def open_request(raw: bytes, key: bytes) -> HealRequest:
     """Return the request in a head.
 
     Raises:
-        StrangerError: it is none, or not signed with our key.
+        AuthenticationError: it is none, or not signed with our key.
     """
     try:
         first, headers = _open_head(raw)
         _, target, _ = first.split(" ")
         if not is_signed(key, f"request|{target}", headers["x-mac"]):
-            raise HealAuthenticationError("signed with another key")
+            raise AuthenticationError("signed with another key")
         path, _, query = target.partition("?")
         _, token, verb = path.split("/")
         given = dict(parse_qsl(query, keep_blank_values=True))
@@ -112,7 +108,7 @@ def open_request(raw: bytes, key: bytes) -> HealRequest:
         known = {f.name: types[str(f.type)](given[f.name]) for f in fields(HealRequest)[2:]}
         return HealRequest(token, verb, **known)  # type: ignore[arg-type]
     except (ValueError, KeyError, TypeError) as e:
-        raise HealAuthenticationError(f"no request of ours: {raw[:80]!r}") from e
+        raise AuthenticationError(f"no request of ours: {raw[:80]!r}") from e
 
 
 def answer_head(key: bytes, nonce: str, status: int, num_bytes: int, body: bytes = b"") -> bytes:
@@ -139,7 +135,7 @@ class AnswerHead:
         """Return it.
 
         Raises:
-            StrangerError: it is none.
+            AuthenticationError: it is none.
         """
         try:
             first, headers = _open_head(raw)
@@ -148,21 +144,21 @@ class AnswerHead:
                 raise ValueError(f"a length of {length}")
             return cls(int(first.split(" ")[1]), length, headers["x-mac"])
         except (ValueError, KeyError, IndexError) as e:
-            raise HealAuthenticationError(f"no answer of ours: {raw[:80]!r}") from e
+            raise AuthenticationError(f"no answer of ours: {raw[:80]!r}") from e
 
     def check(self, key: bytes, nonce: str, body: bytes = b"") -> None:
         """Return if the answer is the peer's, to this very request.
 
         Raises:
-            StrangerError: it is not, or the peer takes us for a stranger.
+            AuthenticationError: it is not, or the peer takes us for a stranger.
         """
         if self.status == FORBIDDEN:
-            raise HealAuthenticationError(
+            raise AuthenticationError(
                 "it does not know our key, or is another process: outside of a run all nodes need "
                 "the same ~/.config/hpc_elastic/key"
             )
         if not is_signed(key, _answer(nonce, self.status, self.num_bytes, body), self.mac):
-            raise HealAuthenticationError("the answer is not signed with our key")
+            raise AuthenticationError("the answer is not signed with our key")
 
 
 def seal_sums(key: bytes, nonce: str, sums: Sequence[bytes]) -> bytes:
@@ -175,13 +171,13 @@ def check_sums(key: bytes, nonce: str, sums: Sequence[bytes], sealed: bytes) -> 
     """Return if a range is as it was sent.
 
     Raises:
-        StrangerError: bytes were damaged on their way, or are not the peer's.
+        AuthenticationError: bytes were damaged on their way, or are not the peer's.
     """
     joined, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, nonce, joined)):
-        raise HealAuthenticationError("the checksums are not signed with our key")
+        raise AuthenticationError("the checksums are not signed with our key")
     if joined != b"".join(sums):
-        raise HealAuthenticationError("bytes were damaged on their way")
+        raise AuthenticationError("bytes were damaged on their way")
 
 
 def _mac(key: bytes, nonce: str, sums: bytes) -> bytes:
@@ -268,7 +264,7 @@ def receive_head(sock: socket.socket) -> bytes:
     Raises:
         ConnectionError: the connection has ended.
         TimeoutError: nothing came.
-        StrangerError: it is too long.
+        AuthenticationError: it is too long.
     """
     head = b""
     while not head.endswith(END):
@@ -277,7 +273,7 @@ def receive_head(sock: socket.socket) -> bytes:
             raise (
                 ConnectionResetError("ended")
                 if not seen
-                else HealAuthenticationError("a head too long")
+                else AuthenticationError("a head too long")
             )
         at = (head[-3:] + seen).find(END)
         take = len(seen) if at < 0 else at + len(END) - len(head[-3:])

@@ -22,8 +22,9 @@ from functools import cached_property
 import xxhash
 
 from hpc_elastic.ft.checkpointing import _http
-from hpc_elastic.ft.checkpointing._http import HealAuthenticationError, HealRequest, Pieces
+from hpc_elastic.ft.checkpointing._http import HealRequest, Pieces
 from hpc_elastic.transport.addresses import own_addresses
+from hpc_elastic.transport.auth import AuthenticationError
 
 ARRIVAL_S = 10.0
 """A destination that has not come by then can not reach us, and has another source or fails."""
@@ -196,7 +197,7 @@ class StateServer:
             _http.prepare(connection, _IDLE_S)
             while self._answer(connection, _http.receive_head(connection)):
                 pass
-        except (OSError, HealAuthenticationError) as e:  # the peer is gone, or none of ours
+        except OSError as e:  # the peer is gone, or none of ours
             _log.debug("a connection has ended: %s", e)
         finally:
             with self._changed:
@@ -216,8 +217,8 @@ class StateServer:
         try:
             request = _http.open_request(head, self._key)
             if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-                raise HealAuthenticationError("for another server")
-        except HealAuthenticationError:  # it is told, for the sake of one that has the wrong key
+                raise AuthenticationError("for another server")
+        except AuthenticationError:  # it is told, for the sake of one that has the wrong key
             _http.send(connection, [_http.answer_head(b"", "", _http.FORBIDDEN, 0)])
             raise
         with self._changed:
@@ -260,7 +261,7 @@ class StateServer:
             if request.verb == "data" and offer.digest != request.digest:
                 return "its state is not the one whose layout was given"
             if request.nonce in offer.nonces:
-                raise HealAuthenticationError("a request that was made before")
+                raise AuthenticationError("a request that was made before")
             offer.nonces.add(request.nonce)
             offer.clients.setdefault(request.client, set()).add(connection)
             return offer

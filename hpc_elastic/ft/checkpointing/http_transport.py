@@ -26,12 +26,7 @@ import xxhash
 
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.ft.checkpointing import _http, _layout
-from hpc_elastic.ft.checkpointing._http import (
-    AnswerHead,
-    HealAuthenticationError,
-    HealRequest,
-    Pieces,
-)
+from hpc_elastic.ft.checkpointing._http import AnswerHead, HealRequest, Pieces
 from hpc_elastic.ft.checkpointing._layout import PackedState, StateLayout, Target, digest
 from hpc_elastic.ft.checkpointing._server import Offer, StateServer
 from hpc_elastic.ft.checkpointing.transport import CheckpointTransport, HealError, HealTimeoutError
@@ -204,7 +199,7 @@ _BEST_S = 1.0
 """So much later than another's may the best source's layout come."""
 _WORTH_BYTES = 32 << 20
 """A connection more is worth its beginning if there is so much for each."""
-_FAILURES = (OSError, HealAuthenticationError, HealError)
+_FAILURES = (OSError, HealError)
 
 
 @dataclass(frozen=True)
@@ -385,7 +380,7 @@ class Fetch:
         for url in self._wanted.sources[who.source].split(","):
             try:
                 return self._introduce(who, url)
-            except (OSError, HealAuthenticationError) as e:
+            except OSError as e:
                 failure = e
                 if self._stopped:
                     break
@@ -658,7 +653,7 @@ def ask(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
 
     Raises:
         HealError: the peer refuses, and says why.
-        StrangerError: it is none of ours.
+        AuthenticationError: it is none of ours.
         OSError: the connection has ended, or nothing came in time.
     """
     _http.send(connection, [request.seal(key)])
@@ -687,5 +682,5 @@ def tell(urls: str, key: bytes, note: HealRequest) -> None:
                 _http.prepare(connection, CONNECT_TIMEOUT_S)
                 ask(connection, key, replace(note, token=place.token, nonce=_http.new_token()))
                 return
-        except (OSError, HealAuthenticationError, HealError) as e:
+        except _FAILURES as e:
             _log.debug("%s was not told that it need not wait: %s", url, e)

@@ -1,0 +1,141 @@
+"""Frames and handshakes: what a holder of the secret sends is read; everything else is refused."""
+
+import json
+
+import pytest
+
+from hpc_elastic.transport.auth import (
+    WELCOME,
+    AuthenticationError,
+    FrameSigner,
+    ServerHandshake,
+    answer_greeting,
+    is_signed,
+    session_key,
+    sign,
+)
+
+
+def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[FrameSigner, FrameSigner]:
+    """Both ends of a connection; their secrets may differ."""
+    return (
+        FrameSigner(session_key(secret, 1, "n1", "n2"), "client"),
+        FrameSigner(session_key(other, 1, "n1", "n2"), "server"),
+    )
+
+
+def test_messages_arrive_in_order():
+    """Either side opens what the other has sealed."""
+    client, server = pair()
+    for i in range(3):
+        assert server.open(client.seal({"i": i})) == {"i": i}
+        assert client.open(server.seal({"i": -i})) == {"i": -i}
+
+
+def test_a_replayed_frame_is_refused():
+    """A frame is good once."""
+    client, server = pair()
+    frame = client.seal({"type": "join"})
+    server.open(frame)
+    with pytest.raises(AuthenticationError):
+        server.open(frame)
+
+
+def test_a_frame_that_is_left_out_is_noticed():
+    """The next one is refused: nobody can hold back what was sent."""
+    client, server = pair()
+    client.seal({"type": "failed"})
+    with pytest.raises(AuthenticationError):
+        server.open(client.seal({"type": "join"}))
+
+
+def test_a_reflected_frame_is_refused():
+    """A client's frame is not taken for the server's."""
+    client, _ = pair()
+    with pytest.raises(AuthenticationError):
+        client.open(client.seal({"type": "end"}))
+
+
+@pytest.mark.parametrize(
+    ("context", "nonce", "secret"), [(2, "n2", b"s"), (1, "n3", b"s"), (1, "n2", b"t")]
+)
+def test_another_connection_context_or_secret_is_refused(context, nonce, secret):
+    """A key is good for one connection in one context under one secret."""
+    stranger = FrameSigner(session_key(secret, context, "n1", nonce), "client")
+    _, server = pair()
+    with pytest.raises(AuthenticationError):
+        server.open(stranger.seal({"type": "join"}))
+
+
+@pytest.mark.parametrize("garbage", [b"\n", b"GET / HTTP/1.1\r\n", b"\xff\xfe \x00\n", b"ab {}\n"])
+def test_garbage_is_refused(garbage):
+    """Bytes that were never a frame raise the same error as a forged one."""
+    _, server = pair()
+    with pytest.raises(AuthenticationError):
+        server.open(garbage)
+
+
+def test_what_is_no_object_is_refused():
+    """A peer that is ours sends nothing else."""
+    client, server = pair()
+    with pytest.raises(AuthenticationError, match="object"):
+        server.open(client.seal(["join"]))
+
+
+def test_a_message_that_no_frame_can_hold_is_refused_by_the_sender():
+    """The limit shows where the message is made."""
+    client, _ = pair()
+    with pytest.raises(ValueError, match="exceeds"):
+        client.seal({"x": "y" * (1 << 20)})
+
+
+@pytest.mark.parametrize("mac", ["", "0", "é", "x" * 64])
+def test_a_text_is_signed_by_its_key_alone(mac):
+    """Whatever stands in the signature's place."""
+    assert is_signed(b"s", "text", sign(b"s", "text"))
+    assert not is_signed(b"t", "text", sign(b"s", "text"))
+    assert not is_signed(b"s", "other", sign(b"s", "text"))
+    assert not is_signed(b"s", "text", mac)
+
+
+def test_a_handshake_proves_both_sides():
+    """The server's proof is its welcome, the client's its hello."""
+    server = ServerHandshake(b"s", 1)
+    words, client = answer_greeting(server.greeting, b"s", 1, {"type": "hello", "x": 1})
+    nonce, hello = words.splitlines()
+    assert server.read(nonce) is None
+    assert server.read(hello) == {"type": "hello", "x": 1}
+    assert client.open(server.signer.seal(WELCOME)) == WELCOME
+
+
+@pytest.mark.parametrize("of_server", [(b"t", 1), (b"s", 2)], ids=["secret", "context"])
+def test_a_handshake_of_another_secret_or_context_fails_on_both_sides(of_server):
+    """Neither is taken for a peer."""
+    server = ServerHandshake(*of_server)
+    words, client = answer_greeting(server.greeting, b"s", 1, {})
+    nonce, hello = words.splitlines()
+    server.read(nonce)
+    with pytest.raises(AuthenticationError):
+        server.read(hello)
+    key = session_key(*of_server, json.loads(server.greeting)["nonce"], nonce.decode())
+    with pytest.raises(AuthenticationError):
+        client.open(FrameSigner(key, "server").seal(WELCOME))
+
+
+def test_a_handshake_cannot_be_repeated():
+    """The next connection of the same server has another nonce."""
+    words, _ = answer_greeting(ServerHandshake(b"s", 1).greeting, b"s", 1, {})
+    nonce, hello = words.splitlines()
+    server = ServerHandshake(b"s", 1)
+    server.read(nonce)
+    with pytest.raises(AuthenticationError):
+        server.read(hello)
+
+
+@pytest.mark.parametrize("nonce", [b"", b"0" * 31, b"0" * 33, b"G" * 32, b"\xff" * 32, b"0" * 4000])
+def test_what_is_no_nonce_is_refused(nonce):
+    """By the server and by the client, with the same error."""
+    with pytest.raises(AuthenticationError):
+        ServerHandshake(b"s", 1).read(nonce)
+    with pytest.raises(AuthenticationError):
+        answer_greeting(b'{"nonce": "%s"}' % nonce, b"s", 1, {})

@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "slurm_sandbox")]
 from hpc_elastic.slurm.environment import for_commands  # noqa: E402
 from hpc_elastic.slurm.parsing import NODES_FORMAT, SQUEUE_FORMAT  # noqa: E402
 from slurm_sandbox import SlurmSandbox  # noqa: E402
-from slurm_sandbox.commands import wait_until  # noqa: E402
 from slurm_sandbox.config import parse_version  # noqa: E402
+from slurm_sandbox.processes import wait_until  # noqa: E402
 
 DATA = ROOT / "tests" / "unit" / "data" / "slurm"
 SQUEUE = ["squeue", "-h", "-r", "-t", "all", "-O", SQUEUE_FORMAT]

@@ -39,7 +39,7 @@ def _has_slurm() -> bool:
 
 
 def _has_clients() -> bool:
-    from slurm_sandbox.requirements import missing_packages
+    from slurm_sandbox.releases import missing_packages
 
     return not missing_packages(nfs=True) and Path("/dev/fuse").exists()
 

@@ -23,7 +23,7 @@ from evidence.torchrun import UNSHARED
 
 from goodput.trace import NUM_NODES
 from slurm_sandbox import SlurmSandbox
-from slurm_sandbox.state import load
+from slurm_sandbox.state import load_state
 
 HERE = Path(__file__).parent
 _VARIABLES = {"SUBMITIT_PREEMPT_SIGNAL": "TERM", **UNSHARED}
@@ -90,7 +90,7 @@ class Submitit:
     @contextlib.contextmanager
     def training(self, sandbox: SlurmSandbox, folder: Path, shared: Path) -> Iterator[None]:
         """Start the store on the login node, and submit."""
-        state = load(sandbox.name, sandbox.root)
+        state = load_state(sandbox.name, sandbox.root)
         assert state is not None
         host = state.layout.controller_address
         argv = [sys.executable, "-c", _STORE, host]

@@ -17,10 +17,9 @@ from typing import Any
 from evidence.sandbox import sandbox_of
 
 from slurm_sandbox import SandboxConfig, SlurmSandbox
-from slurm_sandbox.config import LOGIN
-from slurm_sandbox.daemons import munged_argv, program
-from slurm_sandbox.layout import Layout
-from slurm_sandbox.state import load
+from slurm_sandbox.config import LOGIN, Layout
+from slurm_sandbox.daemons import munged_argv, slurm_program
+from slurm_sandbox.state import load_state
 
 from . import machines
 from .machines import LOCKS, Machine, MachineError
@@ -81,7 +80,7 @@ class Cluster:
                 raise MachineError(f"{name}: munged does not come up")
             time.sleep(0.2)
         if not is_login:
-            slurmd = [program(layout, "slurmd"), "-D", "-N", name]
+            slurmd = [slurm_program(layout, "slurmd"), "-D", "-N", name]
             machine.start(slurmd, layout.log(f"slurmd-{name}"), env=self.env)
         return machine
 
@@ -112,7 +111,7 @@ def cluster(name: str) -> Iterator[Cluster]:
     config = SandboxConfig(name=name, nodes=NUM_NODES, gpus_per_node=0, cpus_per_node=2)
     SlurmSandbox(name).down()
     with sandbox_of(config) as sandbox:
-        state = load(name, sandbox.root)
+        state = load_state(name, sandbox.root)
         assert state is not None
         layout = state.layout
         for node in sandbox.nodes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_sandbox import node_init
-from slurm_sandbox.layout import Layout
+from slurm_sandbox.config import Layout
 
 MODULES = "/usr/lib/uml/modules"
 _BOOT_S = 60.0

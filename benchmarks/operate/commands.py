@@ -20,7 +20,7 @@ from evidence.sandbox import sandbox_of
 
 from operate.big_run import Plan, write
 from slurm_sandbox import SandboxConfig
-from slurm_sandbox.requirements import missing_packages
+from slurm_sandbox.releases import missing_packages
 
 HPC_ELASTIC = str(Path(sys.executable).parent / "hpc-elastic")
 TORCH = "python -c 'import torch'"

@@ -13,8 +13,8 @@ import psutil
 from recovery.peers import TRAINING, Peer
 from recovery.trail import Fault, Worker
 from slurm_sandbox import SlurmSandbox
-from slurm_sandbox.commands import wait_until
-from slurm_sandbox.state import load
+from slurm_sandbox.processes import wait_until
+from slurm_sandbox.state import load_state
 
 NEWCOMER = "node4"
 _PATIENCE_S = 60.0
@@ -133,7 +133,7 @@ def _kill_agent(stage: Stage, node: str) -> Fault:
 
 def _processes(sandbox: SlurmSandbox, node: str, program: str) -> Iterator[psutil.Process]:
     """Return a node's Python processes with this in their command line."""
-    state = load(sandbox.name, sandbox.root)
+    state = load_state(sandbox.name, sandbox.root)
     assert state is not None
     for process in psutil.Process(state.processes[node].pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

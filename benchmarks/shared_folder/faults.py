@@ -18,7 +18,7 @@ from recovery.waiting import trained
 from hpc_elastic.run.directory import RunDir
 from shared_folder.place import NFS, Place, Training, training
 from slurm_sandbox import SandboxTimeoutError
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 from soak.watch import Watch
 
 LASTS_S = 60.0

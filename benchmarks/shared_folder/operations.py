@@ -21,7 +21,7 @@ import psutil
 from evidence.result import Cell, Column, Figure, Table, Target
 
 from shared_folder.place import NEVER, NFS, PATIENCE_S, Training, place_of, training
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 from soak.processes import workers_on
 
 LEADER_A_SECOND, FOLLOWER_A_MINUTE = 3.0, 4.0

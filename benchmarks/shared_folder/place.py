@@ -23,7 +23,7 @@ from recovery.trail import Notice, Worker, group_of, host_of_leader, read_notice
 
 from shared_folder.submit import tell
 from slurm_sandbox import SandboxConfig, SlurmSandbox
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 
 LOCAL, NFS = "local disk", "NFS"
 SUBMIT = Path(__file__).with_name("submit.py")

@@ -66,7 +66,9 @@ def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypat
 
 def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F811
     """Of a hundred names, two nodes are told that both have made some."""
-    mounts.faults(nfs.Server(rules=(nfs.Rule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL),), last_rule=1))
+    mounts.faults(
+        nfs.ServerFaults(rules=(nfs.FaultRule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL),), last_rule=1)
+    )
     met = meet(mounts, "", monkeypatch)
     assert met.race.both > 0
 

@@ -128,13 +128,15 @@ def test_a_server_that_refuses_ends_nothing(runs, times, mounts, caplog, error):
     """It is said once, and what is written later is seen."""
     theirs, ours = runs
     worker, followed = Written(theirs, 0, 1, times), Followed(ours)
-    mounts.faults(nfs.Server(rules=(nfs.Rule(1, "a", getattr(errno, error), 0, ("write",), "*"),)))
+    mounts.faults(
+        nfs.ServerFaults(rules=(nfs.FaultRule(1, "a", getattr(errno, error), 0, ("write",), "*"),))
+    )
     for number in range(3):
         worker.say(f"refused {number}")
         before = mounts.counts("a")["write"]
         wait("a try to send it", lambda b=before: mounts.counts("a")["write"] > b)
     wait("the complaint", lambda: "late" in caplog.text)
-    mounts.faults(nfs.Server())
+    mounts.faults(nfs.ServerFaults())
     worker.say("taken")
     wait("the line", lambda: followed.shows("taken"))
     assert sum("late" in record.message for record in caplog.records) == 1
@@ -147,12 +149,12 @@ def test_a_server_that_does_not_answer_keeps_nobody(runs, times, mounts):  # noq
     worker, followed = Written(theirs, 0, 1, times), Followed(ours)
     worker.say("before")
     wait("the first line", lambda: followed.shows("before"))
-    mounts.faults(nfs.Server(stopped=("a",)))
+    mounts.faults(nfs.ServerFaults(stopped=("a",)))
     worker.say("meanwhile")
     wait("the sender waits", lambda: times._round[0]._sending.locked())
     end = threading.Thread(target=times.close)
     end.start()
     wait("the end", lambda: not end.is_alive())
-    mounts.faults(nfs.Server())
+    mounts.faults(nfs.ServerFaults())
     wait("the next line", lambda: followed.shows("meanwhile"))
     worker.file.close()

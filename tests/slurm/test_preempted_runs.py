@@ -13,7 +13,7 @@ from counting import LONG, NUM_STEPS, Counting, counting, undisturbed_loss
 from sweeps import eventually, hosts
 
 from hpc_elastic.checkpoint.store import Store
-from slurm_sandbox import SlurmSandbox, daemons, processes, state
+from slurm_sandbox import SlurmSandbox
 from soak.processes import agent_on
 
 PREEMPTIONS, TAKEN_S = (5, 20) if LONG else (2, 7)
@@ -182,9 +182,5 @@ def _attempts(run: Counting) -> int:
 
 def restart_controller(slurm: SlurmSandbox) -> None:
     """End slurmctld as an administrator does, and start it again."""
-    with state.locked(slurm.name, slurm.root):
-        found = state.load(slurm.name, slurm.root)
-        assert found is not None
-        slurm.run(["scontrol", "shutdown", "slurmctld"])
-        eventually(lambda: not processes.is_alive(found.processes["slurmctld"]), "it ends")
-        daemons.wait_for_controller(daemons.start_slurmctld(found))
+    slurm.stop_controller()
+    slurm.start_controller()

@@ -16,13 +16,13 @@ from slurm_sandbox import (
     SandboxConfig,
     SandboxError,
     SlurmSandbox,
-    lifecycle,
+    daemons,
 )
 from slurm_sandbox.cli import main
 from slurm_sandbox.network import namespaces
 from slurm_sandbox.processes import is_alive
-from slurm_sandbox.requirements import missing_packages
-from slurm_sandbox.state import load
+from slurm_sandbox.releases import missing_packages
+from slurm_sandbox.state import load_state
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm_sandbox.py"
 
@@ -272,11 +272,11 @@ def test_accounting_answers_sacct(slurm):
 def test_up_is_idempotent_and_keeps_jobs(slurm, capsys):
     """A second `up` starts nothing, ends no job, and prints the same last line."""
     job = submit(slurm, "sleep 600")
-    before = load(slurm.name, slurm.root)
+    before = load_state(slurm.name, slurm.root)
     assert main(["up", "--name", slurm.name]) == 0
     exports = " ".join(f"{name}={value}" for name, value in slurm.env.items())
     assert capsys.readouterr().out.splitlines()[-1] == f"export {exports}"
-    assert load(slurm.name, slurm.root) == before
+    assert load_state(slurm.name, slurm.root) == before
     assert job_field(slurm, job, "JobState") in ("PENDING", "RUNNING")
 
 
@@ -308,7 +308,7 @@ def test_two_sandboxes_side_by_side(slurm, spare):
 
 def test_down_leaves_nothing(spare):
     """After `down` no process, namespace, link or file of the sandbox is left."""
-    state = load("spare", spare.root)
+    state = load_state("spare", spare.root)
     spare.run(["sbatch", "-o", "/dev/null", "--wrap", "sleep 600"])
     spare.down()
     assert not any(map(is_alive, state.processes.values()))
@@ -324,10 +324,10 @@ def test_half_finished_up_is_cleaned_by_the_next(slurm, monkeypatch):
     """An `up` that was interrupted leaves nothing that the next `up` or `down` does not know."""
     config = SandboxConfig(name="spare", nodes=1, slurm=slurm.config.slurm)
     with monkeypatch.context() as patch:
-        patch.setattr(lifecycle, "wait_nodes", interrupted)
+        patch.setattr(daemons, "wait_for_nodes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             SlurmSandbox.up(config)
-    left = load("spare", SlurmSandbox("spare").root)
+    left = load_state("spare", SlurmSandbox("spare").root)
     with pytest.raises(NotUpError):
         SlurmSandbox.attach("spare")
     try:
@@ -359,7 +359,7 @@ def test_killed_up_is_cleaned_by_down(slurm):
 
 def started(name):
     """Return how many daemons of a sandbox are on record, -1 before the sandbox is."""
-    state = load(name, SlurmSandbox(name).root)
+    state = load_state(name, SlurmSandbox(name).root)
     return -1 if state is None else len(state.processes)
 
 

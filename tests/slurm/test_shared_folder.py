@@ -16,11 +16,10 @@ import pytest
 from hpc_elastic import shared_files
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.shared_files import Mount
-from slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, nfs
+from slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 from slurm_sandbox.cli import main
 from slurm_sandbox.config import client_options
-from slurm_sandbox.pytest_plugin import refuse
-from slurm_sandbox.requirements import check
+from slurm_sandbox.pytest_plugin import require_sandbox
 from slurm_sandbox.state import DEFAULT_ROOT
 
 QUICK = "acregmin=1,acregmax=4,acdirmin=2,acdirmax=2,dirty=600"
@@ -30,10 +29,7 @@ NAME = "shared"
 @pytest.fixture(scope="module", autouse=True)
 def _possible():
     """Skip all of it where there is no FUSE, no compiler or no root."""
-    try:
-        check(nfs=True)
-    except SandboxError as error:
-        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in ("", "0", "false", "no"))
+    require_sandbox(nfs=True)
 
 
 class Mounts:
@@ -51,7 +47,7 @@ class Mounts:
         """Mount the folder once more and return where."""
         point = self.folder / name
         point.mkdir()
-        argv = [nfs.program(DEFAULT_ROOT), name, self.server, point, self.control]
+        argv = [nfs.client_program(DEFAULT_ROOT), name, self.server, point, self.control]
         self.processes.append(subprocess.Popen([*argv, client_options(options)]))
         wait("the mount", lambda: nfs.mounted_below(point))
         return point
@@ -63,17 +59,16 @@ class Mounts:
     def faults(self, server):
         """Set the faults of the server."""
         fresh = self.control / "new"
-        fresh.write_text(nfs.to_text(server))
+        fresh.write_text(nfs.faults_to_text(server))
         fresh.replace(self.control / "faults")
 
     def counts(self, name):
         """What a client has asked for."""
-        records = nfs._RECORD.iter_unpack((self.control / f"{name}.counts").read_bytes())
-        return {key.rstrip(b"\0").decode(): number for key, number in records}
+        return nfs.parse_counters((self.control / f"{name}.counts").read_bytes())
 
     def end(self):
         """Unmount all."""
-        self.faults(nfs.Server())
+        self.faults(nfs.ServerFaults())
         for process in self.processes:
             process.kill()
             process.wait()
@@ -397,27 +392,6 @@ def test_rename_with_flags_is_refused(mounts):
     assert done.stdout.split() == ["-1", str(errno.EINVAL)]
 
 
-def test_options_are_those_of_nfs():
-    """actimeo is four times in one; what is not known, or not a time, is refused."""
-    assert client_options("nocto,actimeo=5,dirty=1") == (
-        "nocto,acregmin=5,acregmax=5,acdirmin=5,acdirmax=5,dirty=1"
-    )
-    for wrong in ("hard", "actimeo", "acregmin=x", "nocto=1", "acdirmax=-1"):
-        with pytest.raises(ValueError, match=wrong):
-            client_options(wrong)
-    with pytest.raises(ValueError, match="absolute"):
-        SandboxConfig(nfs="here")
-    with pytest.raises(ValueError, match="nfs_options"):
-        SandboxConfig(nfs_options="nocto")
-
-
-def test_faults_are_read_as_they_were_written():
-    """The text of the faults is whole, with blanks in a pattern."""
-    rule = nfs.Rule(3, "node2", errno.EIO, 0, ("read", "write"), "a b/*.pt")
-    server = nfs.Server(epoch=2, stopped=("node1", "*"), rules=(rule,), last_rule=3)
-    assert nfs.from_text(nfs.to_text(server)) == server
-
-
 def paths(sandbox, name):
     """Return a path of the shared folder: the server's, and as two nodes see it."""
     path = Path(sandbox.config.nfs) / name
@@ -588,7 +562,7 @@ def test_a_lost_reply_makes_a_link_look_failed(healed):
 def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
     """Where both ask for a name at once, both are told that they have made it."""
     first, second = mounts.pair()
-    rule = nfs.Rule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL)
+    rule = nfs.FaultRule(1, nfs.ALL, -2, 0, ("link",), nfs.ALL)
     for point in (first, second):
         (point / point.name).touch()
 
@@ -610,7 +584,7 @@ def test_a_link_that_is_not_exclusive_is_won_by_two(mounts):
             return sum(all(pair) for pair in won)
 
     assert num_won_by_both(0) == 0
-    mounts.faults(nfs.Server(rules=(rule,), last_rule=1))
+    mounts.faults(nfs.ServerFaults(rules=(rule,), last_rule=1))
     assert num_won_by_both(100) > 0
 
 

@@ -3,9 +3,8 @@
 import os
 import subprocess
 
-from slurm_sandbox import SandboxError, SlurmSandbox
-from slurm_sandbox.pytest_plugin import refuse
-from slurm_sandbox.requirements import check
+from slurm_sandbox import SlurmSandbox
+from slurm_sandbox.pytest_plugin import require_sandbox
 
 MINUTES = 5
 SEED = "7"
@@ -25,10 +24,7 @@ def release() -> list[str]:
 
 def test_a_run_gets_over_five_minutes_of_faults():
     """Nothing is lost or made twice, all is explained, nothing is left."""
-    try:
-        check()
-    except SandboxError as error:
-        refuse(str(error), in_ci=bool(os.environ.get("CI")))
+    require_sandbox()
     seed = os.environ.get("HPC_ELASTIC_SEED", SEED)
     print("HPC_ELASTIC_SEED =", seed)
     argv = ["./scripts/soak", f"--minutes={MINUTES}"]

@@ -7,7 +7,7 @@ from sweeps import SLOWLY, eventually, hosts, leader_host
 from variants import Cluster, cluster
 
 from slurm_sandbox import SandboxConfig
-from slurm_sandbox.requirements import missing_packages
+from slurm_sandbox.releases import missing_packages
 
 CONFIG = SandboxConfig(
     name="accounted",

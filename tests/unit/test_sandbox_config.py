@@ -1,5 +1,6 @@
 """The sandbox's pure parts: the files its daemons read, and what is decided without effects."""
 
+import errno
 import os
 from dataclasses import replace
 from ipaddress import IPv4Network
@@ -7,14 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError, pytest_plugin
+from slurm_sandbox import MissingPackagesError, SandboxConfig, SandboxError, nfs, pytest_plugin
 from slurm_sandbox import config as texts
-from slurm_sandbox.client import is_there, is_written_off
-from slurm_sandbox.layout import Layout
+from slurm_sandbox.config import Layout, client_options
+from slurm_sandbox.daemons import is_available, needs_resume
 from slurm_sandbox.network import build_commands, choose_octet
-from slurm_sandbox.processes import Process, end, identify, is_alive, send
-from slurm_sandbox.requirements import check, install_command
-from slurm_sandbox.state import State, from_json, to_json
+from slurm_sandbox.processes import (
+    Process,
+    identify_process,
+    is_alive,
+    kill_process,
+    send_signal,
+)
+from slurm_sandbox.releases import (
+    apt_conf,
+    candidate_version,
+    check_requirements,
+    install_command,
+    missing_packages,
+)
+from slurm_sandbox.state import State, from_text, to_text
 
 CONFIG = SandboxConfig(name="golden", nodes=2)
 LAYOUT = Layout("golden", Path("/run/sandbox/golden"), octet=77, port=20130)
@@ -181,19 +194,28 @@ def test_every_node_gets_loopback_and_eth0():
         assert f"ip -n hxs-golden-{node} addr add {address}/24 dev eth0" in commands
 
 
-def test_missing_packages_are_named_with_the_command():
+@pytest.mark.parametrize(
+    ("absent", "wanted", "packages"),
+    [
+        ({"slurmctld", "munged"}, {}, ("slurm-wlm", "munge")),
+        ({"slurmctld", "munged", "ip"}, {"slurm": "24.11"}, ("munge", "iproute2")),
+        ({"slurmdbd", "mariadbd"}, {"accounting": True}, ("slurmdbd", "mariadb-server")),
+        ({"slurmdbd"}, {}, ()),
+        ({"gcc", "/usr/include/stdio.h"}, {"nfs": True}, ("gcc", "libc6-dev")),
+    ],
+)
+def test_missing_packages_are_named_with_the_command(absent, wanted, packages):
     """Nothing is installed silently: the error names the packages and what installs them."""
-    with pytest.raises(MissingPackagesError) as caught:
-        check(which=lambda program: None if program in ("slurmctld", "munged") else "/bin/true")
-    assert caught.value.packages == ("slurm-wlm", "munge")
-    assert " ".join(install_command(("slurm-wlm", "munge"))) in str(caught.value)
 
+    def which(name):
+        return None if name in absent else name
 
-def test_missing_packages_of_the_nfs_clients():
-    """A compiler and headers are asked for where a folder is to be shared as by NFS."""
-    with pytest.raises(MissingPackagesError) as caught:
-        check(which=lambda name: None if "/" in name or name == "gcc" else name, nfs=True)
-    assert caught.value.packages == ("gcc", "libc6-dev", "libfuse3-dev")
+    assert missing_packages(which=which, **wanted) == packages
+    if packages:
+        with pytest.raises(MissingPackagesError) as caught:
+            check_requirements(which=which, **wanted)
+        assert caught.value.packages == packages
+        assert " ".join(install_command(packages)) in str(caught.value)
 
 
 def test_a_shared_folder_is_bound_where_it_is():
@@ -204,34 +226,26 @@ def test_a_shared_folder_is_bound_where_it_is():
     assert texts.bind_line(CONFIG, LAYOUT, "login") == ""
 
 
-def test_missing_packages_of_accounting():
-    """The database's packages are asked for only with accounting."""
-    absent = {"slurmdbd", "mariadbd"}
-    with pytest.raises(MissingPackagesError) as caught:
-        check(accounting=True, which=lambda program: None if program in absent else "/bin/true")
-    assert caught.value.packages == ("slurmdbd", "mariadb-server")
-
-
 def test_state_survives_its_file():
     """What is read back is what was written."""
     state = State(replace(CONFIG, extra_lines=("TreeWidth=2",)), LAYOUT)
     state = state.with_process("node1", Process(pid=12, start_ticks=34))
-    assert from_json(to_json(state)) == state
+    assert from_text(to_text(state)) == state
 
 
 def test_a_recycled_pid_is_never_signalled():
     """A process is its pid and its start: with another start it is gone, and is not signalled."""
-    myself = identify(os.getpid())
+    myself = identify_process(os.getpid())
     assert myself is not None
     assert is_alive(myself)
     former = replace(myself, start_ticks=myself.start_ticks - 1)
     assert not is_alive(former)
-    assert not send(former, 9)
-    assert end(former)
+    assert not send_signal(former, 9)
+    assert kill_process(former)
 
 
 @pytest.mark.parametrize(
-    ("node_state", "there", "written_off"),
+    ("node_state", "available", "resume"),
     [
         ("idle", True, False),
         ("allocated", True, False),
@@ -241,10 +255,10 @@ def test_a_recycled_pid_is_never_signalled():
         ("drained", False, True),
     ],
 )
-def test_node_states(node_state, there, written_off):
-    """Which of Slurm's node states count as there, and which need a resume."""
-    assert is_there(node_state) is there
-    assert is_written_off(node_state) is written_off
+def test_node_states(node_state, available, resume):
+    """A node is available, or has to be resumed, or neither."""
+    assert is_available(node_state) is available
+    assert needs_resume(node_state) is resume
 
 
 def test_without_a_sandbox_tests_skip_loudly_and_fail_in_ci():
@@ -253,3 +267,60 @@ def test_without_a_sandbox_tests_skip_loudly_and_fail_in_ci():
         pytest_plugin.refuse("needs root", in_ci=False)
     with pytest.raises(pytest.fail.Exception, match=r"NO REAL SLURM.*needs root"):
         pytest_plugin.refuse("needs root", in_ci=True)
+
+
+def test_the_ordinary_user_is_added_to_the_machines_users():
+    """With a home in the sandbox, under an id of its own."""
+    passwd = texts.passwd("root:x:0:0::/root:/bin/sh\n", LAYOUT).splitlines()
+    assert passwd[0].startswith("root:")
+    assert passwd[1].split(":")[5] == "/run/sandbox/golden/home"
+    assert texts.group("root:x:0:\n").splitlines()[1] == "hxsuser:x:61234:"
+
+
+def test_a_folder_below_a_closed_one_is_opened_and_nothing_beside_it():
+    """What is closed is hidden behind an empty folder; what can be reached needs no line."""
+    lines = texts.open_lines(LAYOUT, ["/root/py", "/srv/x"], lambda folder: folder != Path("/root"))
+    assert lines == [
+        "mkdir -p /run/sandbox/golden/open/0",
+        "mount --bind /root /run/sandbox/golden/open/0",
+        "mount -t tmpfs -o mode=755 tmpfs /root",
+        "mkdir -p /root/py",
+        "mount --bind /run/sandbox/golden/open/0/py /root/py",
+    ]
+
+
+def test_apt_is_asked_in_a_configuration_of_its_own():
+    """The way to the mirror is the machine's; sources, lists and packages are not."""
+    text = apt_conf(Path("/a"), ['Acquire::http::Proxy "http://p";', 'Dir::State "var";'])
+    assert 'Acquire::http::Proxy "http://p";' in text and 'Dir::State "var";' not in text
+    assert 'Dir::State::status "/a/status";' in text and 'Dir::Etc::sourceparts "/a/parts";' in text
+
+
+def test_the_candidate_version_of_apt_is_read():
+    """Empty if the suite has no such package."""
+    assert (
+        candidate_version("slurmctld:\n  Installed: (none)\n  Candidate: 24.11.5-4\n")
+        == "24.11.5-4"
+    )
+    assert candidate_version("") == ""
+
+
+def test_options_are_those_of_nfs():
+    """actimeo is four times in one; what is not known, or not a time, is refused."""
+    assert client_options("nocto,actimeo=5,dirty=1") == (
+        "nocto,acregmin=5,acregmax=5,acdirmin=5,acdirmax=5,dirty=1"
+    )
+    for wrong in ("hard", "actimeo", "acregmin=x", "nocto=1", "acdirmax=-1"):
+        with pytest.raises(ValueError, match=wrong):
+            client_options(wrong)
+    with pytest.raises(ValueError, match="absolute"):
+        SandboxConfig(nfs="here")
+    with pytest.raises(ValueError, match="nfs_options"):
+        SandboxConfig(nfs_options="nocto")
+
+
+def test_faults_are_read_as_they_were_written():
+    """The text of the faults is whole, with blanks in a pattern."""
+    rule = nfs.FaultRule(3, "node2", errno.EIO, 0, ("read", "write"), "a b/*.pt")
+    faults = nfs.ServerFaults(epoch=2, stopped=("node1", "*"), rules=(rule,), last_rule=3)
+    assert nfs.faults_from_text(nfs.faults_to_text(faults)) == faults

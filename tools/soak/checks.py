@@ -19,7 +19,7 @@ from hpc_elastic.run.event_schema import problems
 from hpc_elastic.run.events import read_events
 from hpc_elastic.shared_files import read_json
 from slurm_sandbox import SandboxTimeoutError, SlurmSandbox
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 from soak import training
 from soak.play import Record
 from soak.processes import left_over

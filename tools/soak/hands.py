@@ -14,7 +14,7 @@ import psutil
 
 from hpc_elastic.checkpoint.manifest import MANIFEST
 from slurm_sandbox import SlurmSandbox, disk
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 from soak import processes, training
 from soak.plan import Fault
 from soak.watch import Watch

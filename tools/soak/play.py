@@ -16,7 +16,7 @@ from hpc_elastic.report.causes import TimelineEntry
 from hpc_elastic.report.sentences import sentence
 from hpc_elastic.run.directory import RunDir
 from slurm_sandbox import SandboxError, SlurmSandbox
-from slurm_sandbox.commands import wait_until
+from slurm_sandbox.processes import wait_until
 from soak import hands, training
 from soak.hands import NobodyLeftError, Stage
 from soak.plan import NUM_NODES, Fault, num_tasks, volleys

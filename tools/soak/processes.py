@@ -13,8 +13,8 @@ import psutil
 from hpc_elastic.worker.shared_page import SharedPage
 from slurm_sandbox import SlurmSandbox
 from slurm_sandbox.daemons import init_of
-from slurm_sandbox.processes import members
-from slurm_sandbox.state import load
+from slurm_sandbox.processes import namespace_members
+from slurm_sandbox.state import load_state
 
 _AGENT = "hpc_elastic.agent"
 _WORKERS_OUTPUT = re.compile(r"/round-\d+\.rank-\d+\.out$")
@@ -64,9 +64,9 @@ def left_over(sandbox: SlurmSandbox, folder: Path) -> list[str]:
 
 
 def _on(sandbox: SlurmSandbox, node: str) -> Iterator[psutil.Process]:
-    state = load(sandbox.name, sandbox.root)
+    state = load_state(sandbox.name, sandbox.root)
     init = init_of(state, node) if state is not None else None
-    for process in members(init) if init is not None else ():
+    for process in namespace_members(init) if init is not None else ():
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(process.pid)
             if found.status() != psutil.STATUS_ZOMBIE:

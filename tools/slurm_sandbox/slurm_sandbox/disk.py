@@ -1,4 +1,4 @@
-"""A disk of its own for a test or a tool, a tmpfs, which can be full for a while; needs root."""
+"""Disks in memory (tmpfs) for tests and tools, which can be filled; needs root."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _BLOCK_BYTES = 4096
 
 
 def mount(*arguments: str | Path) -> bool:
-    """Mount a file system; tell whether it worked."""
+    """Mount a file system; return whether it worked."""
     done = subprocess.run(["mount", *arguments], capture_output=True, timeout=_TIMEOUT_S)
     return done.returncode == 0
 
 
 def mount_memory(folder: Path, size: str) -> bool:
-    """Make a folder that is a disk of some size, such as ``8m``; tell whether it worked."""
+    """Make a folder that is a disk of some size, such as ``8m``; return whether it worked."""
     folder.mkdir()
     return os.geteuid() == 0 and mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder)
 
 
 def unmount(folder: Path) -> None:
-    """Take the disk away; who has files open there keeps them."""
+    """Unmount the disk; open files stay usable."""
     subprocess.run(["umount", "--lazy", folder], check=True, timeout=_TIMEOUT_S)
 
 
 @contextlib.contextmanager
 def full(disk: Path, room: int = 0) -> Iterator[None]:
-    """Fill a disk but for some bytes, also with what others give up in the next moment.
+    """Fill a disk but for some bytes, including space that is freed in the next half second.
 
-    Who writes a file again, or replaces it, has room for that long.
+    Otherwise a file that is rewritten or replaced would find the space that it has just freed.
     """
     ballast, until = disk / "ballast", time.monotonic() + _SETTLED_S
     with ballast.open("wb", buffering=0) as f:

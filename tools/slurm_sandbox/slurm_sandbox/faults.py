@@ -1,6 +1,10 @@
-"""What can be done to a sandbox's nodes: kill, pause, cut off, make read-only, and bring back.
+"""Faults of a sandbox's nodes and of its controller, and how each is undone.
 
-Functions here act on a state that the caller has loaded, and return the state that holds after.
+Every function acts on a state that the caller has loaded and locked; one that starts a process
+returns the state with it.
+
+A node has a mount namespace, so a folder can turn read-only on one node: a read-only bind mount of
+the folder on itself, which later look-ups of a path find. A file that was open stays writable.
 """
 
 from __future__ import annotations
@@ -8,183 +12,188 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
 
-from . import mounts, network, nfs
-from .client import ask, cancel_all, is_idle, is_there, is_written_off, resume, wait_nodes
-from .commands import tail, wait_until
-from .daemons import init_of, start_slurmctld, start_slurmd, wait_for_controller
-from .errors import SandboxError
-from .processes import continue_tree, end, is_alive, send, state_of, stop_tree
+from . import network, nfs
+from .daemons import (
+    cancel_jobs,
+    init_of,
+    is_available,
+    is_idle,
+    needs_resume,
+    resume_nodes,
+    run_slurm,
+    start_slurmctld,
+    start_slurmd,
+    wait_for_controller,
+    wait_for_nodes,
+)
+from .processes import (
+    Process,
+    SandboxError,
+    continue_tree,
+    is_alive,
+    kill_process,
+    log_tail,
+    run_command,
+    send_signal,
+    state_letter,
+    stop_tree,
+    wait_until,
+)
 from .state import State
 
 NODE_TIMEOUT_S = 60.0
+_OF_THE_KERNEL = ("dev", "proc", "run", "sys")
+"""They stay writable on a machine whose disks or shared file systems do not."""
 
 
 def kill_node(state: State, node: str) -> None:
-    """End a node at once, with every process on it; nothing is told to Slurm."""
-    nfs.end_client(state, node)
-    init = init_of(state, node)
-    if init is not None and not end(init):
-        raise SandboxError(f"{node} (pid {init.pid}) does not end")
-    outer = state.processes.get(node)
-    if outer is not None and not end(outer):
-        raise SandboxError(f"{node} (pid {outer.pid}) does not end")
+    """Kill every process of a node at once; Slurm is not told."""
+    nfs.kill_client(state, node)
+    for process in (init_of(state, node), state.processes.get(node)):
+        if process is not None and not kill_process(process):
+            raise SandboxError(f"{node} (pid {process.pid}) does not end")
 
 
 def start_node(state: State, node: str) -> State:
-    """Start a dead node and wait until Slurm has it back; a living one is left alone.
-
-    Returns:
-        The state with the node's new process.
-    """
+    """Start a dead node and wait until Slurm uses it; a living one is left alone."""
     if init_of(state, node) is None:
         state = boot_node(state, node)
-        wait_back(state, [node])
+        wait_for_return(state, [node])
     return state
 
 
 def boot_node(state: State, node: str) -> State:
-    """Start a node's client of the shared folder, if there is one, and the node.
-
-    Returns:
-        The state with their processes.
-    """
+    """Start a node's client of the shared folder, if there is one, and the node."""
     return start_slurmd(nfs.start_client(state, node), node)
 
 
-def wait_back(state: State, nodes: Sequence[str], timeout_s: float = NODE_TIMEOUT_S) -> None:
-    """Wait until Slurm uses the nodes again, clearing what it holds against them."""
+def wait_for_return(state: State, nodes: Sequence[str]) -> None:
+    """Wait until Slurm uses the nodes again, and resume those that it has marked down."""
 
-    def back(node_state: str) -> bool:
-        if is_written_off(node_state):
-            resume(state, nodes)
-        return is_there(node_state)
+    def is_back(node_state: str) -> bool:
+        if needs_resume(node_state):
+            resume_nodes(state, nodes)
+        return is_available(node_state)
 
-    wait_nodes(state, nodes, back, timeout_s)
+    wait_for_nodes(state, nodes, is_back, NODE_TIMEOUT_S)
 
 
 def pause_node(state: State, node: str) -> None:
-    """Stop every process of a node, as a machine that hangs.
+    """Stop every process of a node, as on a machine that hangs.
 
     Raises:
-        SandboxError: The node is dead, or some process would not stand still.
+        SandboxError: The node is dead, or some process does not stop.
     """
-    init = init_of(state, node)
-    if init is None:
-        raise SandboxError(f"{node} is dead: there is nothing to pause")
-    if not stop_tree(init):
-        raise SandboxError(f"not all processes of {node} stopped\n{tail(state.layout.log(node))}")
+    if not stop_tree(_living_init(state, node)):
+        raise SandboxError(
+            f"not all processes of {node} stopped\n{log_tail(state.layout.log(node))}"
+        )
 
 
 def resume_node(state: State, node: str) -> None:
-    """Let a paused node go on; no effect on any other."""
+    """Continue a paused node; no effect on any other."""
     init = init_of(state, node)
     if init is not None:
         continue_tree(init)
 
 
-def partition(state: State, node: str) -> None:
-    """Cut a node off from the network; its processes go on."""
+def cut_node(state: State, node: str) -> None:
+    """Disconnect a node from the network; its processes go on."""
     network.set_link(state.layout, node, up=False)
 
 
-def heal(state: State, node: str) -> None:
-    """Give a node its network back."""
+def reconnect_node(state: State, node: str) -> None:
+    """Connect a node to the network again."""
     network.set_link(state.layout, node, up=True)
 
 
 def make_read_only(state: State, node: str, *, spool: bool = False) -> None:
-    """Let a node see every folder of jobs read-only, or Slurm's spool in place of them.
+    """Make every folder of jobs read-only on a node, or instead Slurm's spool.
 
     Raises:
         SandboxError: The node is dead.
     """
-    init = init_of(state, node)
-    if init is None:
-        raise SandboxError(f"{node} is dead: start it first")
-    own_spool = mounts.spool(state.layout, node)
-    mounts.make_read_only(init, [own_spool] if spool else mounts.job_folders())
+    init = _living_init(state, node)
+    folders = [_spool(state, node)] if spool else _job_folders()
+    already = _read_only_folders(init, folders)
+    fresh = [folder for folder in folders if folder not in already]
+    _run_in_mounts(init, [f"mount --rbind {quote(folder)} {quote(folder)}" for folder in fresh])
+    _remount(init, fresh, "ro")
 
 
 def make_writable(state: State, node: str) -> None:
     """Undo `make_read_only`; no effect on any other node."""
     init = init_of(state, node)
     if init is not None:
-        mounts.make_writable(init, [*mounts.job_folders(), mounts.spool(state.layout, node)])
+        hidden = _read_only_folders(init, [*_job_folders(), _spool(state, node)])
+        _remount(init, hidden, "rw")  # a process may have its working directory there
+        _run_in_mounts(init, [f"umount --lazy {quote(folder)}" for folder in hidden])
 
 
 def stop_controller(state: State) -> None:
     """End slurmctld with SIGTERM, so that it saves its state; no effect if it does not run."""
     process = state.processes["slurmctld"]
-    send(process, signal.SIGTERM)
+    send_signal(process, signal.SIGTERM)
     wait_until("the end of slurmctld", lambda: not is_alive(process), NODE_TIMEOUT_S)
 
 
 def start_controller(state: State) -> State:
-    """Start slurmctld if it does not run, and wait until it answers.
-
-    Returns:
-        The state with its process.
-    """
+    """Start slurmctld if it does not run, and wait until it answers."""
     if not is_alive(state.processes["slurmctld"]):
         state = start_slurmctld(state)
         wait_for_controller(state)
     return state
 
 
-def preempt(state: State, nodes: Sequence[str], for_s: float) -> str:
-    """Submit a job of the `high` partition that takes whole nodes from whoever has them.
+def preempt_nodes(state: State, nodes: Sequence[str], for_s: float) -> str:
+    """Submit a job of the `high` partition that takes whole nodes.
 
     Args:
         state: The sandbox.
-        nodes: Which nodes.
-        for_s: How long it keeps them, counted from its start.
+        nodes: Names of the nodes.
+        for_s: How long the job keeps them, counted from its start.
 
     Returns:
-        The id of that job; cancel it to give the nodes back early.
+        The id of that job; cancel it to free the nodes early.
     """
     argv = ["sbatch", "--parsable", "--partition=high", "--exclusive", "--job-name=preempt"]
     argv += ["--no-requeue", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"]
     argv += ["--output=/dev/null", "--chdir=/", f"--wrap=sleep {for_s:g}"]
-    return ask(state, argv).stdout.strip()
+    return run_slurm(state, argv).stdout.strip()
 
 
-def bring_back(state: State) -> State:
-    """Undo every fault; jobs are left alone.
-
-    slurmctld and the file server answer, cables are in, paused nodes go on, read-only ones may
-    write, dead ones start.
-
-    Returns:
-        The state with new processes of the nodes that were dead.
-    """
-    nfs.heal(state)
+def undo_faults(state: State) -> State:
+    """Undo every fault of nodes, controller and file server; jobs are left alone."""
+    nfs.heal_server(state)
     state = start_controller(state)
     for node in state.config.node_names:
-        heal(state, node)
+        reconnect_node(state, node)
         resume_node(state, node)
         make_writable(state, node)
         if init_of(state, node) is None:
             state = boot_node(state, node)
-    wait_back(state, state.config.node_names)
+    wait_for_return(state, state.config.node_names)
     return state
 
 
 def heal_all(state: State) -> State:
     """Undo every fault, cancel every job and wait until all nodes are idle."""
-    state = bring_back(state)
-    cancel_all(state)
-    wait_nodes(state, state.config.node_names, is_idle, NODE_TIMEOUT_S)
+    state = undo_faults(state)
+    cancel_jobs(state)
+    wait_for_nodes(state, state.config.node_names, is_idle, NODE_TIMEOUT_S)
     return state
 
 
 def files_state(state: State, node: str) -> str:
-    """Return ``writable`` or ``read-only`` for a node's files, ``unknown`` where nothing tells."""
+    """Return ``writable`` or ``read-only`` for a node's files; ``unknown`` if it is dead."""
     init = init_of(state, node)
     if init is None or not os.access(f"/proc/{init.pid}/root", os.R_OK):
         return "unknown"
-    folders = [*mounts.job_folders(), mounts.spool(state.layout, node)]
-    return "read-only" if mounts.read_only(init, folders) else "writable"
+    read_only = _read_only_folders(init, [*_job_folders(), _spool(state, node)])
+    return "read-only" if read_only else "writable"
 
 
 def process_state(state: State, node: str) -> str:
@@ -192,4 +201,54 @@ def process_state(state: State, node: str) -> str:
     init = init_of(state, node)
     if init is None:
         return "dead"
-    return "paused" if state_of(init) in ("T", "t") else "running"
+    return "paused" if state_letter(init) in ("T", "t") else "running"
+
+
+def _living_init(state: State, node: str) -> Process:
+    init = init_of(state, node)
+    if init is None:
+        raise SandboxError(f"{node} is dead: start it first")
+    return init
+
+
+def _job_folders() -> list[str]:
+    """Return the top folders that jobs use: those of all file systems but the kernel's.
+
+    Slurm's own files are not among them: a sandbox keeps those below ``/run``.
+    """
+    found = (entry for entry in Path("/").iterdir() if entry.name not in _OF_THE_KERNEL)
+    return sorted(str(entry) for entry in found if entry.is_dir() and not entry.is_symlink())
+
+
+def _spool(state: State, node: str) -> str:
+    """Return the folder in which a node's slurmd keeps what it needs to start a job."""
+    return str(state.layout.directory / "spool" / node)
+
+
+def _read_only_folders(init: Process, folders: list[str]) -> list[str]:
+    """Return the folders that are read-only on the node, but not on the machine."""
+    view = f"/proc/{init.pid}/root"
+    return [
+        folder
+        for folder in folders
+        if not os.access(view + folder, os.W_OK) and os.access(folder, os.W_OK)
+    ]
+
+
+def _remount(init: Process, folders: list[str], access: str) -> None:
+    points = {point for folder in folders for point in _mount_points(init, folder)}
+    commands = [f"mount -o remount,bind,{access} {quote(point)}" for point in sorted(points)]
+    _run_in_mounts(init, commands)
+
+
+def _mount_points(init: Process, folder: str) -> list[str]:
+    """Return the mount points at the folder or below it, as the node sees it."""
+    lines = Path(f"/proc/{init.pid}/mountinfo").read_text().splitlines()
+    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    return [point for point in points if point == folder or point.startswith(f"{folder}/")]
+
+
+def _run_in_mounts(init: Process, commands: list[str]) -> None:
+    """Run lines of shell in a node's mount namespace."""
+    enter = ["nsenter", f"--target={init.pid}", "--mount", "--pid"]
+    run_command([*enter, "sh", "-ec", "\n".join(commands)])

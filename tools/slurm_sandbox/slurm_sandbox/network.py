@@ -1,4 +1,4 @@
-"""The sandbox's network: which part of 10/8 it takes, and the commands that build and remove it."""
+"""The sandbox's network: the choice of addresses and ports, and the commands that build it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import socket
 import zlib
 from collections.abc import Iterable
 
-from .commands import run
-from .config import SandboxConfig
-from .errors import SandboxError
-from .layout import Layout
+from .config import Layout, SandboxConfig
+from .processes import SandboxError, run_command
 
 Network = ipaddress.IPv4Network
 _FIRST_OCTET = 64
@@ -21,10 +19,10 @@ _NUM_PORTS = 3  # slurmctld, slurmdbd, database
 
 
 def choose_octet(name: str, taken: Iterable[Network]) -> int:
-    """Return the octet X of the ``10.X.0.0/24`` that a sandbox of that name takes; pure.
+    """Return the octet X of the sandbox's ``10.X.0.0/24``; pure.
 
-    A name always starts from the same octet and moves on while that network is taken. A wide
-    route (a VPN's 10/8) that would rule out all is overlooked in a second round.
+    The name decides the first candidate; the next one follows while a network is taken. A second
+    pass ignores wide routes (a VPN's 10/8), which would rule out all candidates.
 
     Raises:
         SandboxError: All are taken.
@@ -32,8 +30,8 @@ def choose_octet(name: str, taken: Iterable[Network]) -> int:
     networks = list(taken)
     start = zlib.crc32(name.encode())
     candidates = [_FIRST_OCTET + (start + step) % _NUM_OCTETS for step in range(_NUM_OCTETS)]
-    for overlooked in (0, 24):
-        rivals = [network for network in networks if network.prefixlen >= overlooked]
+    for min_prefix in (0, 24):
+        rivals = [network for network in networks if network.prefixlen >= min_prefix]
         for octet in candidates:
             if not any(network.overlaps(Network(f"10.{octet}.0.0/24")) for network in rivals):
                 return octet
@@ -41,9 +39,11 @@ def choose_octet(name: str, taken: Iterable[Network]) -> int:
 
 
 def networks_in_use() -> list[Network]:
-    """Return the networks of all addresses and routes of the machine, the default route aside."""
-    addresses = json.loads(run(["ip", "-j", "-4", "addr", "show"]).stdout or "[]")
-    routes = json.loads(run(["ip", "-j", "-4", "route", "show", "table", "all"]).stdout or "[]")
+    """Return the networks of all addresses and routes of the machine but the default route."""
+    addresses = json.loads(run_command(["ip", "-j", "-4", "addr", "show"]).stdout or "[]")
+    routes = json.loads(
+        run_command(["ip", "-j", "-4", "route", "show", "table", "all"]).stdout or "[]"
+    )
     texts = [f"{info['local']}/{info['prefixlen']}" for a in addresses for info in a["addr_info"]]
     texts += [route["dst"] for route in routes if route["dst"] != "default"]
     return [Network(text, strict=False) for text in texts]
@@ -101,34 +101,36 @@ def _node_commands(node: str, layout: Layout) -> list[str]:
     ]
 
 
-def build(config: SandboxConfig, layout: Layout) -> None:
+def build_network(config: SandboxConfig, layout: Layout) -> None:
     """Build the sandbox's namespaces, switch and links."""
     for command in build_commands(config, layout):
-        run(command)
+        run_command(command)
 
 
-def remove(layout: Layout) -> None:
-    """Remove all namespaces and links of the sandbox, however much of them there is."""
-    run(["ip", "link", "del", layout.host_leg], check=False)
+def remove_network(layout: Layout) -> None:
+    """Remove the namespaces and links of the sandbox that exist."""
+    run_command(["ip", "link", "del", layout.host_leg], check=False)
     for namespace in namespaces(layout):
-        run(["ip", "netns", "del", namespace])
+        run_command(["ip", "netns", "del", namespace])
 
 
 def namespaces(layout: Layout) -> list[str]:
     """Return the sandbox's network namespaces that exist."""
-    names = [line.split()[0] for line in run(["ip", "netns", "list"]).stdout.splitlines() if line]
+    names = [
+        line.split()[0] for line in run_command(["ip", "netns", "list"]).stdout.splitlines() if line
+    ]
     return [name for name in names if name.startswith(layout.namespace_prefix)]
 
 
 def set_link(layout: Layout, node: str, *, up: bool) -> None:
-    """Plug a node's cable in or out, at the switch."""
+    """Connect or disconnect a node at the switch."""
     state = "up" if up else "down"
-    run(["ip", "-n", layout.switch, "link", "set", node, state])
+    run_command(["ip", "-n", layout.switch, "link", "set", node, state])
 
 
 def link_state(layout: Layout, node: str) -> str:
-    """Return ``up`` or ``down`` for a node's cable, ``unknown`` where only root could tell."""
-    shown = run(["ip", "-j", "-n", layout.switch, "link", "show", node], check=False).stdout
+    """Return ``up`` or ``down`` for a node's link, ``unknown`` without root."""
+    shown = run_command(["ip", "-j", "-n", layout.switch, "link", "show", node], check=False).stdout
     if not shown:
         return "unknown"
     return "up" if "UP" in json.loads(shown)[0]["flags"] else "down"

@@ -1,12 +1,12 @@
-"""A shared folder that nodes see as through NFS: each by a client of its own, with its own caches.
+"""A shared folder as through NFS: each node has a client with caches of its own.
 
 Without it all nodes see one folder through one kernel, at once. With it every node, and the *login
 node*, has a FUSE mount of the folder (``nfs_client.c``, which says what is cached for how long),
-bound over the folder in the node's mount namespace. The folder itself is the server's disk: whoever
-looks at it on the machine, outside the nodes, sees what the server has.
+bound over the folder in the node's mount namespace. The folder itself is the server's disk: on the
+machine, outside the nodes, it shows what the server has.
 
-A client is a process outside its node, so that a node that is paused does not hold up the kernel,
-and it is killed before its node is, so that what the node has not sent is lost as in a power cut.
+A client is a process outside its node, so that a paused node does not hold up the kernel. It is
+killed before its node, so that data which the node has not sent is lost as in a power cut.
 
 The server's faults are one file that all clients read (its lines: see ``nfs_client.c``).
 """
@@ -21,12 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .commands import run
-from .config import LOGIN, SandboxConfig, client_options
-from .daemons import spawn, wait_started
-from .errors import SandboxError
-from .layout import Layout
-from .processes import end, is_alive
+from .config import LOGIN, Layout, SandboxConfig, client_options
+from .daemons import start_daemon, wait_for_daemon
+from .processes import SandboxError, is_alive, kill_process, run_command
 from .state import State
 
 ALL = "*"
@@ -39,11 +36,11 @@ OPERATIONS = (
     *("lookup", "getattr", "open", "read", "commit", "opendir", "readdir", "readlink", "statfs"),
     *CHANGES,
 )
-"""What a server is asked for, by the names under which it is counted."""
+"""The operations of a server, by the names of its counters."""
 LOST = "LOST"
-"""In the place of an error: the deed is done, its reply is lost, and the client tries again."""
+"""Instead of an error: the operation is done, its reply is lost, and the client tries again."""
 REPLACES = "REPLACES"
-"""In the place of an error: a link takes the place of a name that is there, and nobody is told."""
+"""Instead of an error: a link replaces an existing name without an error."""
 
 _SOURCE = Path(__file__).with_name("nfs_client.c")
 _PROGRAMS = "-programs"  # no sandbox can have this name
@@ -51,11 +48,11 @@ _RECORD = struct.Struct("16sQ")
 
 
 @dataclass(frozen=True)
-class Rule:
+class FaultRule:
     """One fault of the server: operations that fail.
 
     Attributes:
-        number: Tells rules apart; a client counts by it how often the rule has applied.
+        number: Identifies the rule; a client counts by it how often the rule has applied.
         client: ``node2``, ``login`` or ``*``.
         error: Number of the error, 0 for a reply that is lost, -2 for a link that replaces.
         times: How often at most; 0 for always.
@@ -72,26 +69,26 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Server:
-    """What is wrong with the server.
+class ServerFaults:
+    """All faults of the server.
 
     Attributes:
         epoch: Goes up when the server restarts.
-        stopped: The clients that get no answer, or ``*``.
+        stopped: The clients without an answer, or ``*``.
         rules: The operations that fail.
-        last_rule: The highest number that a rule has had.
-        traced: Whether its operations are written down; see `trace`.
+        last_rule: The highest number of a rule so far.
+        traced: Whether clients record their operations; see `trace_operations`.
     """
 
     epoch: int = 0
     stopped: tuple[str, ...] = ()
-    rules: tuple[Rule, ...] = field(default_factory=tuple)
+    rules: tuple[FaultRule, ...] = field(default_factory=tuple)
     last_rule: int = 0
     traced: bool = False
 
 
-def to_text(server: Server) -> str:
-    """Return the text of the file that the clients read; pure."""
+def faults_to_text(server: ServerFaults) -> str:
+    """Return the text of the fault file, which the clients read; pure."""
     lines = [f"epoch {server.epoch}", f"last {server.last_rule}"]
     lines += [f"stopped {client}" for client in server.stopped]
     lines += ["trace"] * server.traced
@@ -103,9 +100,9 @@ def to_text(server: Server) -> str:
     return "\n".join([*lines, ""])
 
 
-def from_text(text: str) -> Server:
-    """Return what `to_text` wrote."""
-    server = Server()
+def faults_from_text(text: str) -> ServerFaults:
+    """Parse the text of `faults_to_text`."""
+    server = ServerFaults()
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
         if kind == "epoch":
@@ -119,44 +116,44 @@ def from_text(text: str) -> Server:
         elif kind == "rule":
             number, client, error, times, operations, pattern = rest.split(" ", 5)
             names = tuple(operations.split(","))
-            rule = Rule(int(number), client, int(error), int(times), names, pattern)
+            rule = FaultRule(int(number), client, int(error), int(times), names, pattern)
             server = replace(server, rules=(*server.rules, rule))
     return server
 
 
-def server_of(state: State) -> Server:
-    """Return what is wrong with a sandbox's server."""
+def read_faults(state: State) -> ServerFaults:
+    """Return the faults of a sandbox's server."""
     try:
-        return from_text(_faults(state.layout).read_text())
+        return faults_from_text(_faults(state.layout).read_text())
     except FileNotFoundError:
-        return Server()
+        return ServerFaults()
 
 
-def set_server(state: State, server: Server) -> None:
-    """Let the clients see other faults, from their next operation on."""
+def write_faults(state: State, server: ServerFaults) -> None:
+    """Replace the faults; clients follow from their next operation on."""
     fresh = _faults(state.layout).with_suffix(".new")
-    fresh.write_text(to_text(server))
+    fresh.write_text(faults_to_text(server))
     fresh.replace(_faults(state.layout))
 
 
-def stop(state: State, client: str = ALL) -> None:
-    """Let no operation of a client end, until `go_on`."""
-    server = server_of(state)
-    set_server(state, replace(server, stopped=(*server.stopped, client)))
+def stop_server(state: State, client: str = ALL) -> None:
+    """Let no operation of a client end, until `start_server`."""
+    server = read_faults(state)
+    write_faults(state, replace(server, stopped=(*server.stopped, client)))
 
 
-def go_on(state: State) -> None:
-    """Let a server that was stopped answer again."""
-    set_server(state, replace(server_of(state), stopped=()))
+def start_server(state: State) -> None:
+    """Let a stopped server answer again."""
+    write_faults(state, replace(read_faults(state), stopped=()))
 
 
-def restart(state: State) -> None:
-    """Restart the server: files that are open are ESTALE, what was not sent to it is lost."""
-    server = server_of(state)
-    set_server(state, replace(server, epoch=server.epoch + 1))
+def restart_server(state: State) -> None:
+    """Restart the server: open files are ESTALE, data that was not sent is lost."""
+    server = read_faults(state)
+    write_faults(state, replace(server, epoch=server.epoch + 1))
 
 
-def fail(
+def fail_operations(
     state: State,
     error: str,
     *,
@@ -165,64 +162,55 @@ def fail(
     operations: Sequence[str] = (),
     times: int = 0,
 ) -> None:
-    """Let operations fail, until `heal`.
-
-    Args:
-        state: The sandbox.
-        error: Name of the error, such as ``ENOSPC``; ``LOST``: the deed is done and the reply lost;
-            ``REPLACES``: a link takes the place of a name that is there.
-        client: Whose operations: ``node2``, ``login``, or ``*``.
-        pattern: Shell pattern of paths below the folder.
-        operations: Which; by default those that change something for EROFS, the link for LOST and
-            REPLACES, and writing for all others.
-        times: How often; 0 for always.
-
-    Raises:
-        ValueError: No such error or operation.
-    """
+    """Let operations fail, until `heal_server`; `SlurmSandbox.fail_files` has the arguments."""
     number = {LOST: 0, REPLACES: -2}.get(error, getattr(errno, error, None))
     if number is None:
-        raise ValueError(f"no such error: {error!r}")
+        raise ValueError(f"no such error: {error!r}; use a name of errno(3), {LOST} or {REPLACES}")
     default = {"EROFS": CHANGES, LOST: ("link",), REPLACES: ("link",)}.get(error, ("write",))
     wanted = tuple(operations) or default
     unknown = sorted(set(wanted) - {*OPERATIONS})
     if unknown:
-        raise ValueError(f"no such operations: {', '.join(unknown)}")
-    server = server_of(state)
-    rule = Rule(server.last_rule + 1, client, number, times, wanted, pattern)
+        known = ", ".join(OPERATIONS)
+        raise ValueError(f"no such operations: {', '.join(unknown)}; known are {known}")
+    server = read_faults(state)
+    rule = FaultRule(server.last_rule + 1, client, number, times, wanted, pattern)
     rules = (*server.rules, rule)
-    set_server(state, replace(server, rules=rules, last_rule=rule.number))
+    write_faults(state, replace(server, rules=rules, last_rule=rule.number))
 
 
-def heal(state: State) -> None:
+def heal_server(state: State) -> None:
     """Undo all faults of the server."""
     if state.config.nfs:
-        server = server_of(state)
-        set_server(state, replace(server, stopped=(), rules=()))
+        server = read_faults(state)
+        write_faults(state, replace(server, stopped=(), rules=()))
 
 
-def operations(layout: Layout, client: str) -> dict[str, int]:
-    """Return how often a client has asked the server for what, and how many bytes it has moved.
+def count_operations(layout: Layout, client: str) -> dict[str, int]:
+    """Return the counters of a client: operations by name, and the bytes read and written.
 
-    What a client answers from its caches is not among it. The numbers go on when a node restarts.
+    Answers from the client's caches are not counted. The numbers go on when a node restarts.
     """
     try:
-        content = _counts(layout, client).read_bytes()
+        return parse_counters(_counts(layout, client).read_bytes())
     except FileNotFoundError:
         return {}
+
+
+def parse_counters(content: bytes) -> dict[str, int]:
+    """Parse the counter file of a client; pure."""
     records = _RECORD.iter_unpack(content)
     return {name.rstrip(b"\0").decode(): number for name, number in records}
 
 
-def trace(state: State, on: bool) -> None:
-    """Begin to write down what all clients ask the server for, from nothing; or end that."""
+def trace_operations(state: State, on: bool) -> None:
+    """Start to record the operations of all clients, from nothing; or stop."""
     for client in clients(state.config) if on else ():
         _trace(state.layout, client).unlink(missing_ok=True)
-    set_server(state, replace(server_of(state), traced=on))
+    write_faults(state, replace(read_faults(state), traced=on))
 
 
-def traced(layout: Layout, client: str) -> list[tuple[str, str]]:
-    """Return what a client has asked for while that was written down: operations and paths."""
+def read_trace(layout: Layout, client: str) -> list[tuple[str, str]]:
+    """Return the recorded operations of a client, each with its path."""
     try:
         lines = _trace(layout, client).read_text().splitlines()
     except FileNotFoundError:
@@ -230,8 +218,8 @@ def traced(layout: Layout, client: str) -> list[tuple[str, str]]:
     return [(operation, path) for operation, _, path in (line.partition(" ") for line in lines)]
 
 
-def view(state: State, client: str, path: Path) -> Path:
-    """Return where the machine sees a path of the folder as a client sees it.
+def path_of_client(state: State, client: str, path: Path) -> Path:
+    """Return the path at which the machine sees the folder as a client does.
 
     Raises:
         ValueError: The path is not in the folder.
@@ -239,8 +227,8 @@ def view(state: State, client: str, path: Path) -> Path:
     return state.layout.nfs / client / path.relative_to(state.config.nfs)
 
 
-def program(root: Path) -> Path:
-    """Return the program of the clients, compiled unless this source has been before.
+def client_program(root: Path) -> Path:
+    """Return the program of the clients; compile it unless this source was compiled before.
 
     Raises:
         CommandError: The compiler fails; the text says why.
@@ -252,7 +240,7 @@ def program(root: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_suffix(f".{os.getpid()}")
     flags = ["-std=gnu11", "-O2", "-D_FILE_OFFSET_BITS=64", "-I/usr/include/fuse3"]
-    run(["gcc", *flags, str(_SOURCE), "-o", str(fresh), "-lfuse3", "-lpthread"])
+    run_command(["gcc", *flags, str(_SOURCE), "-o", str(fresh), "-lfuse3", "-lpthread"])
     fresh.replace(target)
     return target
 
@@ -263,15 +251,15 @@ def clients(config: SandboxConfig) -> tuple[str, ...]:
 
 
 def process_name(client: str) -> str:
-    """Return the name under which a client is on record."""
+    """Return the name of a client's process in the state."""
     return f"nfs-{client}"
 
 
 def start_client(state: State, client: str) -> State:
-    """Start a client, if it does not run, with empty caches, and wait until it is mounted.
+    """Start a client with empty caches, unless it runs, and wait until it is mounted.
 
     Returns:
-        The state with its process; the same one without a shared folder.
+        The state with its process; unchanged without a shared folder.
     """
     name = process_name(client)
     if not state.config.nfs or (name in state.processes and is_alive(state.processes[name])):
@@ -281,33 +269,33 @@ def start_client(state: State, client: str) -> State:
     layout.nfs_control.mkdir(parents=True, exist_ok=True)
     _unmount(mounted_below(point))
     point.mkdir(parents=True, exist_ok=True)
-    argv = [str(program(layout.directory.parent)), client, state.config.nfs, str(point)]
+    argv = [str(client_program(layout.directory.parent)), client, state.config.nfs, str(point)]
     argv += [str(layout.nfs_control), client_options(state.config.nfs_options)]
-    state = spawn(state, name, argv)
-    wait_started(state, name, f"the mount of {client}", lambda: bool(mounted_below(point)))
+    state = start_daemon(state, name, argv)
+    wait_for_daemon(state, name, f"the mount of {client}", lambda: bool(mounted_below(point)))
     return state
 
 
-def end_client(state: State, client: str) -> None:
-    """End a client at once: what it has not sent is lost, and its mount answers no more.
+def kill_client(state: State, client: str) -> None:
+    """Kill a client: data that it has not sent is lost, and its mount stops answering.
 
     Raises:
         SandboxError: It does not end.
     """
     process = state.processes.get(process_name(client))
-    if process is not None and not end(process):
+    if process is not None and not kill_process(process):
         raise SandboxError(f"{process_name(client)} (pid {process.pid}) does not end")
     _unmount(mounted_below(state.layout.nfs / client))
 
 
-def remove(state: State) -> None:
-    """End all clients, and make sure that nothing is mounted where files are to be removed.
+def remove_clients(state: State) -> None:
+    """Kill all clients, and unmount everything in the sandbox's directory.
 
     Raises:
-        SandboxError: Something is.
+        SandboxError: Something cannot be unmounted.
     """
     for client in clients(state.config):
-        end_client(state, client)
+        kill_client(state, client)
     left = mounted_below(state.layout.nfs)
     _unmount(left)
     if mounted_below(state.layout.nfs):
@@ -323,7 +311,7 @@ def mounted_below(folder: Path) -> list[Path]:
 
 def _unmount(points: Iterable[Path]) -> None:
     for point in points:
-        run(["umount", "--lazy", str(point)], check=False)
+        run_command(["umount", "--lazy", str(point)], check=False)
 
 
 def _faults(layout: Layout) -> Path:

@@ -1,7 +1,7 @@
-"""The first process of a node: starts slurmd, buries orphans, and ends with slurmd.
+"""The first process of a node: starts slurmd, reaps orphans, and ends with slurmd.
 
-Run as a file, by its path. slurmd alone in that place would leave a zombie for every step, since
-the step daemons are orphans on purpose and slurmd waits for none of them.
+Run as a file, by its path. slurmd as first process would leave a zombie for every step, since the
+step daemons are orphans on purpose and slurmd waits for none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit code after it has ended."""
+    """Run the command to its end; return its exit code."""
     daemon = subprocess.Popen(argv)
     while True:
         pid, status = os.wait()

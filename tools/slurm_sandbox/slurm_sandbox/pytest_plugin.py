@@ -1,13 +1,13 @@
-"""Pytest fixtures that give tests a real Slurm.
+"""Pytest fixtures with a real Slurm.
 
 Enable them in a conftest.py: ``pytest_plugins = ["slurm_sandbox.pytest_plugin"]``.
 
-The sandbox that is up under the name in HPC_ELASTIC_SANDBOX (else ``default``) is used, with all
-its jobs cancelled; if there is none, one with four nodes is brought up, and taken down at the end.
-With HPC_ELASTIC_SANDBOX_NFS=1 the nodes see the tests' temporary folder through NFS clients with
-caches of their own; mount options, such as ``nocto``, may stand in the place of 1.
+They use the sandbox that is up under the name in HPC_ELASTIC_SANDBOX (else ``default``), and cancel
+all its jobs. If there is none, they bring one with four nodes up, and take it down at the end. With
+HPC_ELASTIC_SANDBOX_NFS=1 the nodes see the tests' temporary folder through NFS clients with caches
+of their own; its value may also be mount options, such as ``nocto``.
 
-Where no sandbox can run, tests that ask for it are skipped, and fail where CI is set.
+On a machine that cannot run a sandbox, tests that need it are skipped, or fail if CI is set.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from typing import NoReturn
 import pytest
 
 from . import SandboxConfig, SandboxError, SlurmSandbox
-from .requirements import check
-
-__all__ = ["NUM_NODES", "nfs_options", "refuse", "slurm", "slurm_env"]
+from .releases import check_requirements
 
 NUM_NODES = 4
 _FALSE = ("", "0", "false", "no")
@@ -33,10 +31,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmSandbox]:
     """Yield a sandbox of at least four nodes, all idle."""
     name = os.environ.get("HPC_ELASTIC_SANDBOX", "default")
     folder, options = tmp_path_factory.getbasetemp().resolve(), nfs_options(os.environ)
-    try:
-        check(nfs=options is not None)
-    except SandboxError as error:
-        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in _FALSE)
+    require_sandbox(nfs=options is not None)
     if SlurmSandbox(name).status()["up"]:
         yield _reuse(name, folder, options)
     elif options is None:
@@ -64,8 +59,20 @@ def slurm_env(slurm: SlurmSandbox, monkeypatch: pytest.MonkeyPatch) -> SlurmSand
     return slurm
 
 
+def require_sandbox(*, nfs: bool = False) -> None:
+    """Skip the test if no sandbox can run here, or fail it if CI is set.
+
+    Args:
+        nfs: Whether the sandbox shares a folder as by NFS.
+    """
+    try:
+        check_requirements(nfs=nfs)
+    except SandboxError as error:
+        refuse(str(error), in_ci=os.environ.get("CI", "").lower() not in _FALSE)
+
+
 def refuse(reason: str, *, in_ci: bool) -> NoReturn:
-    """Fail the test in CI, where the sandbox must be there; skip it on a user's machine."""
+    """Fail the test in CI, which must have a sandbox; skip it on a user's machine."""
     text = f"NO REAL SLURM TO TEST WITH: {reason}"
     if in_ci:
         pytest.fail(text, pytrace=False)
@@ -73,7 +80,7 @@ def refuse(reason: str, *, in_ci: bool) -> NoReturn:
 
 
 def nfs_options(environ: Mapping[str, str]) -> str | None:
-    """Return the mount options of a shared folder, None if nodes are to see one folder directly."""
+    """Return the mount options of the shared folder, None if nodes see one folder directly."""
     value = environ.get("HPC_ELASTIC_SANDBOX_NFS", "")
     if value.lower() in _FALSE:
         return None
@@ -88,7 +95,9 @@ def _reuse(name: str, folder: Path, options: str | None) -> SlurmSandbox:
     if options is not None and (not nfs or sandbox.config.nfs_options != options):
         pytest.fail(f"sandbox {name!r} is not up with --nfs and these options", pytrace=False)
     if nfs and not folder.is_relative_to(nfs):
-        pytest.fail(f"tests' files are not in what is shared: --basetemp={nfs}/x", pytrace=False)
+        pytest.fail(
+            f"the tests' files are not in the shared folder: use --basetemp={nfs}/x", pytrace=False
+        )
     sandbox.heal_all()
     return sandbox
 

@@ -1,14 +1,14 @@
-"""Other releases of Slurm than the machine's own, unpacked beside it.
+"""Slurm's programs: the packages that have to be installed, and other releases beside them.
 
-Debian's suites carry one release each. Its packages, and all that they need down to the C library,
-are fetched by apt, which checks their signatures, in a configuration of its own: the machine's
-sources, lists and installed packages are neither used nor changed. They are unpacked and not
-installed, so no script of theirs runs. Then Slurm's programs, and no others, are told where *their*
-loader and libraries are (patchelf, from the same suite). So they run as they are on a machine with
-another C library, while the jobs that they start find the machine's programs only.
+Debian's suites carry one release each. apt fetches the packages of another release, with all that
+they need down to the C library, and checks their signatures, in a configuration of its own: the
+machine's sources, lists and installed packages are neither used nor changed. The packages are
+unpacked and not installed, so none of their scripts runs. Then Slurm's programs, and no others, are
+patched with the paths of *their* loader and libraries (patchelf, from the same suite). So they run
+on a machine with another C library, while the jobs that they start see the machine's programs.
 
-The trees are kept below ``/var/cache/hpc_elastic/slurm`` (or HPC_ELASTIC_SLURM_CACHE), where jobs
-of users who are not root can read them; remove a folder there to have it made anew.
+The trees lie below ``/var/cache/hpc_elastic/slurm`` (or HPC_ELASTIC_SLURM_CACHE), where jobs of
+users other than root can read them; remove a folder there to have it built again.
 """
 
 from __future__ import annotations
@@ -17,23 +17,53 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .commands import TREE_MARK, machine_path, run
 from .config import parse_version
-from .errors import CommandError, ReleaseError
+from .processes import (
+    TREE_MARK,
+    CommandError,
+    SandboxError,
+    machine_path,
+    run_command,
+    search_path,
+)
 from .state import locked
 
+_PACKAGES = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "srun": "slurm-wlm",
+    "munged": "munge",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
+_ACCOUNTING_PACKAGES = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server",
+    "mariadb-install-db": "mariadb-server",
+    "mariadb": "mariadb-client",
+}
+_NFS_PACKAGES = {
+    "gcc": "gcc",
+    "/usr/include/stdio.h": "libc6-dev",
+    "/usr/include/fuse3/fuse_lowlevel.h": "libfuse3-dev",
+}
 SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}
-"""Which suite of Debian carries which release."""
+"""Debian's suite of each release."""
 
 MIRROR = "http://deb.debian.org/debian"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 _CACHE = "/var/cache/hpc_elastic/slurm"
-_PACKAGES = (
+_RELEASE_PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "slurmdbd"),
     *("slurm-wlm-basic-plugins", "slurm-wlm-mysql-plugin", "libpmix2t64", "patchelf"),
 )
@@ -43,99 +73,202 @@ _PROGRAMS = (
     *("slurmctld", "slurmd", "slurmdbd", "slurmstepd"),
 )
 _FETCH_S = 900.0
+Which = Callable[[str], str | None]
 Report = Callable[[str], None]
+
+
+class MissingPackagesError(SandboxError):
+    """Programs that the sandbox runs are not installed.
+
+    Attributes:
+        packages: Debian packages that hold them.
+        command: The command that installs them, ready to paste.
+    """
+
+    def __init__(self, packages: Sequence[str], command: Sequence[str]) -> None:
+        self.packages = tuple(packages)
+        self.command = tuple(command)
+        super().__init__(
+            f"missing packages: {', '.join(packages)}\n"
+            f"install them with: {' '.join(command)}\n"
+            "or run `slurm-sandbox up --install` (in a clone: scripts/slurm_sandbox.py)"
+        )
+
+
+class ReleaseError(SandboxError):
+    """A release of Slurm is not available on this machine.
+
+    Attributes:
+        release: The release, such as ``24.11``.
+    """
+
+    def __init__(self, release: str, why: str) -> None:
+        self.release = release
+        super().__init__(
+            f"slurm={release!r} is not available here: {why} (leave --slurm out for the Slurm that "
+            "is installed)"
+        )
+
+
+def _which(program: str) -> str | None:
+    if Path(program).is_absolute():  # a header
+        return program if Path(program).exists() else None
+    return shutil.which(program, path=search_path(os.environ))
+
+
+def missing_packages(
+    accounting: bool = False, which: Which = _which, *, slurm: str = "", nfs: bool = False
+) -> tuple[str, ...]:
+    """Return the Debian packages whose programs are missing, in a stable order.
+
+    Args:
+        accounting: Whether the sandbox has accounting.
+        which: Finds a program.
+        slurm: An unpacked release; "" for the installed one.
+        nfs: Whether a folder is shared as by NFS.
+    """
+    needed = _PACKAGES | (_ACCOUNTING_PACKAGES if accounting else {})
+    needed |= _NFS_PACKAGES if nfs else {}
+    if slurm:
+        needed = {name: package for name, package in needed.items() if "slurm" not in package}
+    return tuple(dict.fromkeys(package for name, package in needed.items() if not which(name)))
+
+
+def install_command(packages: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that installs the packages."""
+    return ("apt-get", "install", "-y", "--no-install-recommends", *packages)
+
+
+def check_requirements(
+    accounting: bool = False, which: Which = _which, *, slurm: str = "", nfs: bool = False
+) -> None:
+    """Raise if the sandbox cannot run on this machine.
+
+    Raises:
+        MissingPackagesError: Install what it names, or call `install_packages`.
+        SandboxError: Not Linux, not root, or no FUSE for a shared folder.
+    """
+    if not sys.platform.startswith("linux"):
+        raise SandboxError("the Slurm sandbox needs Linux (network namespaces)")
+    missing = missing_packages(accounting, which, slurm=slurm, nfs=nfs)
+    if missing:
+        raise MissingPackagesError(missing, install_command(missing))
+    if os.geteuid() != 0:
+        raise SandboxError("the Slurm sandbox needs root: run it with sudo")
+    if nfs and not Path("/dev/fuse").exists():
+        raise SandboxError("a folder that is shared as by NFS needs FUSE: there is no /dev/fuse")
+
+
+def install_packages(packages: Sequence[str]) -> None:
+    """Install packages with apt-get, whose messages go to standard error.
+
+    Raises:
+        CommandError: apt-get failed.
+    """
+    if not packages:
+        return
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for argv in (("apt-get", "update", "-q"), install_command(packages)):
+        command = (argv[0], "-o", "DPkg::Lock::Timeout=300", *argv[1:])
+        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise CommandError(command, done.returncode, "see above")
 
 
 def system_release() -> str:
     """Return the release that is installed on this machine, such as ``22.05``; "" if none is."""
     try:
-        told = run(["slurmctld", "-V"], env={**os.environ, "PATH": machine_path(os.environ)})
-        year, month = parse_version(told.stdout)
+        printed = run_command(
+            ["slurmctld", "-V"], env={**os.environ, "PATH": machine_path(os.environ)}
+        )
+        year, month = parse_version(printed.stdout)
     except (OSError, ValueError, CommandError):
         return ""
     return f"{year}.{month:02}"
 
 
 def tree_of(release: str) -> Path:
-    """Return where the tree of a release is, or would be.
+    """Return the folder of a release's tree, existing or not.
 
     Raises:
-        ReleaseError: No such release is known here.
+        ReleaseError: The release is not in `SUITES`.
     """
     if release not in SUITES:
         raise ReleaseError(release, f"choose one of {', '.join(SUITES)}")
     return Path(os.environ.get("HPC_ELASTIC_SLURM_CACHE", _CACHE)) / release
 
 
-def ensure(release: str, root: Path, report: Report) -> Path:
-    """Return the tree of a release, fetched now if it is not there yet (a minute, 150 MB).
+def ensure_release(release: str, root: Path, report: Report) -> Path:
+    """Return the tree of a release; fetch it if missing (a minute, 150 MB).
 
     Args:
         release: A key of `SUITES`.
-        root: The directory of all sandboxes, where the lock lies.
-        report: Is told what takes time.
+        root: The directory of all sandboxes, which holds the lock.
+        report: Receives a line before a long step.
 
     Raises:
-        ReleaseError: It can not be had; says why.
+        ReleaseError: It is not available; the text says why.
     """
     tree = tree_of(release)
     with locked(f"-slurm-{release}", root):
         if not tree.exists():
             report(f"fetching Slurm {release} of Debian's {SUITES[release]} into {tree}")
-            _make(release, tree)
+            _build_tree(release, tree)
     return tree
 
 
-def _make(release: str, tree: Path) -> None:
-    """Fetch, unpack and patch in a folder beside the tree, then move it to its place."""
+def _build_tree(release: str, tree: Path) -> None:
+    """Fetch, unpack and patch in a folder beside the tree, then rename it."""
     work = tree.with_name(f".{release}.new")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        _unpack(_fetch(release, work / "apt"), work)
-        _slim(work)
-        _patch(work, tree)
+        _unpack_packages(_fetch_packages(release, work / "apt"), work)
+        _remove_unused(work)
+        _patch_programs(work, tree)
     except CommandError as e:
         why = " ".join(line for line in e.stderr.splitlines() if line.startswith("E:"))
         raise ReleaseError(release, why or str(e)) from e
     work.rename(tree)
 
 
-def _fetch(release: str, apt: Path) -> list[Path]:
-    """Return the packages of a release and of all that they need, their signatures checked."""
+def _fetch_packages(release: str, apt: Path) -> list[Path]:
+    """Fetch the packages of a release and their dependencies; signatures are checked."""
     if not KEYRING.exists():
         raise ReleaseError(release, f"{KEYRING} is missing: install debian-archive-keyring")
     write_apt(apt, SUITES[release])
     environment = {**os.environ, "APT_CONFIG": str(apt / "apt.conf"), "LC_ALL": "C"}
-    run(["apt-get", "-q", "update"], env=environment, timeout_s=_FETCH_S)
-    shown = run(["apt-cache", "policy", "slurmctld"], env=environment).stdout
-    found = candidate(shown)
+    run_command(["apt-get", "-q", "update"], env=environment, timeout_s=_FETCH_S)
+    shown = run_command(["apt-cache", "policy", "slurmctld"], env=environment).stdout
+    found = candidate_version(shown)
     if not found.startswith(f"{release}."):
-        raise ReleaseError(release, f"Debian's {SUITES[release]} has Slurm {found or 'nowhere'}")
-    wanted = [name for name in _PACKAGES if _is_known(name, environment)]
+        raise ReleaseError(
+            release, f"Debian's {SUITES[release]} has Slurm {found or 'in no version'}"
+        )
+    wanted = [name for name in _RELEASE_PACKAGES if _is_known(name, environment)]
     argv = ["apt-get", "-q", "-y", "--no-install-recommends", "--download-only", "install", *wanted]
-    run(argv, env=environment, timeout_s=_FETCH_S)
+    run_command(argv, env=environment, timeout_s=_FETCH_S)
     return sorted((apt / "cache" / "archives").glob("*.deb"))
 
 
 def _is_known(package: str, environment: dict[str, str]) -> bool:
-    shown = run(["apt-cache", "policy", package], env=environment).stdout
-    return candidate(shown) not in ("", "(none)")
+    shown = run_command(["apt-cache", "policy", package], env=environment).stdout
+    return candidate_version(shown) not in ("", "(none)")
 
 
-def candidate(policy: str) -> str:
-    """Return the version that ``apt-cache policy`` would install, "" if it knows none; pure."""
+def candidate_version(policy: str) -> str:
+    """Return the candidate version of ``apt-cache policy``, "" if it has none; pure."""
     match = re.search(r"^\s*Candidate: (\S+)", policy, re.MULTILINE)
     return match[1] if match else ""
 
 
 def write_apt(apt: Path, suite: str) -> None:
-    """Write a configuration of apt that knows one suite, and no installed package."""
+    """Write a configuration of apt with one suite and no installed package."""
     for name in ("lists/partial", "cache/archives/partial", "parts"):
         (apt / name).mkdir(parents=True)
     (apt / "status").touch()
     (apt / "sources.list").write_text(f"deb [signed-by={KEYRING}] {MIRROR} {suite} main\n")
-    dumped = run(["apt-config", "dump"]).stdout.splitlines()
+    dumped = run_command(["apt-config", "dump"]).stdout.splitlines()
     (apt / "apt.conf").write_text(apt_conf(apt, dumped))
 
 
@@ -143,8 +276,8 @@ def apt_conf(apt: Path, dumped: Sequence[str]) -> str:
     """Return the text of a private apt.conf; pure.
 
     Args:
-        apt: The folder that holds lists, cache, and the file of installed packages.
-        dumped: The lines of ``apt-config dump``: how this machine reaches a mirror is taken over.
+        apt: The folder of lists, cache, and the file of installed packages.
+        dumped: The lines of ``apt-config dump``; the machine's way to a mirror is kept.
     """
     kept = [
         line
@@ -165,15 +298,15 @@ def apt_conf(apt: Path, dumped: Sequence[str]) -> str:
     return "\n".join([*kept, *own, 'APT::Sandbox::User "root";', ""])
 
 
-def _unpack(packages: Sequence[Path], work: Path) -> None:
+def _unpack_packages(packages: Sequence[Path], work: Path) -> None:
     for package in packages:
-        run(["dpkg-deb", "-x", str(package), str(work)], timeout_s=_FETCH_S)
+        run_command(["dpkg-deb", "-x", str(package), str(work)], timeout_s=_FETCH_S)
     names = "\n".join(package.name for package in packages)
     (work / TREE_MARK).write_text(f"{names}\n")
 
 
-def _slim(work: Path) -> None:
-    """Leave programs and libraries only."""
+def _remove_unused(work: Path) -> None:
+    """Remove everything but programs and libraries."""
     for name in ("apt", "etc", "var", "usr/share", "usr/include", "usr/lib/python3"):
         shutil.rmtree(work / name, ignore_errors=True)
 
@@ -187,8 +320,8 @@ def _loader(tree: Path) -> Path:
     return found[0]
 
 
-def _patch(work: Path, tree: Path) -> None:
-    """Give Slurm's programs their loader and libraries, named by where the tree is to be."""
+def _patch_programs(work: Path, tree: Path) -> None:
+    """Patch the final paths of loader and libraries into Slurm's programs."""
     libraries = _libraries(work)
     plugins = libraries / "slurm-wlm"
     final = [_libraries(tree) / "slurm-wlm", _libraries(tree)]
@@ -198,16 +331,16 @@ def _patch(work: Path, tree: Path) -> None:
     (work / "bin").mkdir()
     for name in _PROGRAMS:
         program = _program(work, name)
-        run([*patchelf, "--set-interpreter", str(loader), str(program)])
-        run([*patchelf, "--force-rpath", "--set-rpath", path, str(program)])
+        run_command([*patchelf, "--set-interpreter", str(loader), str(program)])
+        run_command([*patchelf, "--force-rpath", "--set-rpath", path, str(program)])
         (work / "bin" / name).symlink_to(Path("..", program.relative_to(work)))
     for plugin in plugins.glob("*.so"):
-        run([*patchelf, "--remove-rpath", str(plugin)])
+        run_command([*patchelf, "--remove-rpath", str(plugin)])
     (work / "plugins").symlink_to(plugins.relative_to(work))
 
 
 def _program(work: Path, name: str) -> Path:
-    """Return a program, which Debian may keep under a name with its flavour in it."""
+    """Return a program; Debian may have added its flavour to the name."""
     places = [
         work / f"usr/{folder}/{name}{end}" for folder in ("bin", "sbin") for end in ("", "-wlm")
     ]
@@ -215,4 +348,4 @@ def _program(work: Path, name: str) -> Path:
 
 
 if __name__ == "__main__":
-    ensure(sys.argv[1], Path("/run/hpc-elastic-sandbox"), print)
+    ensure_release(sys.argv[1], Path("/run/hpc-elastic-sandbox"), print)

@@ -1,8 +1,8 @@
-"""What a sandbox remembers between commands: its configuration, its place, its processes.
+"""The state file of a sandbox: its configuration, its place, its processes; and its lock.
 
-The file is replaced as a whole after every step, so a sandbox whose `up` was killed midway is
-described by what it had reached. A lock for each sandbox keeps two commands apart; its empty file
-stays behind, since removing a lock's file would let two hold it.
+The file is replaced as a whole after every step, so it is right even if `up` was killed midway. A
+lock for each sandbox serialises commands; its empty file stays, because removing it would let two
+commands hold the lock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from .commands import wait_until
-from .config import SandboxConfig
-from .layout import Layout
-from .processes import Process
+from .config import Layout, SandboxConfig
+from .processes import Process, SandboxError, wait_until
 
 DEFAULT_ROOT = Path("/run/hpc-elastic-sandbox")
 _LOCK_TIMEOUT_S = 180.0
 _TUPLES = ("open_paths", "extra_lines")
+
+
+class NotUpError(SandboxError):
+    """The sandbox is not up: call ``up`` first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(
+            f"the Slurm sandbox {name!r} is not up; start it with: slurm-sandbox up --name {name} "
+            "(in a clone: scripts/slurm_sandbox.py)"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,11 @@ class State:
     """One sandbox.
 
     Attributes:
-        config: What was asked for.
-        layout: Where it is.
-        processes: The daemons started, by name. A node's entry is the process that stands outside
-            its namespaces and with which it ends.
-        ready: Whether `up` has come to its end.
+        config: Its settings.
+        layout: Its place.
+        processes: The daemons started, by name. A node's entry is the process outside its
+            namespaces, whose end is the node's end.
+        ready: Whether `up` was completed.
     """
 
     config: SandboxConfig
@@ -44,67 +52,48 @@ class State:
     ready: bool = False
 
     def with_process(self, name: str, process: Process) -> State:
-        """Return the state with one more process, or another one under that name."""
+        """Return the state with a process added or replaced."""
         return replace(self, processes={**self.processes, name: process})
 
 
-def to_json(state: State) -> str:
+def to_text(state: State) -> str:
     """Return the text of the state file."""
-    content = asdict(state)
-    layout = state.layout
-    content["layout"]["directory"] = str(layout.directory)
-    content["layout"]["tree"] = None if layout.tree is None else str(layout.tree)
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(asdict(state), indent=1, default=str) + "\n"
 
 
-def from_json(text: str) -> State:
-    """Return the state that `to_json` wrote."""
+def from_text(text: str) -> State:
+    """Parse the text of `to_text`."""
     content = json.loads(text)
     config, layout = content["config"], content["layout"]
+    tree = layout["tree"] and Path(layout["tree"])
     return State(
-        config=SandboxConfig(
-            **{**config, **{name: tuple(config.get(name, ())) for name in _TUPLES}}
-        ),
-        layout=_layout(layout),
+        config=SandboxConfig(**{**config, **{name: tuple(config[name]) for name in _TUPLES}}),
+        layout=Layout(**{**layout, "directory": Path(layout["directory"]), "tree": tree}),
         processes={name: Process(**entry) for name, entry in content["processes"].items()},
         ready=content["ready"],
     )
 
 
-def _layout(content: dict[str, Any]) -> Layout:
-    tree = content.get("tree")
-    places = {
-        "directory": Path(content["directory"]),
-        "tree": None if tree is None else Path(tree),
-    }
-    return Layout(**{**content, **places})
-
-
-def path_of(name: str, root: Path) -> Path:
-    """Return a sandbox's state file."""
-    return root / name / "state.json"
-
-
-def load(name: str, root: Path) -> State | None:
+def load_state(name: str, root: Path = DEFAULT_ROOT) -> State | None:
     """Return a sandbox's state, or None if there is no such sandbox."""
     try:
-        return from_json(path_of(name, root).read_text())
+        return from_text((root / name / "state.json").read_text())
     except FileNotFoundError:
         return None
 
 
-def save(state: State) -> State:
-    """Write the state, whole or not at all, and return it."""
+def save_state(state: State) -> State:
+    """Write the state atomically, and return it."""
     target = state.layout.directory / "state.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_suffix(".new")
-    fresh.write_text(to_json(state))
+    fresh.write_text(to_text(state))
     fresh.replace(target)
     return state
 
 
-def forget(state: State) -> None:
-    """Remove the sandbox's directory, the state file last: what is half removed stays known."""
+def remove_directory(state: State) -> None:
+    """Remove the sandbox's directory, the state file last, so that a retry finds it."""
     for entry in state.layout.directory.iterdir():
         if entry.name == "state.json":
             continue
@@ -117,7 +106,7 @@ def locked(name: str, root: Path) -> Iterator[None]:
     """Hold the lock of that name below `root`.
 
     Raises:
-        SandboxTimeoutError: Another command holds it for too long.
+        SandboxTimeoutError: Another command holds it too long.
     """
     folder = root / "locks"
     folder.mkdir(parents=True, exist_ok=True)

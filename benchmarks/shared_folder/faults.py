@@ -19,7 +19,7 @@ from hpc_elastic.run.directory import RunDir
 from shared_folder.place import NFS, Place, Training, training
 from slurm_sandbox import SandboxTimeoutError
 from slurm_sandbox.processes import wait_until
-from soak.watch import Watch
+from soak.inject import RunMonitor
 
 LASTS_S = 60.0
 _AWAY_S = 20.0
@@ -92,14 +92,14 @@ def measure(case: str, place: Place, train_s: float) -> Measurement:
     with training(place, every_steps=_EVERY_STEPS) as run:
         if not trained(run.local, 4, train_s):
             return Measurement(case, place.name, ("no start",))
-        watch = Watch(RunDir(run.run), run.run.parent / "checkpoints", 4)
+        watch = RunMonitor(RunDir(run.run), run.run.parent / "checkpoints", 4)
         at = time.time()
         CASES[case](run, lambda seconds: _look_on(watch, seconds))
         place.sandbox.bring_back()
         back = time.time()
         nodes = _trains_again(run, watch, back)
         said = run.finish()
-        watch.look()
+        watch.refresh()
         steps = sorted(s[0] for w in run.workers() for s in w.steps)
         moments = [at, *(s for s in steps if s > at)]
         leaders = sum(event["kind"] == "leader" for event in run_events(run.run))
@@ -113,18 +113,18 @@ def measure(case: str, place: Place, train_s: float) -> Measurement:
         )
 
 
-def _look_on(watch: Watch, seconds: float) -> None:
+def _look_on(watch: RunMonitor, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        watch.look()
+        watch.refresh()
         time.sleep(0.1)
 
 
-def _trains_again(run: Training, watch: Watch, since: float) -> int:
+def _trains_again(run: Training, watch: RunMonitor, since: float) -> int:
     """Wait until all nodes train again, or at least some; return how many do."""
 
     def trains() -> bool:
-        watch.look()
+        watch.refresh()
         return bool(run.group(4, since))
 
     try:
@@ -134,12 +134,12 @@ def _trains_again(run: Training, watch: Watch, since: float) -> int:
         return next((n for n in (3, 2, 1) if run.group(n, time.time() - _AWAY_S)), 0)
 
 
-def _problems(run: Training, watch: Watch) -> Iterator[str]:
+def _problems(run: Training, watch: RunMonitor) -> Iterator[str]:
     argv = [str(Path(sys.executable).with_name("hpc-elastic")), "audit", str(run.run)]
     audit = subprocess.run(argv, capture_output=True, text=True, check=False)
     if audit.returncode:
         yield f"the audit: {(audit.stdout + audit.stderr)[-300:]}"
-    yield from watch.problems
+    yield from watch.status_regressions
     yield from split(str(run.run))
 
 

@@ -22,7 +22,7 @@ from evidence.result import Cell, Column, Figure, Table, Target
 
 from shared_folder.place import NEVER, NFS, PATIENCE_S, Training, place_of, training
 from slurm_sandbox.processes import wait_until
-from soak.processes import workers_on
+from soak.inject import workers_on
 
 LEADER_A_SECOND, FOLLOWER_A_MINUTE = 3.0, 4.0
 FILES_AT, NUM_CHECKPOINTS = 16, 100

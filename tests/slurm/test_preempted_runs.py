@@ -14,7 +14,7 @@ from sweeps import eventually, hosts
 
 from hpc_elastic.checkpoint.store import Store
 from slurm_sandbox import SlurmSandbox
-from soak.processes import agent_on
+from soak.inject import agent_on
 
 PREEMPTIONS, TAKEN_S = (5, 20) if LONG else (2, 7)
 LINKS = 5 if LONG else 1

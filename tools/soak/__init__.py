@@ -1,19 +1,15 @@
-"""The chaos soak: faults at random moments of a run on the Slurm sandbox, and what must hold after.
+"""The soak: random faults in a run on the Slurm sandbox, and checks of what must hold at the end.
 
-A run of four nodes trains a tiny network, slowly; beside it the companion, a run of one node whose
-script ends by itself on SIGTERM. Fault after fault is thrown at it, each once the
-run has got over the one before: it trains on all nodes that it may have, and has saved since. At
-the end it is told to finish, and then everything is checked. No check depends on how fast the
-machine is: on a slow one, fewer of the planned faults find the time.
+A run of four nodes trains a tiny network, slowly. Beside it runs the *companion*, a run of one node
+whose script exits by itself on SIGTERM. Faults are injected one after the other, each once the run
+has recovered from the one before: it trains on all usable nodes, and has saved since. At the end
+the runs are asked to finish, and everything is checked. No check depends on the machine's speed: on
+a slow one there is time for fewer of the planned faults.
 
-kinds      what there is to be thrown, and what the run's story has to say of it (pure)
-plan       which faults, from a seed (pure)
-told       finds a fault in the story (pure)
-training   what is trained; it counts how often it has seen each sample
-watch      looks at the run: how it is, and whether it has got over a fault
-processes  finds agents, workers and spares on the sandbox's nodes
-hands      throws faults, and takes them back
-play       throws a plan at a run, from the submission to the end
-checks     what must hold at the end
-report     the tables
+plan             the kinds of faults, and a plan of them from a seed (pure)
+expected_events  what the timeline has to show of each fault (pure)
+training         the training, which counts how often it has seen each sample
+inject           the run under test, and the injection of faults
+checks           the checks at the end, and the tables of the report
+__main__         the command line, and the course of a soak
 """

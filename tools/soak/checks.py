@@ -1,4 +1,4 @@
-"""What must hold when the run has ended."""
+"""The checks at the end of a soak, and the tables of its report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 import math
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
+from hpc_elastic._util import duration
 from hpc_elastic.data.audit import audit
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.report.sentences import sentence
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.event_schema import problems
 from hpc_elastic.run.events import read_events
@@ -21,75 +27,69 @@ from hpc_elastic.shared_files import read_json
 from slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from slurm_sandbox.processes import wait_until
 from soak import training
-from soak.play import Record
-from soak.processes import left_over
-from soak.told import Finding
+from soak.expected_events import Explanation, Finding, InjectedFault, SoakRecord
+from soak.inject import leftover_processes
+from soak.plan import Fault
 
 _TOLERANCE = 1e-6
-"""Sums in another order differ by 1e-16, and these differences do not grow beyond it."""
-_ALONE_S = 600.0
+"""Sums in another order differ by 1e-16; the difference does not grow beyond this."""
+_UNDISTURBED_S = 600.0
 """For the undisturbed training; it bounds hanging."""
 _LATE_LINES = 2
 """Lines of one append, at most."""
-_LEAVE_S = 200.0
-"""For the last processes to end; it bounds hanging. Slurm holds a task for two minutes that went
-back to the queue and ended slowly; it starts then, finds that its run has ended, and leaves."""
+_END_S = 200.0
+"""For the last processes to end; it bounds hanging. Slurm holds a task for two minutes that was
+requeued and ended slowly; it starts then, finds that its run has ended, and exits."""
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that must hold; no problems: it does."""
+class SoakCheck:
+    """One check; it holds if it has no problems."""
 
     name: str
     problems: tuple[str, ...] = ()
 
 
-def checks(record: Record, sandbox: SlurmSandbox, work: Path) -> list[Check]:
+def run_checks(record: SoakRecord, sandbox: SlurmSandbox, work: Path) -> list[SoakCheck]:
     """Return all checks of a soak.
 
     Args:
-        record: What was played.
-        sandbox: Where.
-        work: A folder for the training that the run is compared with.
+        record: The course of the soak.
+        sandbox: The Slurm of the runs.
+        work: A folder for the training that the runs are compared with.
     """
-    found = [Check("faults were thrown", () if record.thrown else ("none",))]
-    found.append(_explained(record))
-    runs = {"the run": record.run, "the companion": record.companion}
-    for name, run in runs.items():
-        ended = (*([record.problem] if record.problem else []), *_ended(run))
-        found.append(Check(f"{name} went to its end by itself", tuple(ended)))
-        found += [replace(check, name=f"{name}: {check.name}") for check in _always(run)]
+    found = [
+        SoakCheck("faults were injected", () if record.injected else ("none",)),
+        _check_explanations(record),
+    ]
+    for name, run in (("the run", record.run), ("the companion", record.companion)):
+        ended = (*([record.problem] if record.problem else []), *_unsuccessful(run))
+        found.append(SoakCheck(f"{name} succeeded by itself", ended))
+        checks = _checks_of_files(run)
         if not ended:
-            after = _afterwards(run, work / run.parent.name)
-            found += [replace(check, name=f"{name}: {check.name}") for check in after]
-    found.append(Check("no read of status.json goes back", tuple(record.old_leaders)))
+            checks += _checks_of_result(run, work / run.parent.name)
+        found += [replace(check, name=f"{name}: {check.name}") for check in checks]
+    regressions = tuple(record.status_regressions)
+    found.append(SoakCheck("status.json never shows an earlier leader again", regressions))
     if not record.problem:
-        left = tuple(_left(record.run.parent, sandbox))
-        found.append(Check("no task and no process is left", left))
+        left = tuple(_leftovers(record.run.parent, sandbox))
+        found.append(SoakCheck("no task and no process is left", left))
     return found
 
 
-def _always(run: Path) -> Iterator[Check]:
-    yield Check("the events are as their schema says", tuple(_malformed(run)))
-    yield Check("progress.jsonl is of one leader at a time", tuple(_interleaved(run)))
+def _check_explanations(record: SoakRecord) -> SoakCheck:
+    explained = record.explanations()
+    num_shared = sum(found.finding is Finding.SHARED for _, found in explained)
+    name = "the timeline explains every fault"
+    name += f", {num_shared} together with one that it overlaps" if num_shared else ""
+    missing = ((each.fault, found.problem) for each, found in explained if found.problem)
+    return SoakCheck(
+        name,
+        tuple(f"fault {fault.number} ({fault.kind_name}): {problem}" for fault, problem in missing),
+    )
 
 
-def _afterwards(run: Path, work: Path) -> Iterator[Check]:
-    ranks = _results(RunDir(run))
-    yield Check("every sample once an epoch, by the ledger", tuple(_audited(run)))
-    yield from rank_checks(ranks)
-    yield Check("the result is that of an undisturbed run", tuple(_right(ranks, work)))
-
-
-def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Return the checks of what the ranks have returned, see `training.train`."""
-    return [
-        Check("every sample once an epoch, by the state", tuple(_counted(ranks))),
-        Check("the parameters are the same on all ranks", tuple(_alike(ranks))),
-    ]
-
-
-def _ended(run: Path) -> Iterator[str]:
+def _unsuccessful(run: Path) -> Iterator[str]:
     result = read_json(RunDir(run).result)
     if result is None:
         yield "it has not ended"
@@ -97,30 +97,45 @@ def _ended(run: Path) -> Iterator[str]:
         yield f"it has {result['status']}: {result.get('failure') or result}"
 
 
-def _explained(record: Record) -> Check:
-    told = [(thrown.fault, record.tell(thrown)) for thrown in record.thrown]
-    num_shared = sum(found.finding is Finding.SHARED for _, found in told)
-    name = "every fault is explained by the story"
-    name += f", {num_shared} with what was thrown at the same time" if num_shared else ""
-    missing = ((fault, found.problem) for fault, found in told if found.problem)
-    return Check(name, tuple(f"fault {f.number} ({f.kind}): {why}" for f, why in missing))
+def _checks_of_files(run: Path) -> list[SoakCheck]:
+    return [
+        SoakCheck("the events are as their schema says", tuple(_malformed_events(run))),
+        SoakCheck("progress.jsonl is of one leader at a time", tuple(_interleaved_leaders(run))),
+    ]
 
 
-def _malformed(run: Path) -> Iterator[str]:
+def _checks_of_result(run: Path, work: Path) -> list[SoakCheck]:
+    ranks = _returned_values(RunDir(run))
+    return [
+        SoakCheck("every sample once an epoch, by the ledger", tuple(_audit_problems(run))),
+        *rank_checks(ranks),
+        SoakCheck("the result is that of an undisturbed run", tuple(_wrong_loss(ranks, work))),
+    ]
+
+
+def rank_checks(ranks: Sequence[Mapping[str, Any]]) -> list[SoakCheck]:
+    """Return the checks of the values that the ranks returned, see `training.train`."""
+    return [
+        SoakCheck("every sample once an epoch, by the state", tuple(_wrong_counts(ranks))),
+        SoakCheck("the parameters are the same on all ranks", tuple(_differences(ranks))),
+    ]
+
+
+def _malformed_events(run: Path) -> Iterator[str]:
     yield from sorted({p for event in read_events(RunDir(run).event_logs) for p in problems(event)})
 
 
-def _interleaved(run: Path) -> Iterator[str]:
-    """Yield each leader that went on to write its progress when a later one did.
+def _interleaved_leaders(run: Path) -> Iterator[str]:
+    """Yield each leader that wrote progress after a later leader had.
 
-    One append may come late, from a process that was stopped right before it.
+    One append may be late, from a process that was stopped right before it.
     """
     last, late = 0, Counter[int]()
     for line in RunDir(run).progress.read_text().splitlines():
         try:
             term = int(json.loads(line).get("epoch") or 0)
         except ValueError:
-            continue  # cut short by the end of its writer
+            continue  # its writer was killed
         late[term] += term < last
         last = max(term, last)
     for term, num_lines in late.items():
@@ -128,27 +143,26 @@ def _interleaved(run: Path) -> Iterator[str]:
             yield f"{num_lines} lines of epoch {term} were written after a later one's"
 
 
-def _results(run: RunDir) -> list[Mapping[str, Any]]:
-    """Return what the ranks returned."""
+def _returned_values(run: RunDir) -> list[Mapping[str, Any]]:
     folder = run.path / read_json(run.result)["results"]  # type: ignore[index]
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
-def _audited(run: Path) -> Iterator[str]:
+def _audit_problems(run: Path) -> Iterator[str]:
     try:
         yield from (problem for proof in audit(run) for problem in proof.problems)
     except HpcElasticError as e:
         yield str(e)
 
 
-def _counted(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _wrong_counts(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for number, rank in enumerate(ranks):
         if rank["times_seen"] != [rank["epochs"]]:
             times, epochs = rank["times_seen"], rank["epochs"]
             yield f"rank {number}: samples were seen {times} times in {epochs} epochs"
 
 
-def _alike(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _differences(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not ranks or len(ranks) != ranks[0]["world_size"]:
         yield f"{len(ranks)} ranks have returned something"
     digests = {rank["digest"] for rank in ranks}
@@ -156,15 +170,16 @@ def _alike(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"there are {len(digests)} different ones"
 
 
-def _right(ranks: list[Mapping[str, Any]], work: Path) -> Iterator[str]:
+def _wrong_loss(ranks: Sequence[Mapping[str, Any]], work: Path) -> Iterator[str]:
     if not ranks:
         return
     epochs, loss = int(ranks[0]["epochs"]), float(ranks[0]["loss"])
     argv = [sys.executable, "-m", training.__name__, str(work), str(epochs)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_ALONE_S)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_UNDISTURBED_S)
     except subprocess.TimeoutExpired:
-        yield f"the undisturbed training of {epochs} epochs has not ended within {_ALONE_S:g} s"
+        limit = f"{_UNDISTURBED_S:g} s"
+        yield f"the undisturbed training of {epochs} epochs has not ended within {limit}"
         return
     if done.returncode:
         yield f"the undisturbed training failed: {done.stderr.strip().splitlines()[-1:]}"
@@ -174,14 +189,85 @@ def _right(ranks: list[Mapping[str, Any]], work: Path) -> Iterator[str]:
         yield f"after {epochs} epochs the loss is {loss!r}, undisturbed {undisturbed!r}"
 
 
-def _left(run: Path, sandbox: SlurmSandbox) -> Iterator[str]:
-    def queue() -> list[str]:
-        return sandbox.run(["squeue", "-r", "-h", "-o", "%i %T %N"]).stdout.split("\n")[:-1]
+def _leftovers(run: Path, sandbox: SlurmSandbox) -> Iterator[str]:
+    """Wait for the end of all tasks and processes of a run; yield those that do not end."""
 
     def left() -> list[str]:
-        return queue() + left_over(sandbox, run)
+        queue = sandbox.run(["squeue", "-r", "-h", "-o", "%i %T %N"]).stdout.splitlines()
+        return queue + leftover_processes(sandbox, run)
 
     try:
-        wait_until("the end of all", lambda: not left(), _LEAVE_S)
+        wait_until("the end of all", lambda: not left(), _END_S)
     except SandboxTimeoutError:
         yield from left()
+
+
+_NO_ENTRY = {
+    Finding.NOT_EXPECTED: "(no entry is expected)",
+    Finding.SHARED: "(together with a fault that it overlaps)",
+    Finding.MISSING: "[bold red]MISSING:[/] ",
+}
+
+
+def plan_table(faults: Sequence[Fault]) -> Table:
+    """Return the plan, one line a fault."""
+    table = Table(title="planned: more than there is time for")
+    for column in ("#", "fault", "after [s]", "lasts [s]", ""):
+        table.add_column(column, justify="right" if "[s]" in column else "left")
+    for fault in faults:
+        lasts = f"{fault.duration_s:g}" if fault.duration_s else ""
+        overlap = "overlaps the one before" if fault.overlaps else ""
+        table.add_row(str(fault.number), fault.kind_name, f"{fault.after_s:g}", lasts, overlap)
+    return table
+
+
+def fault_table(record: SoakRecord) -> Table:
+    """Return the injected faults: what the timeline shows of each, what it cost, and the sums."""
+    explained = record.explanations()
+    table = Table(title=f"{len(explained)} faults", show_footer=True)
+    entries = {id(e): e for _, found in explained for e in found.entries}.values()
+    lost = sum(e.cost.lost_steps or 0 for e in entries)
+    pause_s = sum(e.cost.pause_s or 0.0 for e in entries)
+    table.add_column("#", footer="")
+    table.add_column("at", footer="together")
+    table.add_column("fault")
+    table.add_column("what the timeline shows")
+    table.add_column("steps lost", justify="right", footer=str(lost))
+    table.add_column("to the next step", justify="right", footer=duration(pause_s))
+    for injected, explanation in explained:
+        table.add_row(*_fault_row(injected, explanation, record.started))
+    return table
+
+
+def _fault_row(injected: InjectedFault, explanation: Explanation, started: float) -> list[str]:
+    fault = injected.fault
+    shown = [_NO_ENTRY.get(explanation.finding, "") + escape(explanation.problem)]
+    shown += [escape(sentence(entry)) for entry in explanation.entries]
+    has_cost = any(e.cost.pause_s is not None for e in explanation.entries)
+    return [
+        str(fault.number),
+        time.strftime("%M:%S", time.gmtime(max(0.0, injected.time - started))),
+        f"[bold]{fault.kind_name}[/]: {escape(fault.describe(injected.hosts))}",
+        "\n".join(filter(None, shown)),
+        str(explanation.lost_steps) if has_cost else "",
+        duration(explanation.pause_s) if has_cost else "",
+    ]
+
+
+def check_table(checks: Sequence[SoakCheck]) -> Table:
+    """Return the checks, one line each."""
+    table = Table(title="at the end")
+    table.add_column("")
+    table.add_column("")
+    for check in checks:
+        mark = "[bold red]FAILED[/]" if check.problems else "[green]ok[/]"
+        table.add_row(mark, escape("\n".join([check.name, *check.problems])))
+    return table
+
+
+def unused_faults(record: SoakRecord) -> str:
+    """Return the planned faults that were not injected, in a few lines; empty if there are none."""
+    lines = [f"not injected: {fault.number} ({why})" for fault, why in record.skipped]
+    if record.not_reached:
+        lines.append(f"planned, without time for it: {len(record.not_reached)}")
+    return "\n".join(lines)

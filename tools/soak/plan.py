@@ -1,11 +1,11 @@
-"""Which faults are thrown at a run, from a seed (pure).
+"""The faults of a soak: their kinds, and a plan of them from a seed (pure).
 
 Kinds come in random order, and none twice before all have come once, so that a short soak has many
-of them. A fault may come *on the heels* of the one before, while the run is still busy with that.
-Whom it hits is decided when it is thrown, by `Fault.dice`, among those who are there then.
+of them. A fault may *overlap* the one before: it comes while the run still recovers from that. Its
+targets are chosen when it is injected, by `Fault.seed`, among the nodes of that moment.
 
-Only so many faults make a node silent as there are nodes, each on a node of its own, for a run
-avoids one that was silent twice.
+The number of faults that silence a node is limited to the number of nodes, each on another node: a
+run avoids a node that was silent twice.
 """
 
 from __future__ import annotations
@@ -14,14 +14,150 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from soak.kinds import KINDS, Kind
-
 NUM_NODES = 4
 """Of the run; the companion has one more."""
-_ON_HEELS = 0.4
-"""How often another one comes on the heels of a fault of which that may be."""
-_ENOUGH = 1.5
-"""So many times as many faults are planned as there is time for by `Kind.takes_s`."""
+_OVERLAP = 0.4
+"""Probability that another fault overlaps one that allows it."""
+_RESERVE = 1.5
+"""Planned faults, as a multiple of those that `FaultKind.recovery_s` leaves time for."""
+_SILENT = frozenset({"node_lost", "leader_lost", "leader_changed", "unreachable"})
+_FAILED = frozenset({"worker_failed"})
+
+
+@dataclass(frozen=True)
+class FaultKind:
+    """One kind of fault, and what the run's timeline has to show of it.
+
+    A fault is explained if the timeline has an entry, begun while the fault lasts, with one of the
+    kind's `causes` and a host that was hit, or an entry of the kind's `timeline_kind`. A run
+    recovers from two kinds without noticing them; those have neither.
+
+    Attributes:
+        name: In the plan and in the table.
+        what: Description for people; ``{hosts}`` are the targets.
+        causes: Causes in the timeline that fit, see `hpc_elastic.report.causes`; empty if the
+            group does not change.
+        timeline_kind: Kind of an additional timeline entry; empty if there is none.
+        visible_after: Whether the timeline shows it only after it is over.
+        duration_s: Range of its duration, for a fault that lasts; longer, until the run notices.
+        recovery_s: Time until the run has recovered on an idle machine, roughly.
+        costs_task: Whether the task that was hit does not come back.
+        counts_against_host: Whether a host is avoided after two of them.
+        costs_node: Whether the run does not use the node again; it is planned once at most.
+        companion: Whether it hits the companion instead of the run.
+        may_overlap: Whether it may overlap another fault, and another one may overlap it.
+        needs_slurm: Whether Slurm has to answer when it is injected.
+        stops_slurm: Whether Slurm does not answer while it lasts.
+    """
+
+    name: str
+    what: str
+    causes: frozenset[str] = frozenset()
+    timeline_kind: str = ""
+    visible_after: bool = False
+    duration_s: tuple[float, float] = (0.0, 0.0)
+    recovery_s: float = 15.0
+    costs_task: bool = False
+    counts_against_host: bool = False
+    costs_node: bool = False
+    companion: bool = False
+    may_overlap: bool = False
+    needs_slurm: bool = False
+    stops_slurm: bool = False
+
+
+_ALL = (
+    FaultKind(
+        "preempt", "{hosts} preempted by a job of higher priority",
+        frozenset({"preempted", "signalled"}), duration_s=(2.0, 8.0), recovery_s=30.0,
+        may_overlap=True, needs_slurm=True,
+    ),
+    FaultKind(
+        "preempt-all", "all nodes preempted by a job of higher priority",
+        frozenset({"preempted", "signalled"}), duration_s=(2.0, 8.0), recovery_s=35.0,
+    ),
+    FaultKind(
+        "kill-node", "power cut on {hosts}, which is started again later",
+        frozenset({"node_lost", "leader_lost"}), duration_s=(1.0, 20.0), recovery_s=35.0,
+        may_overlap=True,
+    ),
+    FaultKind(
+        "cut", "network cable of {hosts} pulled, and plugged in later", _SILENT,
+        duration_s=(1.0, 20.0), recovery_s=35.0, counts_against_host=True, may_overlap=True,
+    ),
+    FaultKind(
+        "flap", "network cable of {hosts} with a loose contact", duration_s=(2.0, 6.0),
+        recovery_s=12.0, counts_against_host=True,
+    ),
+    FaultKind(
+        "freeze-node", "every process of {hosts} stopped, and continued later", _SILENT,
+        duration_s=(1.0, 20.0), recovery_s=35.0, counts_against_host=True, may_overlap=True,
+    ),
+    FaultKind(
+        "freeze-leader", "every process of {hosts}, the leader's node, stopped, continued later",
+        _SILENT, duration_s=(6.0, 12.0), recovery_s=35.0, counts_against_host=True,
+        may_overlap=True,
+    ),
+    FaultKind(
+        "freeze-worker", "the worker of {hosts} stopped (SIGSTOP)", _FAILED, "hang",
+        recovery_s=45.0,
+    ),
+    FaultKind("kill-worker", "the worker of {hosts} killed", _FAILED, may_overlap=True),
+    FaultKind("early-exit", "the worker of {hosts} ends early with exit code 0", _FAILED),
+    FaultKind(
+        "kill-agent", "the agent of {hosts}, a follower, killed", frozenset({"node_lost"}),
+        recovery_s=30.0,
+    ),
+    FaultKind(
+        "kill-leader", "the leader's agent, on {hosts}, killed", frozenset({"leader_lost"}),
+        recovery_s=35.0,
+    ),
+    FaultKind(
+        "kill-warm-worker", "the warm worker of {hosts} killed", timeline_kind="warm_worker_died",
+        recovery_s=8.0,
+    ),
+    FaultKind(
+        "cancel", "the task of {hosts} cancelled", frozenset({"cancelled", "signalled"}),
+        recovery_s=20.0, costs_task=True,
+    ),
+    FaultKind(
+        "requeue", "the task of {hosts} requeued by hand", frozenset({"requeued", "signalled"}),
+        recovery_s=30.0,
+    ),
+    FaultKind(
+        "drain", "{hosts} drained, its task asked to leave (USR2)", frozenset({"asked"}),
+        duration_s=(1.0, 10.0), recovery_s=30.0,
+    ),
+    FaultKind(
+        "read-only", "all files of {hosts} read-only for a while, its task requeued by hand",
+        timeline_kind="start_failed", duration_s=(4.0, 8.0), recovery_s=45.0, costs_node=True,
+    ),
+    FaultKind(
+        "notice", "{hosts} asked to leave by a notice file", frozenset({"asked"}), recovery_s=30.0,
+        may_overlap=True,
+    ),
+    FaultKind(
+        "companion-preempt", "{hosts}, the companion's node, preempted by a job of higher priority",
+        frozenset({"preempted", "signalled"}), duration_s=(2.0, 8.0), recovery_s=35.0,
+        companion=True, needs_slurm=True,
+    ),
+    FaultKind(
+        "companion-requeue", "the companion's task, on {hosts}, requeued by hand",
+        frozenset({"requeued", "signalled"}), recovery_s=30.0, companion=True,
+    ),
+    FaultKind(
+        "slurmctld", "slurmctld ended, and started again later", duration_s=(1.0, 15.0),
+        may_overlap=True, stops_slurm=True,
+    ),
+    FaultKind(
+        "full-disk", "the disk of the run directory full", timeline_kind="checkpoint_failed",
+        visible_after=True, duration_s=(4.0, 10.0), recovery_s=20.0,
+    ),
+    FaultKind(
+        "damage", "the newest checkpoint damaged, then the worker of {hosts} killed", _FAILED,
+    ),
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in _ALL}
 
 
 @dataclass(frozen=True)
@@ -30,56 +166,61 @@ class Fault:
 
     Attributes:
         number: From 1.
-        kind: Its name in `KINDS`.
-        after_s: Seconds that the run is left alone before it.
-        lasts_s: Seconds for which it lasts at least.
-        dice: Seed of all that is decided by chance when it is thrown.
-        on_heels: Whether it does not wait for the run to get over the one before.
+        kind_name: A key of `KINDS`.
+        after_s: Pause before it.
+        duration_s: Seconds for which it lasts at least.
+        seed: Decides its targets and variants when it is injected.
+        overlaps: Whether it comes before the run has recovered from the fault before.
     """
 
     number: int
-    kind: str
+    kind_name: str
     after_s: float
-    lasts_s: float
-    dice: int
-    on_heels: bool = False
+    duration_s: float
+    seed: int
+    overlaps: bool = False
 
     @property
-    def of(self) -> Kind:
+    def kind(self) -> FaultKind:
         """Its kind."""
-        return KINDS[self.kind]
+        return KINDS[self.kind_name]
+
+    def describe(self, hosts: Sequence[str]) -> str:
+        """Return what it does to some hosts, for people."""
+        what = self.kind.what.format(hosts=", ".join(hosts))
+        return f"{what} (overlaps the one before)" if self.overlaps else what
 
 
 def plan(seed: int, minutes: float) -> list[Fault]:
-    """Return the faults, in order: more than there will be time for.
+    """Return the faults, in order: more than there is time for.
 
     Args:
         seed: The same seed gives the same faults; with more minutes, more of them.
-        minutes: How long faults are thrown.
+        minutes: For how long faults are injected.
     """
-    planner, takes_s = _Planner(random.Random(seed)), 0.0
-    for fault in planner.faults():
-        takes_s += 0.0 if fault.on_heels else fault.of.takes_s
-        if planner.planned and takes_s > _ENOUGH * 60.0 * minutes:
+    planner, total_s = _Planner(random.Random(seed)), 0.0
+    for fault in planner.generate_faults():
+        total_s += 0.0 if fault.overlaps else fault.kind.recovery_s
+        if planner.planned and total_s > _RESERVE * 60.0 * minutes:
             break
         planner.planned.append(fault)
     return planner.planned
 
 
 def num_tasks(faults: Sequence[Fault]) -> int:
-    """Return how many tasks the run needs so that no fault leaves a node unused."""
-    return NUM_NODES + sum(fault.of.costs_task for fault in faults)
+    """Return the number of tasks with which no fault leaves a node unused."""
+    return NUM_NODES + sum(fault.kind.costs_task for fault in faults)
 
 
-def volleys(faults: Sequence[Fault]) -> list[list[Fault]]:
-    """Return the faults, those together that come on each other's heels."""
-    found: list[list[Fault]] = []
+def overlapping_groups(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Return the faults in groups: each fault with those that overlap it."""
+    groups: list[list[Fault]] = []
     for fault in faults:
-        if fault.on_heels:
-            found[-1].append(fault)
+        if fault.overlaps:
+            groups[-1].append(fault)
         else:
-            found.append([fault])
-    return found
+            groups.append([fault])
+    return groups
 
 
 class _Planner:
@@ -88,32 +229,34 @@ class _Planner:
         self._num_silenced = 0
         self.planned: list[Fault] = []
 
-    def faults(self) -> Iterator[Fault]:
-        """Yield faults without end; the caller takes them into the plan."""
+    def generate_faults(self) -> Iterator[Fault]:
+        """Yield faults without end; the caller appends them to the plan."""
         while True:
             for kind in self._chance.sample([*KINDS.values()], len(KINDS)):
-                if self._may_come(kind):
-                    yield self._fault(kind)
-                    if kind.pairs and self._chance.random() < _ON_HEELS:
-                        yield self._fault(self._companion(kind), on_heels=True)
+                if self._is_allowed(kind):
+                    yield self._make_fault(kind)
+                    if kind.may_overlap and self._chance.random() < _OVERLAP:
+                        yield self._make_fault(self._overlapping_kind(kind), overlaps=True)
 
-    def _may_come(self, kind: Kind) -> bool:
-        if kind.costs_node and any(fault.of is kind for fault in self.planned):
+    def _is_allowed(self, kind: FaultKind) -> bool:
+        if kind.costs_node and any(fault.kind is kind for fault in self.planned):
             return False
-        return not kind.strikes or self._num_silenced < NUM_NODES
+        return not kind.counts_against_host or self._num_silenced < NUM_NODES
 
-    def _companion(self, first: Kind) -> Kind:
-        """Choose what comes on the heels of another one, which it has not to ask Slurm for."""
-        kinds = [k for k in KINDS.values() if k.pairs and self._may_come(k)]
-        return self._chance.choice([k for k in kinds if not (first.stops_slurm and k.asks_slurm)])
+    def _overlapping_kind(self, first: FaultKind) -> FaultKind:
+        """Choose a kind that can be injected while the first one lasts."""
+        kinds = [kind for kind in KINDS.values() if kind.may_overlap and self._is_allowed(kind)]
+        return self._chance.choice(
+            [kind for kind in kinds if not (first.stops_slurm and kind.needs_slurm)]
+        )
 
-    def _fault(self, kind: Kind, *, on_heels: bool = False) -> Fault:
-        self._num_silenced += kind.strikes
+    def _make_fault(self, kind: FaultKind, *, overlaps: bool = False) -> Fault:
+        self._num_silenced += kind.counts_against_host
         return Fault(
             number=len(self.planned) + 1,
-            kind=kind.name,
-            after_s=round(self._chance.uniform(0.0, 2.0 if on_heels else 3.0), 1),
-            lasts_s=round(self._chance.uniform(*kind.lasts_s), 1),
-            dice=self._chance.getrandbits(32),
-            on_heels=on_heels,
+            kind_name=kind.name,
+            after_s=round(self._chance.uniform(0.0, 2.0 if overlaps else 3.0), 1),
+            duration_s=round(self._chance.uniform(*kind.duration_s), 1),
+            seed=self._chance.getrandbits(32),
+            overlaps=overlaps,
         )

@@ -1,9 +1,9 @@
-"""What the soak trains: a tiny network, slowly, in double precision.
+"""The training of the soak: a tiny network, slowly, in double precision.
 
-Its state counts how often each sample was trained, so that the state itself tells at the end
-whether every sample was trained exactly once an epoch, whatever the ledger says. It ends after the
-epoch in which it is told to, by a file. The same epochs by one undisturbed worker give the same
-loss, up to the order in which numbers are added.
+Its state counts how often each sample was trained. So the state shows at the end whether every
+sample was trained exactly once an epoch, independently of the ledger. The training ends after the
+epoch in which the file `FINISH` appears. The same epochs by one undisturbed worker give the same
+loss, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -31,53 +31,53 @@ from hpc_elastic.data.batch import GlobalBatch
 from hpc_elastic.shared_files import is_there
 
 FINISH = "finish"
-"""The file that tells it to finish."""
+"""The file that ends the training."""
 EXIT = "exit-{host}"
-"""The file that tells a worker on a node to end itself, in a way that is its content."""
+"""The file that makes a worker on a node exit; its content is a key of `EARLY_EXITS`."""
 EARLY_EXITS: dict[str, Callable[[int], NoReturn]] = {"sys.exit": sys.exit, "os._exit": os._exit}
-"""Ways to end with exit code 0 before the function has returned."""
+"""Ways to exit with code 0 before the function has returned."""
 CHECKPOINTS = "checkpoints"
 NUM_SAMPLES, BATCH = 480, 24
 EVERY_STEPS = 20
-"""Between two periodic checkpoints."""
+"""Steps between two periodic checkpoints."""
 PAUSE_S = 0.1
 _WIDTH = 8
 _ENDLESS = 1_000_000
 _KEPT: list[nn.Module] = []
-"""Models live as long as their process. Where one is freed while a thread of gloo still drops the
-last collective's tensors, torch 2.13 waits for that thread with the interpreter's lock in hand,
-which the thread wants: neither goes on."""
+"""Models live as long as their process. If one is freed while a thread of gloo still frees the last
+collective's tensors, torch 2.13 waits for that thread and holds the interpreter's lock, which the
+thread needs: a deadlock."""
 
 
 def train(folder: str) -> dict[str, Any]:
-    """Train until told to finish; every worker of the run calls this.
+    """Train until the file `FINISH` appears; every worker of the run calls this.
 
     Args:
-        folder: Of the checkpoints, and of the file that tells it to finish.
+        folder: The folder of the checkpoints and of the files that steer the training.
 
     Returns:
-        What it came to, see `_Training.outcome`.
+        The outcome of this rank, see `_Training.outcome`.
     """
     finish = Path(folder, FINISH)
     return _train(Path(folder, CHECKPOINTS), lambda epoch: is_there(finish))
 
 
 def train_with_handler(folder: str) -> dict[str, Any]:
-    """Train as `train` does, in a script that ends by itself on SIGTERM, as many do."""
+    """Train as `train` does, but exit on SIGTERM, as many scripts do."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     return train(folder)
 
 
 def train_undisturbed(folder: Path, num_epochs: int) -> dict[str, Any]:
-    """Train so many epochs in one go; one process alone calls this, outside of any run."""
+    """Train a number of epochs without a pause; called by one process outside of any run."""
     return _train(folder / CHECKPOINTS, lambda epoch: epoch + 1 >= num_epochs, in_one_go=True)
 
 
 class _Training:
-    """The network, the data, and how often each sample was trained.
+    """The network, the data, and the counts of samples.
 
     Attributes:
-        state: All that is saved.
+        state: Everything that is saved.
     """
 
     def __init__(self) -> None:
@@ -108,10 +108,10 @@ class _Training:
 
     @torch.no_grad()
     def outcome(self) -> dict[str, Any]:
-        """Return what it came to, on this rank.
+        """Return the outcome of this rank.
 
-        ``times_seen`` holds the numbers of times that samples were trained, each once: one number
-        if all is well. ``digest`` is that of all parameters, momenta and counts.
+        ``times_seen`` holds the distinct counts of samples: one number if all were trained equally
+        often. ``digest`` is the digest of all parameters, momenta and counts.
         """
         loss = nn.functional.mse_loss(self.net(self.inputs), self.inputs)
         momenta = [s["momentum_buffer"] for s in self.optimizer.state.values()]
@@ -142,10 +142,10 @@ def _train(
                 if in_one_go:
                     continue
                 time.sleep(PAUSE_S)
-                _exit_if_told(folder.parent)
+                _exit_on_request(folder.parent)
                 if should_checkpoint(batch.step, every_steps=EVERY_STEPS):
                     checkpoints.save(batch.step)
-            if _first_says(is_last(epoch)):
+            if _rank_0_value(is_last(epoch)):
                 break
     outcome = training.outcome()
     _KEPT.append(model)
@@ -153,19 +153,19 @@ def _train(
     return outcome
 
 
-def _exit_if_told(folder: Path) -> None:
-    told = folder / EXIT.format(host=socket.gethostname())
-    if is_there(told):
-        how = told.read_text()
-        told.unlink()
+def _exit_on_request(folder: Path) -> None:
+    request = folder / EXIT.format(host=socket.gethostname())
+    if is_there(request):
+        how = request.read_text()
+        request.unlink()
         EARLY_EXITS[how](0)
 
 
-def _first_says(answer: bool) -> bool:
-    """Return what the first rank says, on all of them."""
-    said = torch.tensor(int(answer))
-    dist.broadcast(said, 0)
-    return bool(said)
+def _rank_0_value(value: bool) -> bool:
+    """Return the value of rank 0, on all ranks."""
+    shared = torch.tensor(int(value))
+    dist.broadcast(shared, 0)
+    return bool(shared)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from checkpoint import floors
-from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 
 State = dict[str, torch.Tensor]
 
@@ -52,7 +52,7 @@ class Ours:
 
     def restore(self, folder: Path) -> None:
         """Verify, and fill in place."""
-        options = Options(rng=False, asynchronous=False)
+        options = CheckpointOptions(rng=False, asynchronous=False)
         assert Checkpointer(folder.parent / "ours", self._state, options=options).restore()
 
 

@@ -27,10 +27,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.checkpoint.checkpointer import Checkpointer, Options
-    from hpc_elastic.checkpoint.memory_tier import Tiers
+    from hpc_elastic.checkpoint.checkpointer import Checkpointer, CheckpointOptions
+    from hpc_elastic.checkpoint.memory_tier import MemoryTier
 
-__all__ = ["Checkpointer", "Options", "Tiers"]
+__all__ = ["CheckpointOptions", "Checkpointer", "MemoryTier"]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ import torch
 from hpc_elastic.checkpoint import state as state_module
 from hpc_elastic.checkpoint import store as store_module
 from hpc_elastic.checkpoint.collectives import RankGroup
-from hpc_elastic.checkpoint.memory_tier import MemoryTier, Tiers
+from hpc_elastic.checkpoint.memory_tier import MemoryStore, MemoryTier
 from hpc_elastic.checkpoint.restore import Restorer
 from hpc_elastic.checkpoint.save import Save, SaveContext
 from hpc_elastic.checkpoint.sharding import Planner
@@ -71,8 +71,9 @@ class Checkpointer:
     to be the same on all ranks. An object that is neither module nor optimizer gets back on each
     rank what its state_dict() was there. Under another number of ranks, one that can be iterated
     (a data loader: its state is one rank's position), or whose state was not the same on all ranks,
-    is refused by `restore`, unless `Options.accept_inexact` names its key; `hpc_elastic.data` has
-    what fits any number. The step, and each rank's random number generators, are saved too.
+    is refused by `restore`, unless `CheckpointOptions.accept_inexact` names its key;
+    `hpc_elastic.data` has what fits any number. The step, and each rank's random number generators,
+    are saved too.
 
     Attributes:
         failures: Saves that could not be committed, so far.
@@ -86,8 +87,8 @@ class Checkpointer:
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
-        tiers: Tiers | None = None,
-        options: Options | None = None,
+        memory_tier: MemoryTier | None = None,
+        options: CheckpointOptions | None = None,
     ) -> None:
         """Prepare, and begin to make the buffers that saves will use (every rank; collective).
 
@@ -96,9 +97,9 @@ class Checkpointer:
             state: What to save and restore.
             keep_last: How many of the newest checkpoints are kept, at least 1.
             keep_every: Checkpoints of steps that are a multiple of this are kept for ever.
-            tiers: Keep saves in the nodes' memory, too, and write only some of them to the
-                directory; see `Tiers`.
-            options: See `Options`.
+            memory_tier: Keep saves in the nodes' memory, too, and write only some of them to the
+                directory; see `MemoryTier`.
+            options: See `CheckpointOptions`.
 
         Raises:
             ConfigError: an argument is wrong, the directory can not be written, or the state holds
@@ -107,7 +108,7 @@ class Checkpointer:
         """
         self.failures = 0
         self.blocked_s = 0.0
-        self._options = options or Options()
+        self._options = options or CheckpointOptions()
         self._state = _checked(state)
         rule = Retention(keep_last, keep_every)
         flat = flatten(self._state)
@@ -118,10 +119,10 @@ class Checkpointer:
         self._group = RankGroup.current()
         self._warn_of_positions(flat)
         self._planner = Planner(self._group.rank, self._group.world_size, self._options.replicated)
-        self._tier: MemoryTier | None = None
-        if tiers is not None:
+        self._tier: MemoryStore | None = None
+        if memory_tier is not None:
             num_bytes = self._expected_bytes(flat)
-            self._tier = MemoryTier(tiers, store.directory, self._group, num_bytes)
+            self._tier = MemoryStore(memory_tier, store.directory, self._group, num_bytes)
         near = None if self._tier is None else self._tier.store
         self._is_held = _is_held if self._options.boundary else lambda: False
         self._context = SaveContext(  # knows nothing of this Checkpointer, nor does a done save
@@ -465,9 +466,9 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
             str(directory),
             f"this script has an open Checkpointer of {where}{named}, and a change of the group "
             "stops the workers right after the save of one of them: put both states into one "
-            "Checkpointer, close() the one that only restores, or give "
-            "options=Options(boundary=False) to one that may restore an older step, as of the "
-            "best model",
+            "Checkpointer, close() the one that only restores, or give options="
+            "CheckpointOptions(boundary=False) to one that may restore an older step, as of the best "
+            "model",
         )
 
 
@@ -494,7 +495,7 @@ def _checked_step(step: SupportsIndex) -> int:
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckpointOptions:
     """How a Checkpointer works.
 
     Attributes:

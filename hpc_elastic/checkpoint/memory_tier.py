@@ -1,6 +1,6 @@
 """Near memory first: saves in the nodes' memory, and only every k-th in the shared directory.
 
-    Checkpointer("checkpoints", state, tiers=Tiers(shared_every=10))
+    Checkpointer("checkpoints", state, memory_tier=MemoryTier(shared_every=10))
 
 A save goes to ``/dev/shm`` of the node, and from there at once to a worker on the next node
 (`replication`), so that it survives the loss of a node; two neighbours lost at once take it with
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tiers:
+class MemoryTier:
     """Where saves go.
 
     Attributes:
@@ -73,17 +73,17 @@ class Tiers:
 
     def __post_init__(self) -> None:
         if self.shared_every < 1:
-            raise ConfigError("tiers.shared_every", self.shared_every, "give at least 1")
+            raise ConfigError("memory_tier.shared_every", self.shared_every, "give at least 1")
 
 
-class MemoryTier:
+class MemoryStore:
     """The saves of one directory in the memory of all nodes, as one worker sees them."""
 
-    def __init__(self, tiers: Tiers, directory: Path, group: RankGroup, num_bytes: int) -> None:
+    def __init__(self, tier: MemoryTier, directory: Path, group: RankGroup, num_bytes: int) -> None:
         """Meet the other ranks (every rank; collective).
 
         Args:
-            tiers: The user's wishes, the same on every rank.
+            tier: The user's wishes, the same on every rank.
             directory: The shared directory of checkpoints; it exists.
             group: All ranks.
             num_bytes: What this rank's part of a save will probably take.
@@ -92,7 +92,7 @@ class MemoryTier:
             ConfigError: the memory folder can not be used.
             CheckpointError: another rank's can not.
         """
-        self._tiers = tiers
+        self._tier = tier
         self._group = group
         self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())
         self._saves: dict[int, MemorySave] = {}
@@ -100,7 +100,7 @@ class MemoryTier:
         words = told_words(group, directory)
         error: Exception | None = None
         try:
-            base = base_folder(tiers.memory)
+            base = base_folder(tier.memory)
             self._memory = NodeMemory.of(base, words[0], directory)
             self._key = derive_key(_run_secret(), words[1:])
             self._receiver = Receiver(self._memory, self._key, own_addresses())
@@ -110,7 +110,7 @@ class MemoryTier:
             raise error or CheckpointError("another rank can not use its memory; its log says why")
         self._peers = meet(group, *self._receiver.address)
         self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
-        self._neighbour = choose_neighbour(self._peers, group.rank) if tiers.copies else None
+        self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
         self.active = self._fits(num_bytes)
 
     def shared_due(self, number: int, *, urgent: bool) -> bool:
@@ -120,7 +120,7 @@ class MemoryTier:
             number: How many this process has made before it.
             urgent: Whether the group is about to end.
         """
-        return urgent or not self.active or number % self._tiers.shared_every == 0
+        return urgent or not self.active or number % self._tier.shared_every == 0
 
     def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
         """Store this rank's part of a save here and with the neighbour (in any thread).

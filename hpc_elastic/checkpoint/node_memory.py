@@ -213,10 +213,10 @@ def base_folder(wanted: Path | None = None) -> Path:
         owner = folder.stat().st_uid
     except OSError as e:
         remedy = f"checkpoints can not be kept there ({e.strerror}): give another folder"
-        raise ConfigError("tiers.memory", str(folder), remedy) from e
+        raise ConfigError("memory_tier.memory", str(folder), remedy) from e
     if owner != os.getuid():
         remedy = f"it belongs to user {owner}: give another folder"
-        raise ConfigError("tiers.memory", str(folder), remedy)
+        raise ConfigError("memory_tier.memory", str(folder), remedy)
     return folder
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from hpc_elastic.checkpoint import state
 from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest
-from hpc_elastic.checkpoint.memory_tier import MemoryTier
+from hpc_elastic.checkpoint.memory_tier import MemoryStore
 from hpc_elastic.checkpoint.store import Store, file_problem, read_manifest
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
@@ -37,7 +37,7 @@ class Restorer:
         store: Store,
         group: RankGroup,
         damaged: set[int],
-        tier: MemoryTier | None = None,
+        tier: MemoryStore | None = None,
         accept_inexact: Container[str] = (),
     ) -> None:
         """Prepare.
@@ -47,7 +47,7 @@ class Restorer:
             group: The ranks; all of them make a Restorer.
             damaged: Gets the steps that do not verify.
             tier: Where to look, too.
-            accept_inexact: See `Options`.
+            accept_inexact: See `CheckpointOptions`.
         """
         self._tier = tier
         self._store = store

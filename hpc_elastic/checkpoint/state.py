@@ -147,7 +147,7 @@ class RankStates:
             f"{self.world_size} restore it: samples would be trained twice or never. Train with "
             "hpc_elastic.data.ElasticSampler or ElasticStream, which fit any number of ranks, and "
             "put that into the state; or accept rank 0's state for all by "
-            f"Options(accept_inexact=({key!r},))"
+            f"CheckpointOptions(accept_inexact=({key!r},))"
         )
 
 
@@ -320,7 +320,9 @@ def _common_keys(manifest: Manifest, state: Mapping[str, object], *, strict: boo
             f"the state has no {unknown or 'missing keys'}"
         )
         if strict:
-            raise CheckpointError(f"{message}: give the same keys, or Options(strict=False)")
+            raise CheckpointError(
+                f"{message}: give the same keys, or CheckpointOptions(strict=False)"
+            )
         _log.warning("%s: left alone", message)
     return [key for key in state if key in manifest.values]
 

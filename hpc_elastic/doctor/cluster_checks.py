@@ -235,7 +235,7 @@ def _grace(
         return fail(check, f"{found}; launcher.grace_s={given_s:g} is more than both", why, remedy)
     if total < _SHORT_KILL_WAIT_S:
         remedy = (
-            "have checkpoints that take less (a save in memory first: tiers), and save often. "
+            "have checkpoints that take less (in memory first: MemoryTier), and save often. "
             "Admin: GraceTime of the partition, KillWait of slurm.conf (the default is 30 s)"
         )
         return warn(check, found, why, remedy)

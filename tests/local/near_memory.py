@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hpc_elastic.checkpoint import Checkpointer, Options, Tiers
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
 
 
 def nodes(folder: Path, *sizes: int) -> dict[int, dict[str, str]]:
@@ -24,7 +24,9 @@ def nodes(folder: Path, *sizes: int) -> dict[int, dict[str, str]]:
     }
 
 
-def parts_of(rank: int, folder: str, size: int = 100_000, options: Options | None = None, **tiers):
+def parts_of(
+    rank: int, folder: str, size: int = 100_000, options: CheckpointOptions | None = None, **tiers
+):
     """Return a checkpointer and its state: one replicated tensor, one sharded, and a value."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
@@ -34,8 +36,9 @@ def parts_of(rank: int, folder: str, size: int = 100_000, options: Options | Non
     }
     memory = Path(os.environ["HPC_ELASTIC_TEST_MEMORY"])
     ckpt = Checkpointer(
-        Path(folder, "checkpoints"), state, tiers=Tiers(memory, **{"shared_every": 3, **tiers}),
-        options=options or Options(rng=False),
+        Path(folder, "checkpoints"), state,
+        memory_tier=MemoryTier(memory, **{"shared_every": 3, **tiers}),
+        options=options or CheckpointOptions(rng=False),
     )  # fmt: skip
     return ckpt, state
 

@@ -17,7 +17,7 @@ def train(folder: str) -> int:
     import torch
     import torch.distributed as dist
 
-    from hpc_elastic.checkpoint import Checkpointer, Tiers
+    from hpc_elastic.checkpoint import Checkpointer, MemoryTier
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -25,8 +25,8 @@ def train(folder: str) -> int:
     place = f"{os.getppid()} {os.getpid()} {os.environ['HPC_ELASTIC_CONTROL_DIR']}"
     (here / f"node-{rank}").write_text(place)
     weights = torch.zeros(1000)
-    tiers, until = Tiers(shared_every=1_000_000), time.monotonic() + GIVE_UP_S
-    with Checkpointer(here / "checkpoints", {"weights": weights}, tiers=tiers) as ckpt:
+    tiers, until = MemoryTier(shared_every=1_000_000), time.monotonic() + GIVE_UP_S
+    with Checkpointer(here / "checkpoints", {"weights": weights}, memory_tier=tiers) as ckpt:
         step = ckpt.restore() or 0
         assert bool((weights == step).all())
         if rank == 0:

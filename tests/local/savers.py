@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 
 PATIENCE_S = 400.0
 SIZE = 300_000
@@ -51,7 +51,7 @@ def checkpointer(
 ) -> Checkpointer:
     """Make a Checkpointer of a counter."""
     state = {"counter": counter}
-    return Checkpointer(folder, state, keep_last=keep_last, options=Options(**options))
+    return Checkpointer(folder, state, keep_last=keep_last, options=CheckpointOptions(**options))
 
 
 def save_at(c: Checkpointer, counter: Counter, step: int) -> bool:

@@ -10,7 +10,7 @@ from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
 from near_memory import fill, nodes, parts_of
 
-from hpc_elastic.checkpoint import Checkpointer, Options, save
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, save
 from hpc_elastic.checkpoint.store import Store, verify
 from hpc_elastic.errors import CheckpointError
 from hpc_elastic.worker.shared_page import DIRECTORY_VARIABLE, SharedPage
@@ -31,7 +31,7 @@ def pages(folder: Path) -> dict[int, dict[str, str]]:
 def saved_near(rank: int, folder: str, **options) -> tuple[SharedPage, Checkpointer, Store]:
     """Save step 1 to the directory, and make ready for step 2, which is to stay near."""
     page = SharedPage.create(Path(os.environ[DIRECTORY_VARIABLE]), 0)
-    options = Options(rng=False, timeout_s=2 * NEAR_S, **options)
+    options = CheckpointOptions(rng=False, timeout_s=2 * NEAR_S, **options)
     ckpt, state = parts_of(rank, folder, options=options, shared_every=100)
     fill(state, 1)
     assert ckpt.save(1)

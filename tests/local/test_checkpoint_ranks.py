@@ -16,7 +16,7 @@ from savers import names_in
 from scarcity import no_thread
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint import save as save_module
 from hpc_elastic.checkpoint.store import Store, read_manifest, verify
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError, CheckpointFencedError
@@ -106,7 +106,7 @@ def fail(*_: Any, **__: Any) -> None:
 def one_fails(rank: int, folder: Path, culprit: int, asynchronous: bool) -> list[str]:
     """Save with one rank's disk full; then with all well."""
     parts = state()
-    options = Options(asynchronous=asynchronous, timeout_s=PATIENCE_S)
+    options = CheckpointOptions(asynchronous=asynchronous, timeout_s=PATIENCE_S)
     c = Checkpointer(folder, parts, options=options)
     said = []
     write = save_module.write_part
@@ -134,7 +134,9 @@ def test_one_rank_that_fails_ends_the_attempt_on_all(tmp_path, culprit, asynchro
 
 def one_skips(rank: int, folder: Path, threads: bool) -> list[str]:
     """Rank 1 is busy still when step 2 comes; it may be that no thread is to be had then."""
-    c = Checkpointer(folder, state(), options=Options(when_busy="skip", timeout_s=PATIENCE_S))
+    c = Checkpointer(
+        folder, state(), options=CheckpointOptions(when_busy="skip", timeout_s=PATIENCE_S)
+    )
     c.save(1)
     said = [outcome(c)]
     busy = rank == 1
@@ -164,7 +166,7 @@ def test_a_step_that_one_rank_skips_is_nobodys(tmp_path, threads):
 
 def one_is_absent(rank: int, folder: Path) -> str:
     """Rank 1 does not call save."""
-    c = Checkpointer(folder, state(), options=Options(timeout_s=0.5))
+    c = Checkpointer(folder, state(), options=CheckpointOptions(timeout_s=0.5))
     if rank == 0:
         c.save(1)
     said = outcome(c)
@@ -182,7 +184,7 @@ def test_a_rank_that_does_not_save_is_named(tmp_path):
 def one_is_slow(rank: int, folder: Path, trouble: str) -> str:
     """Rank 2 does not save before rank 1 has written its part and has had trouble."""
     timeout_s = 1.0 if rank == 1 and trouble == "time-out" else PATIENCE_S
-    c = Checkpointer(folder / "c", state(), options=Options(timeout_s=timeout_s))
+    c = Checkpointer(folder / "c", state(), options=CheckpointOptions(timeout_s=timeout_s))
     dist.barrier()
     if rank == 2:
         eventually((folder / "trouble").exists)
@@ -333,7 +335,7 @@ def own_states(rank: int, folder: Path, save: bool, keys: str, accepted: tuple[s
         "any": AnyWorldSize(rank),
     }  # fmt: skip
     chosen = {key: found[key] for key in keys.split()}
-    options = Options(strict=False, accept_inexact=accepted)
+    options = CheckpointOptions(strict=False, accept_inexact=accepted)
     with Checkpointer(folder, chosen, options=options) as c:
         if save:
             assert c.save(1)

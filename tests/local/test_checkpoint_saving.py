@@ -18,7 +18,7 @@ from group import eventually
 from savers import Counter, checkpointer, names_in, restored, save_at
 from scarcity import no_thread
 
-from hpc_elastic.checkpoint import Checkpointer, Options, files
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, files
 from hpc_elastic.checkpoint import save as save_module
 from hpc_elastic.checkpoint import state as state_module
 from hpc_elastic.checkpoint.files import BlockFile
@@ -486,7 +486,7 @@ def test_random_numbers_are_left_alone_if_so_wished(tmp_path):
     with Checkpointer(tmp_path, {"x": torch.zeros(3)}) as c:
         c.save(1)
     state = state_module.capture()
-    c = Checkpointer(tmp_path, {"x": torch.zeros(3)}, options=Options(rng=False))
+    c = Checkpointer(tmp_path, {"x": torch.zeros(3)}, options=CheckpointOptions(rng=False))
     draw()
     after = state_module.capture()
     assert c.restore() == 1

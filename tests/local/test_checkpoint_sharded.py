@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpc_elastic.checkpoint import Checkpointer, Options
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions
 from hpc_elastic.checkpoint.manifest import Chunk, FileEntry, RankPart, TensorEntry, merge
 from hpc_elastic.checkpoint.resharding import ManifestReader, read
 from hpc_elastic.checkpoint.sharding import Planner
@@ -173,7 +173,7 @@ def checkpointer(
 ) -> Checkpointer:
     """Return what saves and restores them."""
     state = {"net": net, "optimizer": optimizer}
-    return Checkpointer(Path(folder, "checkpoints"), state, options=Options(rng=False))
+    return Checkpointer(Path(folder, "checkpoints"), state, options=CheckpointOptions(rng=False))
 
 
 def save_trained(rank: int, folder: str, tp: int) -> None:

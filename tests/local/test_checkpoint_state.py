@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hpc_elastic.checkpoint import Checkpointer, Options, resharding
+from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, resharding
 from hpc_elastic.checkpoint.files import write_part
 from hpc_elastic.checkpoint.manifest import merge
 from hpc_elastic.checkpoint.sharding import ShardPiece
@@ -206,7 +206,7 @@ def test_other_keys_are_refused_by_name(tmp_path, caplog):
     state = {"model": net(), "sampler": {"at": 1}}
     with pytest.raises(CheckpointError, match=r"no \['sampler'\].*no \['ema'\].*strict=False"):
         Checkpointer(tmp_path, state).restore()
-    assert Checkpointer(tmp_path, state, options=Options(strict=False)).restore() == 1
+    assert Checkpointer(tmp_path, state, options=CheckpointOptions(strict=False)).restore() == 1
     assert state["sampler"] == {"at": 1} and "left alone" in caplog.text
 
 
@@ -290,7 +290,7 @@ def test_a_step_is_a_count(tmp_path, step):
 def test_wrong_options_are_refused(wrong):
     """By name."""
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*give"):
-        Options(**wrong)
+        CheckpointOptions(**wrong)
 
 
 def test_several_ranks_need_a_process_group(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from near_memory import fill, is_of, nodes, parts_of
 
 from ended import is_gone
 from hpc_elastic import launch
-from hpc_elastic.checkpoint import Checkpointer, Tiers
+from hpc_elastic.checkpoint import Checkpointer, MemoryTier
 from hpc_elastic.checkpoint.store import Store
 
 
@@ -197,7 +197,7 @@ def test_an_urgent_save_goes_to_the_directory(tmp_path):
 def alone(memory: Path, directory: Path, **tiers) -> tuple[Checkpointer, dict]:
     """Return a checkpointer of a single process."""
     state = {"w": torch.zeros(1000)}
-    return Checkpointer(directory, state, tiers=Tiers(memory, **tiers)), state
+    return Checkpointer(directory, state, memory_tier=MemoryTier(memory, **tiers)), state
 
 
 def test_a_single_process_comes_back_from_memory(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from group import eventually
 from scarcity import no_descriptors, no_thread
 
-from hpc_elastic.checkpoint import Tiers
+from hpc_elastic.checkpoint import MemoryTier
 from hpc_elastic.checkpoint.manifest import FileEntry, RankPart, checksum_of
 from hpc_elastic.checkpoint.memory_tier import complete, lacking_room
 from hpc_elastic.checkpoint.node_memory import (
@@ -252,5 +252,5 @@ def test_memory_that_can_not_be_used_is_named(tmp_path):
     with pytest.raises(ConfigError, match="give another folder"):
         base_folder(tmp_path / "file" / "below")
     with pytest.raises(ConfigError, match="shared_every"):
-        Tiers(shared_every=0)
+        MemoryTier(shared_every=0)
     assert 0 < free_bytes(tmp_path) < 1 << 60

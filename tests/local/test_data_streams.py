@@ -11,7 +11,7 @@ from gloo_ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hpc_elastic import Checkpointer
-from hpc_elastic.checkpoint import Options
+from hpc_elastic.checkpoint import CheckpointOptions
 from hpc_elastic.data import ElasticStream, count_samples
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import CheckpointError
@@ -140,7 +140,7 @@ def refused_and_accepted(rank, folder):
     with pytest.raises(CheckpointError) as refusal:
         opaque_on_ranks(rank, folder, None, None)
     return str(refusal.value), opaque_on_ranks(
-        rank, folder, None, Options(accept_inexact=("loader",))
+        rank, folder, None, CheckpointOptions(accept_inexact=("loader",))
     )
 
 

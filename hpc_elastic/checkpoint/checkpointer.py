@@ -467,8 +467,8 @@ def _require_one(directory: Path, state: Mapping[str, Any]) -> None:
             f"this script has an open Checkpointer of {where}{named}, and a change of the group "
             "stops the workers right after the save of one of them: put both states into one "
             "Checkpointer, close() the one that only restores, or give options="
-            "CheckpointOptions(boundary=False) to one that may restore an older step, as of the best "
-            "model",
+            "CheckpointOptions(boundary=False) to one that may restore an older step, as of the "
+            "best model",
         )
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_elastic.api import LaunchResult, launch
-    from hpc_elastic.checkpoint import Checkpointer
+    from hpc_elastic.checkpoint import Checkpointer, CheckpointOptions, MemoryTier
     from hpc_elastic.data import ElasticSampler, GlobalBatch
     from hpc_elastic.errors import HpcElasticError
     from hpc_elastic.run.fencing import check_fence
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from hpc_elastic.worker.reporting import log_run_metrics, mark_checkpoint, report
 
 __all__ = [
+    "CheckpointOptions",
     "Checkpointer",
     "ElasticSampler",
     "GlobalBatch",
     "HpcElasticError",
     "LaunchResult",
+    "MemoryTier",
     "check_fence",
     "launch",
     "log_run_metrics",
@@ -50,11 +52,13 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CheckpointOptions": "hpc_elastic.checkpoint",
     "Checkpointer": "hpc_elastic.checkpoint",
     "ElasticSampler": "hpc_elastic.data",
     "GlobalBatch": "hpc_elastic.data",
     "HpcElasticError": "hpc_elastic.errors",
     "LaunchResult": "hpc_elastic.api",
+    "MemoryTier": "hpc_elastic.checkpoint",
     "check_fence": "hpc_elastic.run.fencing",
     "mark_checkpoint": "hpc_elastic.worker.reporting",
     "launch": "hpc_elastic.api",

@@ -38,7 +38,7 @@ ABOUT = About(
         "GPUs: their check runs in a process of its own and takes what importing torch and "
         "starting CUDA take there.",
         "A busy slurmctld: the sandbox's queue is empty.",
-        "How long a hang takes by default: `hang_after_s` is ten times the median step and at "
+        "How long a hang takes by default: `hang_timeout_s` is ten times the median step and at "
         "least 60 s, so that what is added to the limit is what this shows.",
         "What torchrun does with a hang: it has no watch; the time-out of torch's collectives is "
         "read off torch, not waited for.",

@@ -78,7 +78,7 @@ ABOUT = About(
         "Equal cost where a node joins: ours waits for the next checkpoint (here every 20 steps) "
         "and repeats no step; torchrun interrupts, and repeats what was done since the last one.",
         "Workers without spares: ours has prewarmed ones (the default), which had imported torch "
-        'before the fault; `--settings \'{"agent":{"spares":false}}\'` does without.',
+        'before the fault; `--settings \'{"agent":{"warm_workers":false}}\'` does without.',
     ),
 )
 

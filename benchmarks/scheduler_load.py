@@ -186,7 +186,7 @@ def of_run(sandbox: SlurmSandbox, size: int, quick: bool) -> list[Calls]:
         running = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]
         until(lambda: sandbox.run(running).stdout.strip(), "half of the nodes are busy")
         run, began = folder / "runs" / "0", time.time()
-        settings = ["launcher.agent.spares=false", "launcher.min_wait_s=null"]
+        settings = ["launcher.agent.warm_workers=false", "launcher.below_min_timeout_s=null"]
         launcher = start(folder, counter, f"nodes={size}:{size}", *settings)
         try:
             until(lambda: len(events(run, "joined")) >= size // 2, "half of the nodes have come")

@@ -35,7 +35,7 @@ class Setting:
     """One row of the settings.
 
     Attributes:
-        key: As it is typed, such as ``launcher.agent.spares``.
+        key: As it is typed, such as ``launcher.agent.warm_workers``.
         type: What it may be.
         default: What it is if nobody says anything, as YAML.
         meaning: What it does; empty where its name says all.

@@ -65,7 +65,7 @@ def measure(repeats: int) -> Table:
         ("the next step of the restarted group", figure([m.step_s for m in found])),
         ("torchrun: the collective's time-out, as torch has it, not measured", documented()),
     )
-    caption = f"seconds after a rank of two gets stuck, hang_after_s={AFTER_S:g}"
+    caption = f"seconds after a rank of two gets stuck, hang_timeout_s={AFTER_S:g}"
     return Table(caption, (Column(""), Column("s", ".1f")), rows)
 
 
@@ -89,7 +89,7 @@ def once() -> Moments:
         (folder / "script.py").write_text(SCRIPT)
         argv = [
             sys.executable, "script.py", "+launcher=local", "nodes=2", "nproc_per_node=1",
-            f"launcher.env={{HANG_TRAIL: {trail}}}", f"launcher.agent.hang_after_s={AFTER_S:g}",
+            f"launcher.env={{HANG_TRAIL: {trail}}}", f"launcher.agent.hang_timeout_s={AFTER_S:g}",
             "+launcher.max_restarts=1", f"hydra.sweep.dir={folder / 'sweep'}",
         ]  # fmt: skip
         subprocess.run(

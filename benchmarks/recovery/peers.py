@@ -65,7 +65,7 @@ class Ours:
 
     def start(self, sandbox: SlurmSandbox, folder: Path) -> None:
         """Submit a run of one to four nodes."""
-        agent = {"preload": ["torch", "ahead"], **self.settings.get("agent", {})}
+        agent = {"warm_imports": ["torch", "ahead"], **self.settings.get("agent", {})}
         settings = {**self.settings, "agent": agent, "setup": [_note_begin(folder)]}
         argv = [sys.executable, *map(str, (TRAINING, folder, folder / "run")), json.dumps(settings)]
         subprocess.run(

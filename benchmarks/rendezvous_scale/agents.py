@@ -183,7 +183,7 @@ class Group:
         done, now = 0.0, time.monotonic()
         while True:
             size, before, now = len(self._agents), now, time.monotonic()
-            tick_s = self._agents[0].following.liveness.heartbeat_s / _TICKS_A_BEAT
+            tick_s = self._agents[0].following.liveness.heartbeat_interval_s / _TICKS_A_BEAT
             due = done + min(1.0, (now - before) / tick_s) * size
             for i in range(int(done), int(due)):
                 agent = self._agents[i % size]

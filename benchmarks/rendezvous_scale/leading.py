@@ -33,7 +33,7 @@ def member(slot: int, attempt: int = 0) -> Agent:
 def liveness(size: int) -> HeartbeatConfig:
     """Return what a run of so many nodes has by default."""
     defaults = RendezvousSettings()
-    return HeartbeatConfig.of(defaults.heartbeat_s, defaults.lost_after_s, size)
+    return HeartbeatConfig.of(defaults.heartbeat_interval_s, defaults.heartbeat_timeout_s, size)
 
 
 class World:
@@ -110,7 +110,7 @@ def _office(size: int, folder: Path) -> LeaderContext:
     for needed in (run.first_term, events.path.parent):
         needed.mkdir(parents=True, exist_ok=True)
     settings = RendezvousSettings()
-    rules = RoundRules(size, size, 3, settings.start_timeout_s, settings.last_call_s)
+    rules = RoundRules(size, size, 3, settings.straggler_timeout_s, settings.last_call_s)
     register = DecisionLog(run.rdzv, SECRET)
     return LeaderContext(
         rules,

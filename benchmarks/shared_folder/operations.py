@@ -49,7 +49,7 @@ BOUNDS = (
     "number of rounds. Each attempt of a task leaves its agent's log with its times, and what "
     "Slurm captured; each task one file of events and one of metrics.",
 )
-SETTINGS = {"agent": {"spares": False}, "max_restarts": 100, "grow_after_s": 5.0}
+SETTINGS = {"agent": {"warm_workers": False}, "max_restarts": 100, "scale_up_timeout_s": 5.0}
 
 
 @dataclass(frozen=True)

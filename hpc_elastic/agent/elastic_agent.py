@@ -253,7 +253,7 @@ class ElasticAgent(LocalElasticAgent):
         ]
         replica, events = self._workplace.replica, self._workplace.events
         alone = LoneHangReporter(replica.me, events.write) if replica is not None else None
-        after_s = self._workplace.settings.hang_after_s
+        after_s = self._workplace.settings.hang_timeout_s
         return HangWatch(self._session, workers, after_s=after_s, place=place, alone=alone)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

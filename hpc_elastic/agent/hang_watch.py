@@ -97,7 +97,7 @@ class HangWatch:
     Args:
         leader: The session.
         workers: The node's.
-        after_s: The setting `launcher.agent.hang_after_s`.
+        after_s: The setting `launcher.agent.hang_timeout_s`.
         place: Where they run.
         alone: Not None: this agent judges by itself.
     """
@@ -319,7 +319,7 @@ def kill_stopped(pids: Sequence[int]) -> None:
 # ours, stays at one for the leader, or waits for his word on one; and while this agent itself did
 # not run.
 #
-# The limit is `launcher.agent.hang_after_s`, or 10 times the median step and at least a minute.
+# The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute.
 # What comes before the second step (compiling, the first batches) is no measure: there it is ten
 # times the setting, and at least ten minutes; by default nothing before the first step is a hang
 # at all. Nor is what comes after the last one, where the script says which that is

@@ -133,8 +133,10 @@ def supervise(
 
 
 def _terms(spec: RunSpec) -> PreemptionConfig:
-    user_signal = signal.Signals[f"SIG{spec.notice_signal}"]
-    return PreemptionConfig(spec.notice_s, spec.grace_s, spec.kill_wait_s, user_signal)
+    user_signal = signal.Signals[f"SIG{spec.preempt_signal}"]
+    return PreemptionConfig(
+        spec.signal_delay_s, spec.preempt_grace_s, spec.kill_wait_s, user_signal
+    )
 
 
 def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
@@ -305,7 +307,7 @@ class NodeAgent:
             events=self._events,
             observer=self._observer,
         )
-        spares.resize(self._nproc if self._spec.agent.spares else 0)
+        spares.resize(self._nproc if self._spec.agent.warm_workers else 0)
         agent = ElasticAgent(self._worker_spec(handler), handler, workplace, spares)
         exporter = self._exporter()
         try:
@@ -343,15 +345,15 @@ class NodeAgent:
         return LeaderContext(
             rules=RoundRules(
                 spec.min_nodes, spec.max_nodes, spec.max_restarts,
-                settings.start_timeout_s, settings.last_call_s,
-                grow=spec.grow, grow_after_s=spec.grow_after_s,
-                min_wait_s=spec.min_wait_s,
-                max_attempts_without_progress=spec.max_attempts_without_progress,
+                settings.straggler_timeout_s, settings.last_call_s,
+                scale_up=spec.scale_up, scale_up_timeout_s=spec.scale_up_timeout_s,
+                below_min_timeout_s=spec.below_min_timeout_s,
+                max_failed_rounds=spec.max_failed_rounds,
                 max_requeues=spec.max_requeues,
                 ft=spec.ft, in_sweep=self._sweep is not None,
             ),
             liveness=HeartbeatConfig.of(
-                settings.heartbeat_s, settings.lost_after_s, spec.max_nodes,
+                settings.heartbeat_interval_s, settings.heartbeat_timeout_s, spec.max_nodes,
                 self._mount.refreshed_stale_s,
             ),
             secret=of_generation(secret, spec.generation),

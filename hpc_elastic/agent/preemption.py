@@ -3,10 +3,10 @@
 Whatever announces it, all becomes one notice with a reason and a deadline:
 
     source                                        reason       deadline
-    SIGTERM                                       signal       grace_s after it; KillWait after it
-                                                               where the task is being ended already
+    SIGTERM                                       signal       preempt_grace_s after it; KillWait
+                                                               after it if the task is ending
     the end of the task's wall time               time limit   that end
-    the user signal; a file; the user's code      asked        notice_s after it; as asked
+    the user signal; a file; the user's code      asked        signal_delay_s after it; as asked
 
 The deadline is when the node must have been left, with a reserve for what comes last: the workers
 end, the task goes back to the queue. Until then the workers go on, and the run's leader arranges a
@@ -59,14 +59,14 @@ class PreemptionConfig:
     """What the run knows of notices since its submission.
 
     Attributes:
-        notice_s: How long before the end of the wall time the node is left.
-        grace_s: Seconds between SIGTERM and SIGKILL when the task is preempted.
+        signal_delay_s: How long before the end of the wall time the node is left.
+        preempt_grace_s: Seconds between SIGTERM and SIGKILL when the task is preempted.
         kill_wait_s: The same when it is cancelled, or out of time.
         user_signal: Stands for "leave this node".
     """
 
-    notice_s: float
-    grace_s: float
+    signal_delay_s: float
+    preempt_grace_s: float
     kill_wait_s: float
     user_signal: signal.Signals
 
@@ -83,9 +83,9 @@ def of_signal(
 ) -> PreemptionNotice | None:
     """Return what a signal means; None: nothing."""
     if number is signal.SIGTERM:
-        return within(Reason.SIGNAL, terms.grace_s, now, number.name)
+        return within(Reason.SIGNAL, terms.preempt_grace_s, now, number.name)
     if number is terms.user_signal:
-        return within(Reason.ASKED, terms.notice_s, now, number.name)
+        return within(Reason.ASKED, terms.signal_delay_s, now, number.name)
     return None
 
 
@@ -98,7 +98,7 @@ def of_departure(how: ExitAction | None, terms: PreemptionConfig, now: float) ->
         now: When the signal came.
     """
     runs = how in (ExitAction.REQUEUE, ExitAction.REPLACE)
-    return within(Reason.SIGNAL, terms.grace_s if runs else terms.kill_wait_s, now)
+    return within(Reason.SIGNAL, terms.preempt_grace_s if runs else terms.kill_wait_s, now)
 
 
 def merged(known: PreemptionNotice | None, new: PreemptionNotice) -> PreemptionNotice:
@@ -124,17 +124,19 @@ class TimeLimit:
     end: float
     length_s: float
 
-    def ahead_s(self, notice_s: float) -> float:
+    def ahead_s(self, signal_delay_s: float) -> float:
         """Return how long before the end the node is left: at most a tenth of the whole."""
-        return min(notice_s, self.length_s * _SHARE_OF_LIMIT)
+        return min(signal_delay_s, self.length_s * _SHARE_OF_LIMIT)
 
-    def notice_at(self, notice_s: float) -> float:
+    def notice_at(self, signal_delay_s: float) -> float:
         """Return when the notice is due, in monotonic seconds."""
-        return self.end - self.ahead_s(notice_s)
+        return self.end - self.ahead_s(signal_delay_s)
 
-    def notice(self, notice_s: float) -> PreemptionNotice:
+    def notice(self, signal_delay_s: float) -> PreemptionNotice:
         """Return the notice."""
-        return within(Reason.TIME_LIMIT, self.ahead_s(notice_s), self.notice_at(notice_s))
+        return within(
+            Reason.TIME_LIMIT, self.ahead_s(signal_delay_s), self.notice_at(signal_delay_s)
+        )
 
 
 def first_spread_s(num_tasks: int) -> float:
@@ -410,7 +412,9 @@ class PreemptionWatcher:
     def _plan(self, end: float) -> None:
         """Plan the notice, and a look shortly before it: limits get extended."""
         self._limit = TimeLimit(end, end - self._started_at)
-        again_at = self._limit.notice_at(self._terms.notice_s) - _LOOK_AGAIN_S - self._random_s()
+        again_at = (
+            self._limit.notice_at(self._terms.signal_delay_s) - _LOOK_AGAIN_S - self._random_s()
+        )
         self._ask_at = again_at if again_at > time.monotonic() + _LOOK_AGAIN_S else None
 
     def _random_s(self) -> float:
@@ -423,14 +427,14 @@ class PreemptionWatcher:
 
     @property
     def _notice_at(self) -> float | None:
-        return None if self._limit is None else self._limit.notice_at(self._terms.notice_s)
+        return None if self._limit is None else self._limit.notice_at(self._terms.signal_delay_s)
 
     def _look_at_clock(self) -> None:
         if self._ask_at is not None and time.monotonic() >= self._ask_at:
             self._ask_for_end()
         notice_at = self._notice_at
         if self._limit is not None and notice_at is not None and time.monotonic() >= notice_at:
-            self._notices.add(self._limit.notice(self._terms.notice_s))
+            self._notices.add(self._limit.notice(self._terms.signal_delay_s))
             self._limit = None
 
     def _ask_for_end(self) -> None:

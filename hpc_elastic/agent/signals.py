@@ -14,7 +14,7 @@ import signal
 from hpc_elastic._util import readable
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Slurm's own, and those that a user may choose as ``launcher.notice_signal``."""
+"""Slurm's own, and those that a user may choose as ``launcher.preempt_signal``."""
 
 
 def name_of(number: int) -> str:

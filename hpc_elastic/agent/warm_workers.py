@@ -2,8 +2,8 @@
 
 A restart of the worker group costs an interpreter's start and `import torch` in every worker, which
 is most of it. A spare has done both: it is started with the worker's own command line, imports what
-`launcher.agent.preload` names (`hpc_elastic.agent.warm_workers`), and then blocks in a read. To
-make it a worker, the agent sends it what a new process would inherit, and closes the socket:
+`launcher.agent.warm_imports` names (`hpc_elastic.agent.warm_workers`), and then blocks in a read.
+To make it a worker, the agent sends it what a new process would inherit, and closes the socket:
 
     spare to agent   {"failed": {module: why}, "holds_gpu": bool} in a line, when it has imported
     agent to spare   {"env": {...}} as JSON up to the end of the stream, and with its first byte the
@@ -244,9 +244,11 @@ class WarmWorkerPool:
         if report is None:
             return True
         for module, why in report["failed"].items():
-            self._warn(f"launcher.agent.preload: {module} is not imported ahead: {why}")
+            self._warn(f"launcher.agent.warm_imports: {module} is not imported ahead: {why}")
         if report["holds_gpu"]:
-            self._warn("launcher.agent.preload: a module opens the GPU; such spares are not kept")
+            self._warn(
+                "launcher.agent.warm_imports: a module opens the GPU; such spares are not kept"
+            )
         return not report["holds_gpu"]
 
     def _warn(self, text: str) -> None:
@@ -323,7 +325,7 @@ def warn_of_late_variables(before: Mapping[str, str]) -> None:
     if late:
         print(
             f"hpc_elastic: the script sets {', '.join(late)}, but this process had imported torch "
-            "before: set them in launcher.env, or set launcher.agent.spares=false",
+            "before: set them in launcher.env, or set launcher.agent.warm_workers=false",
             file=sys.stderr,
         )
 
@@ -523,7 +525,7 @@ def first_spares(task: Task) -> WarmWorkerPool:
     num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
     prepare_environment(task, num_workers)
     num_warming = max(1, len(os.sched_getaffinity(0)) // _CPUS_PER_SPARE)
-    slots = num_workers if task.spec.agent.spares else 0
+    slots = num_workers if task.spec.agent.warm_workers else 0
     spares = WarmWorkerPool(slots, worker_command(task), num_warming=num_warming)
     spares.fill(paced=False)
     return spares

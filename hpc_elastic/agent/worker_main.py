@@ -120,7 +120,7 @@ def _wait_for_use(spare: str, run: RunDir) -> None:
     with contextlib.suppress(HpcElasticError, OSError):  # the worker meets, and reports, it again
         spec = run.load()
         _enter(spec.entry)
-        modules += spec.agent.preload
+        modules += spec.agent.warm_imports
         if spec.entry.kind != "function":
             modules.append("hpc_elastic.agent.hydra_job")
     wait_for_use(spare, modules)

@@ -335,7 +335,7 @@ Examples:
 @argument
 @click.option(
     "--grace-s", type=click.FloatRange(min=0), default=None, metavar="SECONDS",
-    help="The time that the node is given. [default: the run's launcher.grace_s]",
+    help="The time that the node is given. [default: the run's launcher.preempt_grace_s]",
 )  # fmt: skip
 @wait_option
 @options.as_json
@@ -353,7 +353,9 @@ def preempt_command(
     that nobody has taken by then is withdrawn. A run that has ended is refused.
     """
     found = find_node(run, node)
-    return preempt(found, found.spec.grace_s if grace_s is None else grace_s, wait_s, as_json)
+    return preempt(
+        found, found.spec.preempt_grace_s if grace_s is None else grace_s, wait_s, as_json
+    )
 
 
 def preempt(node: NamedNode, grace_s: float, wait_s: float | None, as_json: bool) -> int:

@@ -215,7 +215,7 @@ def rendered(output: str) -> list[Path]:
 
 def _print_script(script: str, scripts: Sequence[Path]) -> None:
     if len(scripts) > 1:
-        why = "different resources, launcher.gang, or MaxArraySize"
+        why = "different resources, launcher.coallocate_min, or MaxArraySize"
         what = f"{script} makes {len(scripts)} batch scripts ({why})"
         raise SubmissionError(f"{what}: write them to a directory with -o DIR")
     sys.stdout.write(scripts[0].read_text())
@@ -266,25 +266,25 @@ standard error:
 @click.command(epilog=_WAIT_EXAMPLES)
 @click.argument("sweep", type=options.SweepName(), metavar="SWEEP_DIR")
 @click.option(
-    "--poll-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
+    "--poll-interval-s", default=1.0, show_default=True, type=click.FloatRange(min=0.1),
     help="Interval between two reads of the runs' files, in seconds.",
 )  # fmt: skip
 @options.as_json
-def wait_command(sweep: Path, poll_s: float, as_json: bool) -> int:
+def wait_command(sweep: Path, poll_interval_s: float, as_json: bool) -> int:
     """Show the progress of submitted runs, as their launcher does, until they have ended.
 
     SWEEP_DIR is the directory of a sweep, or one of its runs: a run directory, an id, or `last`.
     The exit code is 1 if a run has failed, was cancelled, or its tasks ended without a result.
     """
-    return wait(sweep, poll_s, as_json=as_json)
+    return wait(sweep, poll_interval_s, as_json=as_json)
 
 
-def wait(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
+def wait(sweep: Path, poll_interval_s: float, *, as_json: bool = False) -> int:
     """Show progress until all runs of a sweep have ended.
 
     Args:
         sweep: The directory of the sweep, or of one of its runs.
-        poll_s: Seconds between two reads of the runs' files.
+        poll_interval_s: Seconds between two reads of the runs' files.
         as_json: Print the outcomes as JSON; everything else goes to standard error.
 
     Returns:
@@ -311,7 +311,7 @@ def wait(sweep: Path, poll_s: float, *, as_json: bool = False) -> int:
         handle = LocalView(submission, list(job_ids.values()))
     run_ids = [spec.run_id for spec in specs]
     out = sys.stderr if as_json else sys.stdout
-    outcomes = session.wait(session.Submitted(handle, runs, poll_s), out)
+    outcomes = session.wait(session.Submitted(handle, runs, poll_interval_s), out)
     failed = [outcome.error for outcome in outcomes if outcome.error]
     for error in failed:
         print(f"\n{error}", file=out)

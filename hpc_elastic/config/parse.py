@@ -53,7 +53,7 @@ class GroupReader:
 
     typed: frozenset[str] = frozenset()
     parsers: Mapping[str, Parser] = field(default_factory=dict)
-    elsewhere: Callable[[str], str | None] = lambda key: None
+    elsewhere: Callable[[Given], str | None] = lambda given: None
     errors: list[ConfigError] = field(default_factory=list)
 
     def given(self, key: str, value: object) -> Given:
@@ -78,7 +78,7 @@ class GroupReader:
         hints = type_hints(cls)
         for name in raw:
             if name not in hints:
-                self.errors.append(self._unknown(f"{path}.{name}", raw[name], hints))
+                self.errors.append(self._unknown(Given(f"{path}.{name}", raw[name]), hints))
         values: dict[str, Any] = {
             name: self._field(hint, self.given(f"{path}.{name}", raw[name]))
             for name, hint in hints.items()
@@ -91,10 +91,10 @@ class GroupReader:
             return self.group(hint, given.value, given.key)
         return self.attempt(lambda: convert(hint, given, self.parsers.get(given.key)))
 
-    def _unknown(self, key: str, value: object, hints: Mapping[str, Any]) -> ConfigError:
-        group, _, name = key.rpartition(".")
-        hint = self.elsewhere(key) or near_miss(name, hints)
-        return ConfigError(key, value, f"no such key{hint or f'; {group} has ' + ', '.join(hints)}")
+    def _unknown(self, given: Given, hints: Mapping[str, Any]) -> ConfigError:
+        group, _, name = given.key.rpartition(".")
+        hint = self.elsewhere(given) or near_miss(name, hints)
+        return given.refuse(f"no such key{hint or f'; {group} has ' + ', '.join(hints)}")
 
 
 def convert(hint: object, given: Given, parser: Parser | None = None) -> object:

@@ -30,6 +30,32 @@ from hpc_elastic.errors import ConfigError, near_miss
 Backend = SlurmSettings | LocalSettings
 BACKENDS: dict[str, type[Backend]] = {"slurm": SlurmSettings, "local": LocalSettings}
 TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "launcher.gang": ("launcher.coallocate_min", {}),
+    "launcher.grow": (
+        "launcher.scale_up",
+        {"boundary": "checkpoint", "now": "immediate", "never": "on_restart"},
+    ),
+    "launcher.grow_after_s": ("launcher.scale_up_timeout_s", {}),
+    "launcher.min_wait_s": ("launcher.below_min_timeout_s", {}),
+    "launcher.notice_s": ("launcher.signal_delay_s", {}),
+    "launcher.notice_signal": ("launcher.preempt_signal", {}),
+    "launcher.grace_s": ("launcher.preempt_grace_s", {}),
+    "launcher.max_attempts_without_progress": ("launcher.max_failed_rounds", {}),
+    "launcher.spread": (
+        "launcher.queue_order",
+        {"runs": "breadth_first", "nodes": "depth_first"},
+    ),
+    "launcher.poll_s": ("launcher.poll_interval_s", {}),
+    "launcher.snapshot": ("launcher.code_snapshot", {}),
+    "launcher.agent.spares": ("launcher.agent.warm_workers", {}),
+    "launcher.agent.preload": ("launcher.agent.warm_imports", {}),
+    "launcher.agent.hang_after_s": ("launcher.agent.hang_timeout_s", {}),
+    "launcher.rendezvous.start_timeout_s": ("launcher.rendezvous.straggler_timeout_s", {}),
+    "launcher.rendezvous.lost_after_s": ("launcher.rendezvous.heartbeat_timeout_s", {}),
+    "launcher.rendezvous.heartbeat_s": ("launcher.rendezvous.heartbeat_interval_s", {}),
+}
+"""Former names of settings: the present name, and the values renamed with it."""
 
 
 def resolve(
@@ -56,7 +82,7 @@ def resolve(
     backend = _backend(launcher)
     keys = {key: value for key, value in dict(launcher or {}).items() if key != "backend"}
     typed = _typed(overrides, sweep_params or {})
-    reader = GroupReader(typed, PARSERS, elsewhere=lambda key: _elsewhere(key, backend))
+    reader = GroupReader(typed, PARSERS, elsewhere=lambda given: _elsewhere(given, backend))
 
     nodes = reader.attempt(lambda: _nodes(config.get("nodes"), typed="nodes" in typed))
     nproc = reader.attempt(lambda: _nproc(config.get("nproc_per_node")))
@@ -125,9 +151,14 @@ def _ft(value: object) -> bool:
     return False if value is None or value == UNSET else boolean(Given("ft", value))
 
 
-def _elsewhere(key: str, backend: str) -> str | None:
-    """Say where a key that does not exist under this name and launcher does exist."""
-    name = key.rpartition(".")[2]
+def _elsewhere(given: Given, backend: str) -> str | None:
+    """Return where a key that does not exist under this name and launcher does exist."""
+    key, name = given.key, given.key.rpartition(".")[2]
+    if key in RENAMED:
+        new, values = RENAMED[key]
+        pairs = [f"{old} -> {value}" for old, value in values.items() if old == given.value]
+        mapped = ", ".join(pairs or [f"{old} -> {value}" for old, value in values.items()])
+        return f"; it is now called {new}" + (f" ({mapped})" if mapped else "")
     if name in TOP_LEVEL:
         return f"; it stands at the top level: {name}=..."
     for place in _keys(BACKENDS[backend], "launcher"):
@@ -150,22 +181,24 @@ def _keys(cls: type[Any], path: str) -> Iterator[str]:
 
 def _contradictions(nodes: NodeRange, settings: Backend, *, ft: bool) -> Iterator[ConfigError]:
     """Yield what single keys allow, but not together."""
-    if ft and settings.grow == "never":
+    if ft and settings.scale_up == "on_restart":
         remedy = "with ft=true a node that comes is always admitted: leave it out"
-        yield ConfigError("launcher.grow", settings.grow, remedy)
+        yield ConfigError("launcher.scale_up", settings.scale_up, remedy)
     rendezvous = settings.rendezvous
-    if rendezvous.lost_after_s <= rendezvous.heartbeat_s:
-        remedy = f"must be above launcher.rendezvous.heartbeat_s ({rendezvous.heartbeat_s:g})"
-        yield ConfigError("launcher.rendezvous.lost_after_s", rendezvous.lost_after_s, remedy)
-    if settings.agent.stop_timeout_s >= rendezvous.start_timeout_s:
-        remedy = (
-            f"must be below launcher.rendezvous.start_timeout_s ({rendezvous.start_timeout_s:g})"
+    if rendezvous.heartbeat_timeout_s <= rendezvous.heartbeat_interval_s:
+        interval_s = rendezvous.heartbeat_interval_s
+        remedy = f"must be above launcher.rendezvous.heartbeat_interval_s ({interval_s:g})"
+        yield ConfigError(
+            "launcher.rendezvous.heartbeat_timeout_s", rendezvous.heartbeat_timeout_s, remedy
         )
+    if settings.agent.stop_timeout_s >= rendezvous.straggler_timeout_s:
+        timeout_s = rendezvous.straggler_timeout_s
+        remedy = f"must be below launcher.rendezvous.straggler_timeout_s ({timeout_s:g})"
         yield ConfigError("launcher.agent.stop_timeout_s", settings.agent.stop_timeout_s, remedy)
     if isinstance(settings, LocalSettings):
         yield from _too_few("launcher.max_agents", settings.max_agents, nodes)
     else:
-        if not settings.gang:  # else the min part is no part of the array
+        if not settings.coallocate_min:  # else the min part is no part of the array
             yield from _too_few("launcher.array_parallelism", settings.array_parallelism, nodes)
         yield from _slurm_contradictions(settings)
 
@@ -341,26 +374,26 @@ _WAIT, _SPAN = _bounded(number, 0), _bounded(number, 0, above=True)
 
 PARSERS: dict[str, Parser] = {
     "launcher.max_restarts": _AT_LEAST_0,
-    "launcher.max_attempts_without_progress": _AT_LEAST_1,
+    "launcher.max_failed_rounds": _AT_LEAST_1,
     "launcher.max_requeues": _AT_LEAST_0,
-    "launcher.notice_s": _SPAN,
+    "launcher.signal_delay_s": _SPAN,
     "launcher.global_batch": _AT_LEAST_1,
-    "launcher.grace_s": _SPAN,
-    "launcher.poll_s": _SPAN,
-    "launcher.grow_after_s": _WAIT,
-    "launcher.min_wait_s": _SPAN,
+    "launcher.preempt_grace_s": _SPAN,
+    "launcher.poll_interval_s": _SPAN,
+    "launcher.scale_up_timeout_s": _WAIT,
+    "launcher.below_min_timeout_s": _SPAN,
     "launcher.interface": _name,
     "launcher.env": _environment,
     "launcher.rendezvous.join_timeout_s": _SPAN,
-    "launcher.rendezvous.start_timeout_s": _WAIT,
+    "launcher.rendezvous.straggler_timeout_s": _WAIT,
     "launcher.rendezvous.last_call_s": _WAIT,
-    "launcher.rendezvous.heartbeat_s": _SPAN,
-    "launcher.rendezvous.lost_after_s": _SPAN,
+    "launcher.rendezvous.heartbeat_interval_s": _SPAN,
+    "launcher.rendezvous.heartbeat_timeout_s": _SPAN,
     "launcher.agent.monitor_interval_s": _SPAN,
     "launcher.agent.stop_timeout_s": _AT_LEAST_0,
     "launcher.agent.omp_num_threads": _AT_LEAST_1,
-    "launcher.agent.preload": _modules,
-    "launcher.agent.hang_after_s": _hang_after,
+    "launcher.agent.warm_imports": _modules,
+    "launcher.agent.hang_timeout_s": _hang_after,
     "launcher.agent.metrics_port": _port,
     "launcher.partition": _name,
     "launcher.account": _name,

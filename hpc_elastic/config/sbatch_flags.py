@@ -38,7 +38,7 @@ OWNED: dict[str, str] = {
     "open-mode": _LOGS,
     "requeue": _REQUEUE,
     "no-requeue": _REQUEUE,
-    "no-kill": f"{_SURVIVES}; launcher.gang sees to it",
+    "no-kill": f"{_SURVIVES}; launcher.coallocate_min sees to it",
     "nodelist": _HOSTS,
     "nodefile": _HOSTS,
     "job-name": "use launcher.job_name",

@@ -27,13 +27,13 @@ class RendezvousSettings:
 
     join_timeout_s: float = 1800.0
     """An agent gives up when no round with at least min nodes has formed for this long."""
-    start_timeout_s: float = 60.0
+    straggler_timeout_s: float = 60.0
     """A task that Slurm calls RUNNING but that has not joined is waited for at most this long."""
     last_call_s: float = 5.0
     """Wait for further nodes where Slurm does not say which tasks are RUNNING."""
-    heartbeat_s: float = 0.5
+    heartbeat_interval_s: float = 0.5
     """Interval at which each agent tells the leader that it lives."""
-    lost_after_s: float = 3.0
+    heartbeat_timeout_s: float = 3.0
     """An agent silent for this long is dropped from the group."""
 
 
@@ -47,13 +47,13 @@ class AgentSettings:
     """Between SIGHUP, by which workers are stopped, and SIGKILL."""
     omp_num_threads: int | None = None
     """OMP_NUM_THREADS of each worker; null shares the node's CPUs among its workers."""
-    spares: bool = True
+    warm_workers: bool = True
     """Keep a process per worker ready that has imported torch, about 0.2 GiB of memory each: a
     restart then starts no process. A script that sets variables for its own ``import torch``, such
     as OMP_NUM_THREADS, has them set in ``launcher.env`` instead, or sets this to false."""
-    preload: list[str] = field(default_factory=lambda: ["torch"])
+    warm_imports: list[str] = field(default_factory=lambda: ["torch"])
     """Modules that a spare imports ahead; may be more, such as ``transformers``."""
-    hang_after_s: float | None = None
+    hang_timeout_s: float | None = None
     """No step for so long, and workers that stand still, is a hang: the group is restarted. null or
     ``auto``: 10 times the median step, at least 60 s; 0 or false: never."""
     preflight: bool = True
@@ -83,28 +83,28 @@ class LauncherSettings:
 
     max_restarts: int = 3
     """Restarts after a worker's own failure; the run's, not each node's. Nodes lost are free."""
-    grow: Literal["boundary", "now", "never"] = "boundary"
+    scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
     """When a late node is admitted: at the next checkpoint boundary that the workers announce; at
     once; or only when the group has to be formed anew for another reason."""
-    grow_after_s: float = 60.0
-    """With ``grow=boundary``: a script that announces no boundaries is interrupted when a node has
-    waited this long."""
-    min_wait_s: float | None = 300.0
+    scale_up_timeout_s: float = 60.0
+    """With ``scale_up=checkpoint``: a script that announces no boundaries is interrupted when a
+    node has waited this long."""
+    below_min_timeout_s: float | None = 300.0
     """Below min nodes, a node waits this long for others and then goes back to the queue; null
     waits for as long as the job may run. In a sweep, a node goes back within seconds if other runs
     of the sweep hold what its run lacks, and comes back when there are enough idle nodes."""
-    max_attempts_without_progress: int = 3
+    max_failed_rounds: int = 3
     """So many rounds in a row that end by workers' own failures, with no new checkpoint, end the
     run with the first of these errors, whatever ``max_restarts`` would still allow."""
     max_requeues: int | None = None
     """How often the task of each node may go back to the queue; null: as often as it has to."""
-    notice_s: float = 120.0
+    signal_delay_s: float = 120.0
     """A node is left so many seconds before its wall time ends, or after the user signal; never
     more than a tenth of the time limit."""
-    grace_s: float | None = None
+    preempt_grace_s: float | None = None
     """Seconds between SIGTERM and SIGKILL when a node is taken, to save in; null asks Slurm at the
     submission (GraceTime of the partition, and KillWait)."""
-    notice_signal: Literal["USR1", "USR2"] = "USR2"
+    preempt_signal: Literal["USR1", "USR2"] = "USR2"
     """The user signal: ``scancel --signal=USR2 JOB`` lets the run save and leave the node."""
     global_batch: int | None = None
     """The global batch that the script keeps constant (of `hpc_elastic.data.ElasticSampler`): more
@@ -113,14 +113,14 @@ class LauncherSettings:
     """Network interface the agents reach each other by, such as ``ib0``; null finds it."""
     wait: bool = True
     """Block until the runs have ended; false returns once they are submitted."""
-    spread: Literal["runs", "nodes"] = "runs"
+    queue_order: Literal["breadth_first", "depth_first"] = "breadth_first"
     """Order in the queue: the min nodes of every run in turn and further nodes after that, or all
     nodes of one run after the other."""
-    snapshot: bool = False
+    code_snapshot: bool = False
     """Run from a copy of the code taken at submission."""
     dry_run: bool = False
     """Freeze and render everything, submit nothing."""
-    poll_s: float = 1.0
+    poll_interval_s: float = 1.0
     """Interval of the progress display. Slurm is asked once a minute while all runs train."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the workers. They may be secret: files they stand in are 0600."""
@@ -132,7 +132,7 @@ class LauncherSettings:
 class SlurmSettings(LauncherSettings):
     """``launcher=slurm``: every node is one task of a job array."""
 
-    gang: bool = False
+    coallocate_min: bool = False
     """The min part of a run is one job of so many nodes, allocated at once, and the array holds
     only the nodes beyond it: below min nodes nothing is held. The nodes of that job come and go
     together: a preemption of one takes them all."""

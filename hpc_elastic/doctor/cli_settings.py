@@ -13,7 +13,15 @@ from hpc_elastic.errors import ConfigError
 _TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
 _SHOWN = (
     *("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "mem"),
-    *("constraint", "exclude", "exclusive", "gang", "interface", "grace_s", "notice_signal"),
+    *(
+        "constraint",
+        "exclude",
+        "exclusive",
+        "coallocate_min",
+        "interface",
+        "preempt_grace_s",
+        "preempt_signal",
+    ),
 )
 
 

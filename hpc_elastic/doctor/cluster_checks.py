@@ -200,7 +200,7 @@ def _preemption(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
     if cluster.setting("PreemptType") in ("", "preempt/none"):
         mode = "OFF"
     yield _mode(cluster, mode)
-    yield _grace(cluster, partitions, mode, launcher_of(settings).grace_s)
+    yield _grace(cluster, partitions, mode, launcher_of(settings).preempt_grace_s)
     if "OFF" not in mode.split(","):
         yield _user_signal(cluster)
 
@@ -231,8 +231,10 @@ def _grace(
     total = kill_wait_s + (0 if "OFF" in mode else grace_s)
     found = f"GraceTime {duration(grace_s)}, KillWait {duration(kill_wait_s)}"
     if given_s is not None and given_s > total:
-        remedy = f"launcher.grace_s={total:g} or less, or leave it out: Slurm is asked"
-        return fail(check, f"{found}; launcher.grace_s={given_s:g} is more than both", why, remedy)
+        remedy = f"launcher.preempt_grace_s={total:g} or less, or leave it out: Slurm is asked"
+        return fail(
+            check, f"{found}; launcher.preempt_grace_s={given_s:g} is more than both", why, remedy
+        )
     if total < _SHORT_KILL_WAIT_S:
         remedy = (
             "have checkpoints that take less (in memory first: MemoryTier), and save often. "
@@ -386,7 +388,7 @@ def _mount(mount: Mount) -> str:
 
 def _meaning(mount: Mount, rendezvous: RendezvousSettings) -> str:
     """Return what a mount means for a run, in figures."""
-    late_s, usual_s = mount.refreshed_stale_s, rendezvous.lost_after_s
+    late_s, usual_s = mount.refreshed_stale_s, rendezvous.heartbeat_timeout_s
     said = "an opened file is fresh"
     if not mount.opened_is_fresh:
         unknown_one = "" if mount.is_known else " (unknown, so assumed as on NFS with nocto)"

@@ -95,7 +95,7 @@ def probe(
         job = submit(settings, num_nodes, path, client, longest_s=max(limits, default=None))
     except (HpcElasticError, OSError) as e:
         return _with(before, [_refused(e)], {})
-    course = ProbeRun(job, notice=launcher.notice_signal, kill_wait_s=kill_wait_s, say=say)
+    course = ProbeRun(job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, say=say)
     evidence = course.run(patience_s)
     findings = [
         *node_checks.judge_nodes(evidence, launcher, before.versions),

@@ -270,7 +270,7 @@ def _torch(evidence: Evidence) -> Finding:
     found = f"imported within {max(times.values()):.1f} s on every node"
     if max(times.values()) > _SLOW_IMPORT_S:
         remedy = (
-            "keep launcher.agent.spares; or an environment on a faster file system, or an image"
+            "keep launcher.agent.warm_workers; or install on a faster file system or in an image"
         )
         return warn(check, found, why, remedy)
     return ok(check, found, why)
@@ -559,7 +559,9 @@ def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
     found = f"{what} got SIGTERM and lived for {at_least}{duration(round(least, 1))} more"
     found += f" on {ending.node}; KillWait is {duration(kill_wait_s)}"
     if not ending.capped and least < kill_wait_s * _SHORT:
-        remedy = f"set launcher.grace_s={max(1, int(least))}: runs count on what is configured"
+        remedy = (
+            f"set launcher.preempt_grace_s={max(1, int(least))}: runs count on what is configured"
+        )
         return warn(check, found, why, remedy)
     return ok(check, found, why)
 

@@ -89,7 +89,9 @@ class ElasticTask(Checkpointable):
             remedy = "prepare it with launcher.dry_run=true"
             raise SubmissionError(f"{file} can not be read ({e}): {remedy}") from e
         if content.get("gang"):
-            raise SubmissionError(f"{file} is a gang: prepare the run with launcher.gang=false")
+            raise SubmissionError(
+                f"{file} is a gang: prepare the run with launcher.coallocate_min=false"
+            )
         return [cls(str(file), index) for index in range(len(content["runs"]))]
 
     def __call__(self) -> Any:
@@ -119,7 +121,7 @@ class ElasticTask(Checkpointable):
     def checkpoint(self) -> DelayedSubmission:
         """Let the agent save and leave (submitit, on its signal); what it returns is requeued."""
         if self._agent is not None and self._agent.poll() is None:
-            name = self._run().paths.load().notice_signal
+            name = self._run().paths.load().preempt_signal
             self._agent.send_signal(signal.Signals[f"SIG{name}"])
             _wait(self._agent)
         if _in_slurm():

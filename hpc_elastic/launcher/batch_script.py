@@ -150,7 +150,7 @@ def _variables(script: Script) -> dict[str, object]:
         "sweep": str(script.submission),
         "array_file": str(script.array_file),
         "task_argv": task_argv(script),
-        "notice": script.settings.notice_signal,
+        "notice": script.settings.preempt_signal,
     }
 
 

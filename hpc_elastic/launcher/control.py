@@ -475,7 +475,7 @@ def _note(resumption: Resumption, handle: SubmittedTasks) -> Submitted:
     with contextlib.suppress(OSError):
         if run.path not in {known.path for known in registry.newest_first()}:
             registry.add({resumption.spec.run_id: run.path})
-    return Submitted(handle, track(plan, handle.job_ids, [""]), plan.launcher.poll_s)
+    return Submitted(handle, track(plan, handle.job_ids, [""]), plan.launcher.poll_interval_s)
 
 
 def resume_as_json(
@@ -509,8 +509,8 @@ _REMEDIES = {
     "ft": "whether nodes are replicas is decided when a run is submitted",
     "launcher.wait": "resume never waits; to watch the run: hpc-elastic wait, or status --watch",
     "launcher.dry_run": "resume has no dry run",
-    "launcher.snapshot": "the code of a run stays as it was at the submission",
-    "launcher.spread": "it orders the runs of a sweep, and one alone is resumed",
+    "launcher.code_snapshot": "the code of a run stays as it was at the submission",
+    "launcher.queue_order": "it orders the runs of a sweep, and one alone is resumed",
     "launcher.global_batch": "it is a part of the training, whose config stays as it was",
 }
 _FROZEN = (
@@ -558,7 +558,7 @@ def changed(before: Mapping[str, Any], overrides: Sequence[str]) -> RunSettings:
         require_changeable(key, value)
         put(config, key, value)
     settings = resolve(config, overrides=list(overrides))
-    launcher = replace(settings.launcher, wait=True, dry_run=False, snapshot=False)
+    launcher = replace(settings.launcher, wait=True, dry_run=False, code_snapshot=False)
     return replace(settings, launcher=launcher)
 
 

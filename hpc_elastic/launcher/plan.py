@@ -4,9 +4,9 @@ A run of up to n nodes is n array tasks, its *slots*. Runs that ask Slurm for th
 share an array, so that a sweep is one sbatch call. The index of a task in its array is its place
 in the queue, hence the two orders:
 
-    spread=runs    the min nodes of the first run, those of the second, and so on; then the first
-                   further slot of every run, then the second
-    spread=nodes   all slots of the first run, then all of the second
+    queue_order=breadth_first  the min nodes of the first run, those of the second, and so on; then
+                               the first further slot of every run, then the second
+    queue_order=depth_first    all slots of the first run, then all of the second
 
 Below its min nodes a run can not train. If every run stood in the queue with its first node, a
 sweep of more runs than there are nodes would hold all of them, and no run could begin.
@@ -14,8 +14,9 @@ sweep of more runs than there are nodes would hold all of them, and no run could
 Slurm numbers the tasks of an array from 0 to MaxArraySize - 1 at most: what does not fit goes to
 the next array, in the same order, and a run may lie across two.
 
-A run with ``gang`` has its min nodes in one job of their own and an array for the others, which
-may start once that job has. With spread=runs all gangs stand in the queue before any such array.
+A run with ``coallocate_min`` has its min nodes in one job of their own and an array for the others,
+which may start once that job has. With queue_order=breadth_first all gangs stand in the queue
+before any such array.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from hpc_elastic._util import counted
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
-SWEEP_WIDE = ("wait", "spread", "snapshot", "dry_run", "poll_s")
+SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s")
 """Settings of the submission itself: one value for all runs of a sweep."""
 
-_OF_THE_RUN = {field.name for field in fields(LauncherSettings)} - {"notice_signal", "notice_s"}
+_OF_THE_RUN = {field.name for field in fields(LauncherSettings)} - {
+    "preempt_signal",
+    "signal_delay_s",
+}
 """Settings that no #SBATCH line depends on: runs that differ in them may share an array."""
 
 
@@ -158,7 +162,7 @@ def make_plan(
 
 def has_gang(settings: RunSettings) -> bool:
     """Return whether the min part of a run is one job."""
-    return isinstance(settings.launcher, SlurmSettings) and settings.launcher.gang
+    return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
 
 
 def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
@@ -175,7 +179,7 @@ def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
 
 def _pieces(runs: Sequence[PlannedRun], size: int) -> Iterator[tuple[list[Slot], bool]]:
     """Yield the tasks of each array or gang, and which of the two it is, in the queue's order."""
-    gangs_first = runs[0].settings.launcher.spread == "runs"
+    gangs_first = runs[0].settings.launcher.queue_order == "breadth_first"
     if gangs_first:
         gangs = (number for number, run in enumerate(runs) if has_gang(run.settings))
         yield from ((_gang(number, runs), True) for number in gangs)
@@ -208,7 +212,7 @@ def _resources(launcher: SlurmSettings | LocalSettings) -> str:
 def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot]:
     """Return the slots of some runs that are no gang's, in the queue's order."""
     slots = {run: _array_slots(runs[run].settings) for run in group}
-    if runs[group[0]].settings.launcher.spread == "nodes":
+    if runs[group[0]].settings.launcher.queue_order == "depth_first":
         yield from (Slot(run, slot) for run in group for slot in slots[run])
         return
     least = {run: runs[run].settings.nodes.min for run in group}

@@ -101,7 +101,7 @@ def prepare(
         require_links(plan.submission)
         _require_unused(plan)
         written = write_arrays(plan, scripts)
-        entry = take_snapshot(entry, plan.submission) if plan.launcher.snapshot else entry
+        entry = take_snapshot(entry, plan.submission) if plan.launcher.code_snapshot else entry
         specs = _specs(plan, entry, name, graces or [Grace()] * len(plan.runs))
         _write_runs(plan, specs, dict(provenance or {}))
     except RunDirectoryError:
@@ -207,17 +207,17 @@ def make_spec(
         submission=str(plan.submission),
         tasks=tasks,
         launcher=plan.backend,
-        grow=settings.launcher.grow,
-        grow_after_s=settings.launcher.grow_after_s,
-        min_wait_s=settings.launcher.min_wait_s,
+        scale_up=settings.launcher.scale_up,
+        scale_up_timeout_s=settings.launcher.scale_up_timeout_s,
+        below_min_timeout_s=settings.launcher.below_min_timeout_s,
         interface=settings.launcher.interface,
-        max_attempts_without_progress=settings.launcher.max_attempts_without_progress,
+        max_failed_rounds=settings.launcher.max_failed_rounds,
         max_requeues=settings.launcher.max_requeues,
-        notice_s=settings.launcher.notice_s,
-        grace_s=grace.preempted_s,
+        signal_delay_s=settings.launcher.signal_delay_s,
+        preempt_grace_s=grace.preempted_s,
         kill_wait_s=grace.ended_s,
-        notice_signal=settings.launcher.notice_signal,
-        gang=has_gang(settings),
+        preempt_signal=settings.launcher.preempt_signal,
+        coallocate_min=has_gang(settings),
         ft=settings.ft,
         partition=_partition(settings.launcher),
         time_s=_time_s(settings.launcher),
@@ -276,7 +276,7 @@ def _write_runs(plan: Plan, specs: Sequence[RunSpec], provenance: dict[str, Any]
         spec.provenance.update(provenance)
         RunDir(run.dir).create(spec)
         write_settings(RunDir(run.dir), run.settings)
-        if run.settings.launcher.snapshot:
+        if run.settings.launcher.code_snapshot:
             link_snapshot(run.dir, plan.submission)
 
     several_at_once(write, plan.runs, specs)
@@ -392,7 +392,7 @@ def overlapping(dirs: Sequence[Path]) -> Path | None:
     return next((d for d in dirs if d in seen or seen.add(d)), None)  # type: ignore[func-returns-value]
 
 
-# ---- A copy of the user's code, taken at submission (``launcher.snapshot=true``)
+# ---- A copy of the user's code, taken at submission (``launcher.code_snapshot=true``)
 # Without it, a task that waits in the queue runs whatever the files say when it starts. The copy
 # holds what git tracks and what it does not ignore, once for a sweep; each run has a link to it.
 
@@ -417,7 +417,7 @@ def take_snapshot(entry: Entry, submission: Path) -> Entry:
         for name in own_files(_listed(top)):
             _copy(top / name, code / name)
     except OSError as e:
-        raise SubmissionError(f"launcher.snapshot: can not copy {top} to {code}: {e}") from e
+        raise SubmissionError(f"launcher.code_snapshot: can not copy {top} to {code}: {e}") from e
     return remap(entry, top, code)
 
 
@@ -487,10 +487,12 @@ def _git(folder: Path, *args: str) -> str:
     try:
         done = _util.run(argv, timeout_s=_SNAPSHOT_TIMEOUT_S, errors="surrogateescape")
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise SubmissionError(f"launcher.snapshot needs git: {e}") from e
+        raise SubmissionError(f"launcher.code_snapshot needs git: {e}") from e
     if done.returncode != 0:
         why = done.stderr.strip()
-        raise SubmissionError(f"launcher.snapshot copies a git checkout; {folder}: {why}. {remedy}")
+        raise SubmissionError(
+            f"launcher.code_snapshot copies a git checkout; {folder}: {why}. {remedy}"
+        )
     return done.stdout
 
 
@@ -725,9 +727,9 @@ def graces(runs: Sequence[PlannedRun], client: SlurmClient | None = None) -> lis
     for note in notes:
         print(note, file=sys.stderr)
     return [
-        _of(run.settings.launcher.grace_s, ask(run.settings.launcher.partition))
+        _of(run.settings.launcher.preempt_grace_s, ask(run.settings.launcher.partition))
         if isinstance(run.settings.launcher, SlurmSettings)
-        else _of(run.settings.launcher.grace_s, None)
+        else _of(run.settings.launcher.preempt_grace_s, None)
         for run in runs
     ]
 

@@ -37,7 +37,7 @@ class Submitted:
 
     handle: SubmittedTasks
     runs: Sequence[TrackedRun]
-    poll_s: float
+    poll_interval_s: float
 
 
 def lay_out(runs: Sequence[PlannedRun], submission: Path) -> Plan:
@@ -115,7 +115,7 @@ def submit(prepared: Prepared) -> Submitted:
         registry.add(dict(zip(prepared.run_ids, folders, strict=True)))
         labels = [overrides_label(run.overrides) for run in prepared.plan.runs]
         runs = track(prepared.plan, handle.job_ids, labels)
-    return Submitted(handle, runs, prepared.plan.launcher.poll_s)
+    return Submitted(handle, runs, prepared.plan.launcher.poll_interval_s)
 
 
 @contextmanager
@@ -169,7 +169,9 @@ def wait(submitted: Submitted, out: TextIO | None = None) -> list[Outcome]:
     console = console_for(out or sys.stdout)
     try:
         with terminated_as_interrupt(), choose_display(console) as display:
-            waiter = Waiter(submitted.handle, submitted.runs, display, poll_s=submitted.poll_s)
+            waiter = Waiter(
+                submitted.handle, submitted.runs, display, poll_interval_s=submitted.poll_interval_s
+            )
             outcomes = waiter.wait()
         submitted.handle.close()
     except KeyboardInterrupt:

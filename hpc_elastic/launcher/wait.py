@@ -135,7 +135,7 @@ class Waiter:
         handle: The submission.
         runs: Its runs.
         display: Shows progress and messages.
-        poll_s: Interval between two looks.
+        poll_interval_s: Interval between two looks.
         clock: Seconds, monotonic.
         sleep: Waits for so many seconds.
     """
@@ -146,14 +146,14 @@ class Waiter:
         runs: Sequence[TrackedRun],
         display: Display,
         *,
-        poll_s: float,
+        poll_interval_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._handle = handle
         self._runs = list(runs)
         self._display = display
-        self._poll_s = poll_s
+        self._poll_s = poll_interval_s
         self._clock = clock
         self._sleep = sleep
         self._outcomes: dict[int, Outcome] = {}

@@ -9,7 +9,7 @@ Restarts     If it was not a worker's failure that broke the round, or somebody 
              first round, the user's script can not even be imported: another try would not change
              that.
 
-Crash loops  ``max_attempts_without_progress`` such rounds in a row, none of which announced a
+Crash loops  ``max_failed_rounds`` such rounds in a row, none of which announced a
              checkpoint beyond the last one known, end the run with the first failure among them,
              however many restarts are left. Rounds that broke for another reason neither count nor
              begin the count anew.
@@ -201,7 +201,7 @@ class FailurePolicy:
         if not self._has_progressed:
             self.fruitless += 1
             self.first_of_series = self.first_of_series or first
-        if self.fruitless >= self.rules.max_attempts_without_progress:
+        if self.fruitless >= self.rules.max_failed_rounds:
             note = Note("crash_loop", {"attempts": self.fruitless, "checkpoint": self.progress})
             others = tuple(f for f in (first, *victims) if f is not self.first_of_series)
             return [note, EndRun("failed", self.first_of_series, others)]

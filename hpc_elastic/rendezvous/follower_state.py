@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-An agent looks at the run's last record, which names the leader, and connects to it. It *follows*
-as long as it hears the leader; workers run only while their agent does. When the connection breaks,
-or nothing was heard for ``lost_after_s``, its workers are to be stopped and it looks again. The
+An agent looks at the run's last record, which names the leader, and connects to it. It *follows* as
+long as it hears the leader; workers run only while their agent does. When the connection breaks, or
+nothing was heard for ``heartbeat_timeout_s``, its workers are to be stopped and it looks again. The
 workers of a replica (`replica_state`) go on meanwhile: their agent tells the next leader that it is
 *here*, by which record, and what it has reported of them.
 
@@ -162,7 +162,7 @@ class FollowerState:
     # ---- events -------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[AgentEffect]:
-        """Time has passed; to be called every `HeartbeatConfig.heartbeat_s` at least."""
+        """Time has passed; to be called every `HeartbeatConfig.heartbeat_interval_s` at least."""
         if self._over:
             return []
         self._forgive_if_slept(now)
@@ -279,20 +279,20 @@ class FollowerState:
 
     def _keep_contact(self, now: float) -> list[AgentEffect]:
         effects: list[AgentEffect] = []
-        if now - self._beaten >= self.liveness.heartbeat_s:
+        if now - self._beaten >= self.liveness.heartbeat_interval_s:
             self._beaten = now
             effects.append(SendToLeader({"type": "beat"}))
         silence_s = now - self._heard
-        if silence_s > self.liveness.lost_after_s:
+        if silence_s > self.liveness.heartbeat_timeout_s:
             return effects + self._lost(f"silent for {silence_s:.1f} s", now)
-        if silence_s > 1.5 * self.liveness.heartbeat_s:
+        if silence_s > 1.5 * self.liveness.heartbeat_interval_s:
             effects += self._look_if_due(now)  # watch the lease, to know by when to claim
         return effects
 
     def _lost(self, why: str, now: float) -> list[AgentEffect]:
         """Let the workers be stopped, and look for the leader anew."""
         self._link = _Link.DOWN
-        self._watch.since = min(now, self._heard + self.liveness.heartbeat_s)
+        self._watch.since = min(now, self._heard + self.liveness.heartbeat_interval_s)
         self._watch.refused_since, self._watch.inquired = None, False
         behind = max(0, self._place() - _FIRST_IN_LINE)
         self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
@@ -310,7 +310,7 @@ class FollowerState:
         return self.leave_now() if self._notice is not None else []
 
     def _forgive_if_slept(self, now: float) -> None:
-        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
+        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_interval_s, now
         if late_s > _PUNCTUAL_S:
             self._heard = min(now, self._heard + late_s)
             self._watch.slept(late_s)
@@ -374,7 +374,7 @@ class FollowerState:
             if sure_at > now:
                 self._look_due = min(self._look_due, sure_at)
         first = self._place() < _FIRST_IN_LINE
-        longest_s = self.liveness.heartbeat_s if first else _LONGEST_LOOK_S
+        longest_s = self.liveness.heartbeat_interval_s if first else _LONGEST_LOOK_S
         self._look_pause_s = min(longest_s, 1.3 * self._look_pause_s)
 
     def _inquire(self, refused: bool) -> list[AgentEffect]:
@@ -412,10 +412,10 @@ class FollowerState:
 #
 # - its port refused connections for ``CONFIRM_REFUSAL_S``: no such process is there any more; or
 # - Slurm says that its task does not run (the first few members ask); or
-# - it was out of reach for ``lost_after_s``, and its lease on the shared file system has lapsed
-#   (`HeartbeatConfig.lapse_s`, or ``lost_after_s`` if this agent never followed it). A lease that
-#   is renewed says that the leader lives and others follow it: then it is this agent that is cut
-#   off, and it keeps trying.
+# - it was out of reach for ``heartbeat_timeout_s``, and its lease on the shared file system has
+#   lapsed (`HeartbeatConfig.lapse_s`, or ``heartbeat_timeout_s`` if this agent never followed it).
+#   A lease that is renewed says that the leader lives and others follow it: then it is this agent
+#   that is cut off, and it keeps trying.
 #
 # That takes two reads of the lease, the second begun so long after the first had ended, and none
 # in between that differs. A lease that can not be read proves nothing, however long.
@@ -468,11 +468,11 @@ class LeaderFailureDetector:
             return True
         if not damaged and self.refused_since is not None:
             return now - self.refused_since >= CONFIRM_REFUSAL_S
-        if now - self.since <= liveness.lost_after_s:
+        if now - self.since <= liveness.heartbeat_timeout_s:
             return False
         if damaged:
             since = self.seen_since
             return since is not None and self.lease_until - since >= liveness.stale_s
-        lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.lost_after_s)
+        lapse_s = max(liveness.lapse_s, 0.0 if self.followed else liveness.heartbeat_timeout_s)
         seen_s = self.lease_until - self.lease_since if self.lease_since is not None else 0.0
         return seen_s >= lapse_s

@@ -1,9 +1,9 @@
 """When a round is broken so that the group can change: nodes come, nodes are to be left (pure).
 
 Newcomers   A newcomer parks. Whether it is worth a restart is weighed (`group_change`); when, is
-            ``grow``: ``now``; ``boundary``: at a checkpoint, see below, or, where the script makes
-            none that it announces, ``grow_after_s`` after the newcomer came; ``never``: the
-            newcomer is taken in when the round breaks for another reason.
+            ``scale_up``: ``immediate``; ``checkpoint``: at a checkpoint, see below, or, where the
+            script makes none that it announces, ``scale_up_timeout_s`` after the newcomer came;
+            ``on_restart``: the newcomer is taken in when the round breaks for another reason.
 
 Departures  A member whose node is to be left soon is *under notice*. Its round is broken at a
             checkpoint too. If there is none in time, the member leaves by its deadline, as its own
@@ -195,7 +195,7 @@ class GroupChange:
             finishing: Whether a member is done: no checkpoint can be agreed on any more.
         """
         actions, admits = self._weigh(waiting)
-        if admits and self.rules.grow == "now":
+        if admits and self.rules.scale_up == "immediate":
             return ChangeDecision(actions, admits, self._who(waiting, admits=True))
         if not (admits or self._may_leave(now)):
             actions += [*self._hold(False), *self._agree(False, finishing, now)]
@@ -219,7 +219,7 @@ class GroupChange:
         if self._noted != (decision.admit, len(waiting.joined)):
             self._noted = (decision.admit, len(waiting.joined))
             actions.append(self._note(decision, waiting))
-        return actions, decision.admit > 0 and self.rules.grow != "never"
+        return actions, decision.admit > 0 and self.rules.scale_up != "on_restart"
 
     def _decide(self, waiting: JoinCandidates) -> ScaleUpDecision:
         room = self.rules.max_nodes - len(self.members) + len(self.departures)
@@ -231,7 +231,7 @@ class GroupChange:
 
     def _note(self, decision: ScaleUpDecision, waiting: JoinCandidates) -> Note:
         tasks = [a.task for a in waiting.joined][:20]
-        when = self.rules.grow if decision.admit else "not now"
+        when = self.rules.scale_up if decision.admit else "not now"
         return Note("scale_up_decision", {"waiting": tasks, "admit": when, "why": decision.why})
 
     def _may_leave(self, now: float) -> bool:
@@ -258,7 +258,7 @@ class GroupChange:
         since = next(iter(waiting.joined.values()))
         if self.agreement.furthest is not None and self.agreement.state is not AgreementState.IDLE:
             since = max(since, self.agreement.since)
-        return now - since >= self.rules.grow_after_s
+        return now - since >= self.rules.scale_up_timeout_s
 
     def _hold(self, on: bool) -> list[Action]:
         if on == self._holding:

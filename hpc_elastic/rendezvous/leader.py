@@ -414,7 +414,7 @@ class Leader:
     async def _tick(self) -> None:
         while True:
             self._term.handle(self._leadership.tick, time.monotonic())
-            await asyncio.sleep(self._office.liveness.heartbeat_s)
+            await asyncio.sleep(self._office.liveness.heartbeat_interval_s)
 
     async def _watch_records(self) -> None:
         """Step down once somebody else leads."""

@@ -222,7 +222,7 @@ class LeaderState:
         return self._step_down() if last_number > newest.number else []
 
     def tick(self, now: float) -> list[LeaderEffect]:
-        """Time has passed; to be called every `HeartbeatConfig.heartbeat_s` at least."""
+        """Time has passed; to be called every `HeartbeatConfig.heartbeat_interval_s` at least."""
         if self.fenced:
             return []
         if late_s := self._attendance.forgive_if_slept(now):
@@ -447,9 +447,9 @@ class LeaderState:
         lapses = vain_s > self.liveness.lapse_s - self.liveness.lease_s
         if lapses and self._attendance.misses_somebody:
             return self._step_down()
-        if self.is_deciding and vain_s > 2 * self.liveness.lost_after_s:
+        if self.is_deciding and vain_s > 2 * self.liveness.heartbeat_timeout_s:
             return self._step_down()
-        self._lease_due = now + self.liveness.lease_s - self.liveness.heartbeat_s / 2
+        self._lease_due = now + self.liveness.lease_s - self.liveness.heartbeat_interval_s / 2
         return [RenewLease()]
 
     def _beat(self, now: float) -> list[LeaderEffect]:
@@ -479,8 +479,8 @@ class LeaderState:
 
 # ---- Which agents a leader hears, and whose silence counts (pure)
 # An agent lives as long as it is heard: a broken connection is a loss at once, silence is one
-# after ``lost_after_s``. Where a tick comes late it was the leader that slept or was busy, and
-# nobody's silence counts for that long. A member of the last round that does not find a new
+# after ``heartbeat_timeout_s``. Where a tick comes late it was the leader that slept or was busy,
+# and nobody's silence counts for that long. A member of the last round that does not find a new
 # leader within `HeartbeatConfig.election_s` is lost too.
 #
 # A leader that hears fewer than half of the last round's members, because the others have fallen
@@ -497,37 +497,41 @@ _PUNCTUAL_S = 0.1
 class HeartbeatConfig:
     """When silence means loss; seconds."""
 
-    heartbeat_s: float
-    lost_after_s: float
+    heartbeat_interval_s: float
+    heartbeat_timeout_s: float
     stale_s: float = 0.0
     """How old a file may be that is read anew on the run's file system."""
 
     @property
     def lease_s(self) -> float:
         """Between two renewals of a lease: each is an operation of a shared file system."""
-        return 2 * self.heartbeat_s
+        return 2 * self.heartbeat_interval_s
 
     @property
     def lapse_s(self) -> float:
         """A lease that was not renewed for so long has lapsed."""
-        return 5 * self.heartbeat_s + self.stale_s
+        return 5 * self.heartbeat_interval_s + self.stale_s
 
     @property
     def election_s(self) -> float:
         """So long it may take others to elect a leader, and to find it."""
-        return 2 * self.lost_after_s + self.stale_s
+        return 2 * self.heartbeat_timeout_s + self.stale_s
 
     @classmethod
     def of(
-        cls, heartbeat_s: float, lost_after_s: float, max_nodes: int, stale_s: float = 0.0
+        cls,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_nodes: int,
+        stale_s: float = 0.0,
     ) -> HeartbeatConfig:
         """Return a run's, from its settings: in a large one each agent beats more seldom.
 
         A leader is asked to take five thousand heartbeats a second, as long as three of each agent
         are due before its silence counts.
         """
-        gentle_s = min(max_nodes / _BEATS_PER_S, lost_after_s / 3)
-        return cls(max(heartbeat_s, gentle_s), lost_after_s, stale_s)
+        gentle_s = min(max_nodes / _BEATS_PER_S, heartbeat_timeout_s / 3)
+        return cls(max(heartbeat_interval_s, gentle_s), heartbeat_timeout_s, stale_s)
 
 
 class HeartbeatTracker:
@@ -563,7 +567,7 @@ class HeartbeatTracker:
 
     def forgive_if_slept(self, now: float) -> float:
         """Count no silence for the time that the leader itself was not running; return it."""
-        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_s, now
+        late_s, self._ticked = now - self._ticked - self.liveness.heartbeat_interval_s, now
         if late_s <= _PUNCTUAL_S:
             return 0.0
         self.heard = {a: min(now, heard + late_s) for a, heard in self.heard.items()}
@@ -572,7 +576,7 @@ class HeartbeatTracker:
 
     def silent(self, now: float) -> list[Agent]:
         """Return the agents that were not heard for too long."""
-        limit = now - self.liveness.lost_after_s
+        limit = now - self.liveness.heartbeat_timeout_s
         return [a for a, heard in self.heard.items() if heard < limit]
 
     def take_overdue(self, now: float) -> list[Agent]:

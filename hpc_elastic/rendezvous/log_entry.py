@@ -441,14 +441,14 @@ class RoundRules:
     min_nodes: int
     max_nodes: int
     max_restarts: int
-    start_timeout_s: float
+    straggler_timeout_s: float
     last_call_s: float
-    grow: Literal["boundary", "now", "never"] = "boundary"
-    grow_after_s: float = 60.0
-    min_wait_s: float | None = None
+    scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
+    scale_up_timeout_s: float = 60.0
+    below_min_timeout_s: float | None = None
     in_sweep: bool = False
     """Whether other runs may compete for the same nodes that were submitted together with it."""
-    max_attempts_without_progress: int = 3
+    max_failed_rounds: int = 3
     max_requeues: int | None = None
     """How often a task may go back to the queue; None: as often as it has to."""
     ft: bool = False

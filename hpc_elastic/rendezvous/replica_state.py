@@ -306,7 +306,7 @@ class ReplicaState(RoundState):
     def is_short(self) -> bool:
         """Whether the nodes are fewer than min nodes, and may be given back."""
         waits = self.phase is RoundPhase.RUNNING and self.short_since is not None
-        may_go = self.rules.min_wait_s is not None and self._would_return
+        may_go = self.rules.below_min_timeout_s is not None and self._would_return
         return super().is_short or (waits and may_go)
 
     def _disband(self, why: str = "") -> list[Action]:

@@ -20,8 +20,8 @@ FORMING -> RUNNING  A round *closes* once
   3. max nodes have joined; or every task that Slurm calls RUNNING has joined; or, where
      Slurm does not say, nobody has joined for ``last_call_s``.
 
-A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and
-does not come back, hold the others up for ``start_timeout_s`` at most. Who is waited for stands in
+A task that Slurm calls RUNNING and that does not come, and a member that was told to stop and does
+not come back, hold the others up for ``straggler_timeout_s`` at most. Who is waited for stands in
 `round_state`. A task that Slurm calls ended or queued is gone at once, if its agent was last heard
 of before Slurm was asked.
 
@@ -407,7 +407,9 @@ class RoundState:
         """Whether nodes wait that are fewer than min nodes, and may be given back."""
         waits = self.phase is RoundPhase.FORMING and not self.muster.unsettled
         too_few = 0 < len(self.joined) < self.rules.min_nodes
-        may_go = self.rules.min_wait_s is not None and self.patience.would_return(self.joined)
+        may_go = self.rules.below_min_timeout_s is not None and self.patience.would_return(
+            self.joined
+        )
         return waits and too_few and may_go
 
     @property
@@ -528,7 +530,7 @@ class RoundState:
         return not self.muster.awaited
 
     def _timed_out(self, now: float) -> bool:
-        return now - self._waiting_since(now) >= self.rules.start_timeout_s
+        return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waiting_since(self, now: float) -> float:
         return max(self.forming_since, next(iter(self.joined.values()), now))

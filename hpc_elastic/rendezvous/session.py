@@ -179,7 +179,7 @@ class Session(Hearing, Reports):
         self._candidacy = candidacy
         self._office = candidacy.office
         self._progress = progress
-        self._beat_s = self._office.liveness.heartbeat_s
+        self._beat_s = self._office.liveness.heartbeat_interval_s
         self._group = group
         """The workers of this node, if they are a replica of their own."""
         self._following = FollowerState(

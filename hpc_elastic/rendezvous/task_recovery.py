@@ -1,17 +1,18 @@
 """How long nodes wait in vain before they go back to the queue, and for how long they stay (pure).
 
-Nodes that are too few, or that are not wanted, wait for ``min_wait_s`` times 1 to 2, by chance;
-then they are away for a time that is random. The range of the wait grows with every time that the
-run has given all its nodes back. Of two runs that hold half of the nodes each, one gives way: the
-other's tasks stand in the queue meanwhile, and get its nodes. For that a short time away is enough.
-It doubles all the same, up to ten minutes, so that the tasks of a run that finds no nodes for days
-start and end only now and then.
+Nodes that are too few, or that are not wanted, wait for ``below_min_timeout_s`` times 1 to 2, by
+chance; then they are away for a time that is random. The range of the wait grows with every time
+that the run has given all its nodes back. Of two runs that hold half of the nodes each, one gives
+way: the other's tasks stand in the queue meanwhile, and get its nodes. For that a short time away
+is enough. It doubles all the same, up to ten minutes, so that the tasks of a run that finds no
+nodes for days start and end only now and then.
 
 In a sweep, nodes that wait in vain go back within `SURE_S` or so. They are away for longer, because
 the runs that hold what they lack let them start again as soon as there are nodes (``turns``).
 
-Without ``min_wait_s`` there is no queue, and nodes are kept. So are all that a run has if one of
-their tasks may not be requeued any more (``max_requeues``): it would end, and the run perhaps.
+Without ``below_min_timeout_s`` there is no queue, and nodes are kept. So are all that a run has if
+one of their tasks may not be requeued any more (``max_requeues``): it would end, and the run
+perhaps.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class RequeueBackoff:
 
     def is_over(self, waited_s: float) -> bool:
         """Tell whether nodes have waited long enough."""
-        wait = self.rules.min_wait_s
+        wait = self.rules.below_min_timeout_s
         return wait is not None and waited_s >= wait * self._times
 
     def late(self, joined: Mapping[Agent, float], now: float) -> tuple[Agent, ...]:
         """Return who has waited for too long; ``joined`` says since when each waits."""
-        if self.rules.min_wait_s is None:
+        if self.rules.below_min_timeout_s is None:
             return ()
         late = (a for a, since in joined.items() if self.is_over(now - since))
         return tuple(agent for agent in late if self.would_return([agent]))

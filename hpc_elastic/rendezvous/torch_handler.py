@@ -222,10 +222,10 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     office = LeaderContext(
         rules=RoundRules(
             parameters.min_nodes, parameters.max_nodes, 0,
-            settings.start_timeout_s, settings.last_call_s, grow="now",
+            settings.straggler_timeout_s, settings.last_call_s, scale_up="immediate",
         ),
         liveness=HeartbeatConfig.of(
-            settings.heartbeat_s, settings.lost_after_s, parameters.max_nodes,
+            settings.heartbeat_interval_s, settings.heartbeat_timeout_s, parameters.max_nodes,
             mount.refreshed_stale_s,
         ),
         secret=secret,

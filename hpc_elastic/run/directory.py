@@ -101,19 +101,19 @@ class RunSpec:
     tasks: list[tuple[int, int]]
     """(array number k, index in it) of each slot of the run."""
     launcher: Literal["slurm", "local"] = "slurm"
-    grow: Literal["boundary", "now", "never"] = "boundary"
-    grow_after_s: float = 60.0
-    min_wait_s: float | None = 300.0
+    scale_up: Literal["checkpoint", "immediate", "on_restart"] = "checkpoint"
+    scale_up_timeout_s: float = 60.0
+    below_min_timeout_s: float | None = 300.0
     interface: str | None = None
-    max_attempts_without_progress: int = 3
+    max_failed_rounds: int = 3
     max_requeues: int | None = None
-    notice_s: float = 120.0
-    grace_s: float = 30.0
+    signal_delay_s: float = 120.0
+    preempt_grace_s: float = 30.0
     """Seconds between SIGTERM and SIGKILL when a task is preempted."""
     kill_wait_s: float = 30.0
     """The same when it is cancelled, or out of time."""
-    notice_signal: Literal["USR1", "USR2"] = "USR2"
-    gang: bool = False
+    preempt_signal: Literal["USR1", "USR2"] = "USR2"
+    coallocate_min: bool = False
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     ft: bool = False
     """Each node is a replica group of its own (`hpc_elastic.ft`)."""
@@ -137,7 +137,7 @@ class RunSpec:
         Args:
             job_ids: Job ids by array number.
         """
-        num_gang = self.min_nodes if self.gang else 0
+        num_gang = self.min_nodes if self.coallocate_min else 0
         return [
             task_name(job_ids[k], index, gang=slot < num_gang)
             for slot, (k, index) in enumerate(self.tasks)

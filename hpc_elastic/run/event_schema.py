@@ -161,8 +161,8 @@ _OF_THE_GROUP = (
     Kind("scale_up_decision", "Nodes wait to join a group that trains, and were weighed.",
          "when that comes out differently than before", _LEADER,
          (Field("waiting", "texts", "their tasks, at most 20"),
-          Field("admit", "text", "`not now`; else when, as launcher.grow says: `boundary`, `now` "
-                "or `never`"),
+          Field("admit", "text", "`not now`; else when, as launcher.scale_up says: `checkpoint`, "
+                "`immediate` or `on_restart`"),
           Field("why", "text", "what was weighed"))),
     Kind("tasks_restarted", "Tasks that were lost are let start again soon.",
          "when the scheduler holds them, or has ended them", _LEADER,

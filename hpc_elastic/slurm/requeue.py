@@ -374,7 +374,7 @@ def _number(record: Path) -> int:
 
 def places(spec: RunSpec) -> list[TaskPlace]:
     """Return the place of each slot of a run; those of a gang's nodes are one and the same."""
-    num_gang = spec.min_nodes if spec.gang else 0
+    num_gang = spec.min_nodes if spec.coallocate_min else 0
     return [
         TaskPlace(k, None if slot < num_gang else index)
         for slot, (k, index) in enumerate(spec.tasks)

@@ -324,7 +324,7 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
 
 def _gang_of(spec: RunSpec) -> dict[str, GangNodes]:
     """Return the recorded nodes of the gang, whose slots are the first, by the job it is now."""
-    job = requeue.jobs_of(spec)[0] if spec.gang else None
+    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None
     if job is None:
         return {}
     nodes = recorded(Submission(Path(spec.submission)).array(spec.tasks[0][0]))

@@ -370,7 +370,7 @@ class SweepQueue:
             name,
             spec.min_nodes,
             tasks,
-            spec.min_nodes if spec.gang else 0,
+            spec.min_nodes if spec.coallocate_min else 0,
             has_started=has_started,
             avoids=frozenset(excluded(member.run) if waits else ()),
         )

@@ -58,7 +58,7 @@ def report(
 
     May be called by any rank as often as it likes; outside a run it does nothing. The first rank's
     loss is the one shown. Every call is a sign of life, also with nothing new in it: where a
-    validation or the like takes longer than `launcher.agent.hang_after_s`, call it now and then.
+    validation or the like takes longer than `launcher.agent.hang_timeout_s`, call it now and then.
 
     Args:
         step: Optimizer steps done, at least 0. Without it the steps are counted by a hook on

@@ -56,7 +56,8 @@ def runs(tmp_path) -> Iterator[Runs]:
 def test_a_gang_that_was_cancelled_by_hand_is_seen_to_be_lost_and_resumed(runs):
     """By scancel: nobody is left to write a result. It goes on as a smaller gang, then as none."""
     runs.call(
-        COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3", "launcher.gang=true",
+        COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3",
+        "launcher.coallocate_min=true",
         "pause_s=0.1", "epochs=40", "save_every_s=2", "hydra.sweep.dir=sweep",
     )  # fmt: skip
     eventually(runs.newest, "the gang has saved")
@@ -65,7 +66,7 @@ def test_a_gang_that_was_cancelled_by_hand_is_seen_to_be_lost_and_resumed(runs):
     runs.call("scancel", *jobs)
     told = runs.call(COMMAND, "logs", "last", "--follow", code=1)
     assert "it is lost: none of its tasks is left" in told and "hpc-elastic resume" in told
-    for nodes, *more in (["1:2"], ["1", "launcher.gang=false"]):
+    for nodes, *more in (["1:2"], ["1", "launcher.coallocate_min=false"]):
         before = runs.newest()
         runs.call(COMMAND, "resume", "last", f"nodes={nodes}", *more)
         eventually(lambda before=before: runs.newest() > before, "it goes on from its checkpoint")

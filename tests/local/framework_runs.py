@@ -25,7 +25,7 @@ class FrameworkRun(LocalRun):
     def __init__(self, script: str, folder: Path, *overrides: str) -> None:
         super().__init__(
             ROOT / "examples" / script, folder, "launcher=local", "nproc_per_node=1",
-            "launcher.agent.spares=false", *overrides,
+            "launcher.agent.warm_workers=false", *overrides,
         )  # fmt: skip
 
     def story(self) -> list[TimelineEntry]:

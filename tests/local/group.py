@@ -31,10 +31,10 @@ class Group:
             sub.mkdir(parents=True, exist_ok=True)
         defaults = {
             "min_nodes": 1, "max_nodes": 4, "max_restarts": 1,
-            "start_timeout_s": 60.0, "last_call_s": 0.5, "grow": "now",
+            "straggler_timeout_s": 60.0, "last_call_s": 0.5, "scale_up": "immediate",
         }  # fmt: skip
         self.rules = RoundRules(**{**defaults, **rules})
-        self.liveness = HeartbeatConfig(heartbeat_s=0.1, lost_after_s=2.0)
+        self.liveness = HeartbeatConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=2.0)
         self.register = DecisionLog(self.run.rdzv, SECRET)
         self.address = "127.0.0.1"
         self.running: frozenset[str] = frozenset()

@@ -151,7 +151,7 @@ class Replicas:
         self._threads = ThreadPoolExecutor(1)
         self.results: Future = self._threads.submit(
             launch, train, str(folder), nodes=nodes, nproc_per_node=1, launcher="local",
-            ft=True, run_dir=self.run.path, poll_s=0.2,
+            ft=True, run_dir=self.run.path, poll_interval_s=0.2,
             **{"max_restarts": 0, **settings},
         )  # fmt: skip
 

@@ -265,7 +265,7 @@ class Run:
         self._thread = ThreadPoolExecutor(1)
         self.result = self._thread.submit(
             launch, near_training.train, str(folder), nodes="1:2", nproc_per_node=1,
-            launcher="local", run_dir=folder / "run", poll_s=0.2, max_restarts=0,
+            launcher="local", run_dir=folder / "run", poll_interval_s=0.2, max_restarts=0,
         )  # fmt: skip
 
     def lines(self, name: str) -> list[str]:

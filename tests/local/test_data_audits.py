@@ -12,7 +12,7 @@ def test_a_run_whose_workers_are_killed_trains_every_sample_once(tmp_path, capsy
     """Two nodes, a worker killed in each of two rounds: the command proves it from the ledger."""
     result = launch(
         train, str(tmp_path), nodes=2, nproc_per_node=1, launcher="local",
-        run_dir=tmp_path / "run", poll_s=0.2, max_restarts=5,
+        run_dir=tmp_path / "run", poll_interval_s=0.2, max_restarts=5,
     )  # fmt: skip
     steps_an_epoch = -(-LENGTH // GLOBAL_BATCH)
     assert dict(result) == {0: NUM_EPOCHS * steps_an_epoch, 1: NUM_EPOCHS * steps_an_epoch}

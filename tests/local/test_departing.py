@@ -80,7 +80,7 @@ def training(g: Group, num_agents: int) -> list[Session]:
 @pytest.mark.parametrize("leads", [False, True])
 def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train, leads):
     """Also where the node that is taken is the leader's."""
-    g = group(max_nodes=3, grow="boundary")
+    g = group(max_nodes=3, scale_up="checkpoint")
     agents = training(g, 3)
     workers = train(*agents)
     leaving = g.leader if leads else g.followers[0]
@@ -94,7 +94,7 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
     assert {w.page.read().passed for w in workers} == set(saved), "no step was made beyond it"
     began = time.monotonic()
     assert {r.world_size for r in g.join(*others)} == {2}
-    assert time.monotonic() - began < g.rules.start_timeout_s / 2
+    assert time.monotonic() - began < g.rules.straggler_timeout_s / 2
     eventually(lambda: g.events("members_released"))
     (released,) = g.events("members_released")
     assert len(released["tasks"]) == 1
@@ -102,7 +102,7 @@ def test_all_save_at_one_step_and_the_others_go_on_without_the_node(group, train
 
 def test_everybody_leaves_at_one_step(group, train):
     """The whole run is preempted: the leader goes with the others, once they have been told."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     agents = training(g, 2)
     workers = train(*agents)
     for s in agents:
@@ -113,7 +113,7 @@ def test_everybody_leaves_at_one_step(group, train):
 
 def test_a_worker_may_want_a_checkpoint(group, train):
     """All ranks save at one step, and go on."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     workers = train(*training(g, 2))
     workers[0].page.want()
     eventually(lambda: all(w.saved for w in workers))
@@ -126,7 +126,7 @@ def test_a_worker_may_want_a_checkpoint(group, train):
 
 def test_a_newcomer_comes_in_at_an_agreed_step(group, train):
     """Though the script makes no checkpoint of its own for long."""
-    g = group(grow="boundary", grow_after_s=60.0)
+    g = group(scale_up="checkpoint", scale_up_timeout_s=60.0)
     agents = training(g, 2)
     workers = train(*agents)
     late = g.agent(2)
@@ -139,7 +139,7 @@ def test_a_newcomer_comes_in_at_an_agreed_step(group, train):
 
 def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
     """Its workers never asked."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     leaving, other = training(g, 2)
     leaving.notice("signal", 5.0)
     eventually(lambda: g.events("preemption_notice"))
@@ -151,7 +151,7 @@ def test_a_node_whose_time_is_over_leaves_though_nothing_was_saved(group):
 
 def test_a_node_that_loses_its_leader_leaves_if_it_is_under_notice(group):
     """The round is over: it takes no place in another."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     training(g, 2)
     (leaving,) = g.followers
     leaving.notice("signal", 60.0)
@@ -175,7 +175,7 @@ def test_a_node_that_waits_leaves_at_once(group):
 @pytest.mark.parametrize("name", ["7_1", "node1", "all"])
 def test_a_notice_file_asks_a_node_to_leave(group, name):
     """By its task, its host, or all; the file is gone once it was passed on."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     agents = training(g, 2)
     g.run.notices.mkdir()
     staged, file = (g.run.notices / n for n in (f".{name}", name))
@@ -201,7 +201,7 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
         remove(files, epoch, name)
 
     monkeypatch.setattr(RunFiles, "remove_notice", slowly)
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     training(g, 2)
     g.run.notices.mkdir()
     leader = g.leader
@@ -214,7 +214,7 @@ def test_a_notice_for_the_leaders_own_node_is_taken_away_though_it_stops_at_once
 
 def test_a_leader_that_is_deposed_ends_and_the_next_has_its_notices(group):
     """Status and notices are the next leader's from then on; a notice that waits moves on."""
-    g = group(max_nodes=2, grow="boundary")
+    g = group(max_nodes=2, scale_up="checkpoint")
     agents = training(g, 2)
     g.run.notices.mkdir()
     (g.run.notices / "7_2").touch()  # its task is not there yet

@@ -29,7 +29,7 @@ from hpc_elastic.rendezvous.session import RunOutcome, Session
 
 NOBODY = Endpoint("127.0.0.1", 1, "7_9", 0)
 """A leader whose port refuses connections."""
-IMPATIENT = HeartbeatConfig(heartbeat_s=0.05, lost_after_s=0.8)
+IMPATIENT = HeartbeatConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.8)
 
 
 class Weather:
@@ -219,7 +219,7 @@ def test_a_log_that_can_not_be_written_costs_no_heartbeat(group, hanging_log):
     late = g.agent(2)
     with pytest.raises(TimeoutError):
         late.join(1.0)
-    stay(g.followers[0], 2 * g.liveness.lost_after_s)
+    stay(g.followers[0], 2 * g.liveness.heartbeat_timeout_s)
     assert hanging_log.hangs.is_set()
     hanging_log.answers.set()
     for agent in agents:  # who was to stop may have hung before it could tell

@@ -74,7 +74,7 @@ def test_a_replica_that_is_killed_and_comes_back_loses_no_sample(tmp_path, capsy
     """Counted by the parameters themselves, and proven from the ledger."""
     result = launch(
         train, str(tmp_path), nodes="1:2", nproc_per_node=1, launcher="local", ft=True,
-        run_dir=tmp_path / "run", poll_s=0.2, max_restarts=3,
+        run_dir=tmp_path / "run", poll_interval_s=0.2, max_restarts=3,
     )  # fmt: skip
     for counts in dict(result).values():
         assert counts == pytest.approx([NUM_EPOCHS] * LENGTH)

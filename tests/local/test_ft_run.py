@@ -55,7 +55,7 @@ def test_neither_a_dead_worker_nor_a_dead_leader_stops_the_others(replicas):
 
 def test_a_replica_that_hangs_is_started_again_alone(replicas):
     """Its agent judges by itself: the others only wait, and their processes stay."""
-    agent = {"hang_after_s": 4}
+    agent = {"hang_timeout_s": 4}
     run = replicas("2:2", train=train_and_report, max_restarts=1, agent=agent)
     run.train(2, 0, 1)
     eventually(lambda: run.last(1, "made")["step"] >= 100, 90.0)  # its agent has seen several

@@ -88,7 +88,7 @@ class Run(LocalRun):
         script.write_text(text)
         super().__init__(
             script, folder, "+launcher=local", "nproc_per_node=1",
-            "launcher.agent.hang_after_s=2", *overrides,
+            "launcher.agent.hang_timeout_s=2", *overrides,
         )  # fmt: skip
 
 

@@ -185,7 +185,7 @@ def refuses(leader: fuzz.Address, conversations: list[bytes]) -> bool:
 def test_an_impostor_on_a_dead_leaders_port_stops_nobody(group, greeting):
     """Whatever he says, the agent becomes the leader once the old one's time is over."""
     g = group(max_nodes=1)
-    g.liveness = HeartbeatConfig(heartbeat_s=0.05, lost_after_s=0.8)
+    g.liveness = HeartbeatConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.8)
     with socket.create_server(("127.0.0.1", 0)) as server:
         dead = Endpoint("127.0.0.1", server.getsockname()[1], "7_9", 0)
         assert g.register.create(claim(1, None, dead, 0.0))
@@ -303,7 +303,7 @@ def test_clocks_an_hour_off_neither_lose_a_node_nor_date_a_failure(peers, tmp_pa
     agents = peers(3600.0, 0.0, -3600.0)
     rounds = [p.says("round") for p in agents]
     assert {(r["round"], r["world_size"]) for r in rounds} == {(1, 3)}
-    time.sleep(2.5)  # longer than lost_after_s
+    time.sleep(2.5)  # longer than heartbeat_timeout_s
     assert DecisionLog(tmp_path / "rdzv", SECRET).last_number() == 2
     (offset_s,) = (s for s, r in zip((3600.0, 0.0, -3600.0), rounds, strict=True) if r["leads"])
     begun = time.time() + offset_s
@@ -331,7 +331,7 @@ def test_a_leader_out_of_file_descriptors_keeps_its_group(peers, tmp_path):
         for _ in range(100):
             where = record.leader.address, record.leader.port
             stack.enter_context(socket.create_connection(where, PATIENCE_S))
-        time.sleep(2.5)  # longer than lost_after_s
+        time.sleep(2.5)  # longer than heartbeat_timeout_s
     eventually(lambda: all(has_files_left(leader, limit) for _ in range(30)))
     for p in agents:
         p.ask("fence")

@@ -44,7 +44,9 @@ def cpus_only(monkeypatch):
 
 def test_launch_returns_the_results_by_global_rank(tmp_path):
     """Two nodes form one group; arguments go in and values come out as JSON."""
-    results = launch(add_up, 10, nodes="2", launcher="local", run_dir=tmp_path / "run", poll_s=0.1)
+    results = launch(
+        add_up, 10, nodes="2", launcher="local", run_dir=tmp_path / "run", poll_interval_s=0.1
+    )
     assert dict(results) == {0: {"rank": 0, "total": 21}, 1: {"rank": 1, "total": 21}}
     assert (results.run_dir, results.restarts) == (tmp_path / "run", 0)
 
@@ -54,7 +56,7 @@ def test_launch_raises_the_first_failure(tmp_path):
     with pytest.raises(WorkerGroupError) as raised:
         launch(
             fail_on_the_second_node, nodes="2", launcher="local",
-            run_dir=tmp_path / "run", poll_s=0.1, max_restarts=0,
+            run_dir=tmp_path / "run", poll_interval_s=0.1, max_restarts=0,
         )  # fmt: skip
     error = raised.value
     assert error.failure and error.failure["rank"] == 1
@@ -71,7 +73,7 @@ def test_a_script_may_launch_itself(tmp_path):
         "def work(word):\n"
         "    return word * 2\n"
         "if __name__ == '__main__':\n"
-        "    print(dict(launch(work, 'ab', nodes='1:2', poll_s=0.1)))\n"
+        "    print(dict(launch(work, 'ab', nodes='1:2', poll_interval_s=0.1)))\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,

@@ -75,7 +75,7 @@ def test_the_order_is_the_real_one_also_when_a_killed_worker_is_started_again(
     with ThreadPoolExecutor(1) as threads:
         result = threads.submit(
             launch, take_turns, str(tmp_path), nodes="2", nproc_per_node=1, launcher="local",
-            run_dir=run, poll_s=0.2, max_restarts=1, agent={"spares": False},
+            run_dir=run, poll_interval_s=0.2, max_restarts=1, agent={"warm_workers": False},
         )  # fmt: skip
         eventually(lambda: result.done() or (run / "run.json").exists(), START_S)
         following = follow(run, "--since", "1h")

@@ -64,7 +64,7 @@ def start(tmp_path) -> Iterator[Callable[..., LocalRun]]:
         yield lambda *overrides: started.enter_context(
             LocalRun(
                 script, tmp_path, "+launcher=local", "nproc_per_node=1",
-                "launcher.agent.spares=false", *overrides,
+                "launcher.agent.warm_workers=false", *overrides,
             )
         )  # fmt: skip
 

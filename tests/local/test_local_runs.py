@@ -110,10 +110,10 @@ def test_every_run_of_a_sweep_has_its_own_config_and_directory(runs):
 
 
 def test_a_snapshot_is_what_runs(runs):
-    """With `launcher.snapshot` the workers load a copy of the code from the run directory."""
+    """With `launcher.code_snapshot` the workers load a copy of the code from the run directory."""
     for argv in (["init", "-q"], ["add", "script.py"]):
         subprocess.run(["git", *argv], cwd=runs.folder, check=True)
-    runs.start("nodes=1", "launcher.snapshot=true")
+    runs.start("nodes=1", "launcher.code_snapshot=true")
     copy = Path(runs.values()[0]["file"])
     assert copy != runs.script and copy.read_text() == runs.script.read_text()
     assert copy.is_relative_to((runs.sweep / "0" / "code").resolve())

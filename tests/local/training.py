@@ -68,7 +68,7 @@ class Training:
         self._threads = ThreadPoolExecutor(1)
         self.results: Future = self._threads.submit(
             launch, train, str(folder), nodes=nodes, nproc_per_node=1, launcher="local",
-            run_dir=self.run.path, poll_s=0.2, max_restarts=0,
+            run_dir=self.run.path, poll_interval_s=0.2, max_restarts=0,
         )  # fmt: skip
 
     def has_begun(self) -> None:

@@ -121,7 +121,11 @@ class AgentProcess:
     def _tick(self) -> None:
         if not self.over:
             self._do(self._following.tick(self.host.clock()))
-            pause = _TICK_S if self._connection is None else self._following.liveness.heartbeat_s
+            pause = (
+                _TICK_S
+                if self._connection is None
+                else self._following.liveness.heartbeat_interval_s
+            )
             self.sim.world.after(pause, self.process, self._tick)
 
     # ---- the connection -----------------------------------------------------------------

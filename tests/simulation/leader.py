@@ -108,7 +108,9 @@ class Leader:
     def _tick(self) -> None:
         if self.is_open:
             self.term.handle(self.leadership.tick, self._now())
-            self._sim.world.after(self.leadership.liveness.heartbeat_s, self.process, self._tick)
+            self._sim.world.after(
+                self.leadership.liveness.heartbeat_interval_s, self.process, self._tick
+            )
 
     def _watch(self) -> None:
         if self.is_open:

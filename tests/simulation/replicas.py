@@ -112,7 +112,7 @@ class ReplicaSimulator(Simulator):
         """Draw the parameters of any schedule, without what is asked of the workers together."""
         scenario = super().draw()
         training = replace(scenario.training, asks=False, wants_every_s=None, announced_by="nobody")
-        rules = replace(scenario.rules, ft=True, grow="now")
+        rules = replace(scenario.rules, ft=True, scale_up="immediate")
         return replace(scenario, training=training, rules=rules)
 
     def make_monitor(self) -> ReplicaMonitor:

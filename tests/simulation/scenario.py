@@ -140,7 +140,7 @@ class Scenario:
     @property
     def confirm_s(self) -> float:
         """How long a round must stand to count: a dead member would have been noticed."""
-        return self.liveness.lost_after_s + 2 * self.liveness.heartbeat_s + 1.0
+        return self.liveness.heartbeat_timeout_s + 2 * self.liveness.heartbeat_interval_s + 1.0
 
     @property
     def bound_s(self) -> float:
@@ -153,7 +153,7 @@ class Scenario:
         newcomers, each of which may break the round once before it counts as standing; and the time
         that too few nodes wait, and then spend in the queue.
         """
-        lost = self.liveness.lost_after_s
+        lost = self.liveness.heartbeat_timeout_s
         election = (
             lost
             + max(lost, self.liveness.lapse_s)
@@ -161,11 +161,11 @@ class Scenario:
             + _STAGGER_S
             + CONNECT_TIMEOUT_S
         )
-        forming = 4 * lost + 2 * self.rules.start_timeout_s + self.rules.last_call_s
+        forming = 4 * lost + 2 * self.rules.straggler_timeout_s + self.rules.last_call_s
         growth = self.num_nodes * (self.confirm_s + CALM_STOP_S)
-        holding = _STRAGGLE_S + self.rules.grow_after_s + self.enough_grace_s
+        holding = _STRAGGLE_S + self.rules.scale_up_timeout_s + self.enough_grace_s
         away = LONGEST_AWAY_S
-        if (wait_s := self.rules.min_wait_s) is not None:
+        if (wait_s := self.rules.below_min_timeout_s) is not None:
             away += sum((2 + n) * wait_s + _GIVEN_BACK_S * 2**n for n in range(_GIVEN_BACK))
         return (
             SLOWEST_FILES_S + _WHOLE_ELECTIONS * (election + self.stale_s) + forming
@@ -183,13 +183,13 @@ def _stormy(rng: random.Random) -> Scenario:
     min_nodes = rng.randint(1, max(1, num_nodes - 1))
     calm_after_s = rng.uniform(4.0, 18.0)
     liveness = HeartbeatConfig(
-        heartbeat_s=rng.choice((0.5, 1.0, 1.0)),
-        lost_after_s=3.0,
+        heartbeat_interval_s=rng.choice((0.5, 1.0, 1.0)),
+        heartbeat_timeout_s=3.0,
         stale_s=rng.choice((0.0, 0.0, 0.0, 1.0, 3.0)),
     )
     rules = _draw_rules(rng, num_nodes, min_nodes)
-    if rules.min_wait_s is not None:  # an election takes less
-        rules = replace(rules, min_wait_s=rules.min_wait_s + 2 * liveness.stale_s)
+    if rules.below_min_timeout_s is not None:  # an election takes less
+        rules = replace(rules, below_min_timeout_s=rules.below_min_timeout_s + 2 * liveness.stale_s)
     return Scenario(
         num_nodes=num_nodes,
         rules=rules,
@@ -221,8 +221,8 @@ def draw_quiet(rng: random.Random) -> Scenario:
     rules = replace(
         _draw_rules(rng, num_nodes, 1),
         max_nodes=num_nodes,
-        min_wait_s=None,
-        start_timeout_s=8.0,
+        below_min_timeout_s=None,
+        straggler_timeout_s=8.0,
     )
     training = replace(
         _draw_training(rng, 0.0), step_s=rng.choice((0.2, 0.4)), asks=True,
@@ -250,12 +250,12 @@ def _draw_rules(rng: random.Random, num_nodes: int, min_nodes: int) -> RoundRule
         min_nodes=min_nodes,
         max_nodes=rng.randint(min_nodes, num_nodes),
         max_restarts=rng.choice((0, 1, 3, 100, 100, 100)),
-        start_timeout_s=rng.choice((4.0, 8.0)),
+        straggler_timeout_s=rng.choice((4.0, 8.0)),
         last_call_s=rng.choice((0.5, 2.0)),
-        grow=rng.choice(("boundary", "boundary", "now", "never")),
-        grow_after_s=rng.choice((1.0, 4.0)),
-        min_wait_s=rng.choice((None, None, None, None, 3.0, 6.0)),
-        max_attempts_without_progress=rng.choice((2, 100)),
+        scale_up=rng.choice(("checkpoint", "checkpoint", "immediate", "on_restart")),
+        scale_up_timeout_s=rng.choice((1.0, 4.0)),
+        below_min_timeout_s=rng.choice((None, None, None, None, 3.0, 6.0)),
+        max_failed_rounds=rng.choice((2, 100)),
     )
 
 

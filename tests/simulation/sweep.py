@@ -231,8 +231,8 @@ class SweepSimulation:
             here = Endpoint("10.0.0.1", 1, agent.task, agent.attempt)
             run.record = claim(number, run.record, here, self.now)
             rules = RoundRules(
-                run.min_nodes, run.max_nodes, 3, 600.0, 5.0, grow="now", min_wait_s=300.0,
-                in_sweep=self._takes_turns,
+                run.min_nodes, run.max_nodes, 3, 600.0, 5.0,
+                scale_up="immediate", below_min_timeout_s=300.0, in_sweep=self._takes_turns,
             )  # fmt: skip
             liveness = HeartbeatConfig(1.0, 10.0)
             run.leadership = LeaderState(run.record, rules, liveness, self.now, self._rng)

@@ -111,7 +111,9 @@ def test_a_script_with_a_handler_of_its_own_goes_on_after_its_node_was_taken(
     On the only node and on one of two, preempted with a grace time, and requeued by the user.
     """
     alone = Run(sweep, tmp_path / "alone", "nodes=1", "+exits=handler")
-    pair = Run(sweep, tmp_path / "pair", "nodes=1:2", "+exits=handler", "launcher.grow=now")
+    pair = Run(
+        sweep, tmp_path / "pair", "nodes=1:2", "+exits=handler", "launcher.scale_up=immediate"
+    )
     alone.trains(1, 0)
     pair.trains(2, 0)
     taken = [hosts(alone.sweep)[0], hosts(pair.sweep)[1]]

@@ -1,4 +1,4 @@
-"""launcher.gang on a real Slurm: the min part is one job, and outlives the loss of its nodes."""
+"""launcher.coallocate_min on a real Slurm: one job, which outlives the loss of its nodes."""
 
 import json
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sweeps import Sweep, busy, eventually, hosts, leader_host
 
-GANG = "launcher.gang=true"
+GANG = "launcher.coallocate_min=true"
 QUICK = ("epochs=2", "pause_s=0")
 LIGHT = ("epochs=3", "pause_s=0.25")
 

@@ -73,7 +73,7 @@ def steps(s: Sweep) -> list[int]:
 
 @pytest.mark.nfs
 def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_path):
-    """grow=boundary: every step is made exactly once, though the group grew in the middle."""
+    """scale_up=checkpoint: every step is made exactly once, though the group grew in the middle."""
     job = busy(slurm, 2)
     s = sweep("+launcher=slurm", "nodes=1:4", script=stepping(tmp_path))
     eventually(lambda: s.group_sizes()[-1:] == [2], "two nodes train")
@@ -91,10 +91,10 @@ def test_a_late_node_joins_at_a_checkpoint_and_costs_no_step(slurm, sweep, tmp_p
 
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
 def test_a_script_without_boundaries_is_interrupted_after_a_while(slurm, sweep, tmp_path):
-    """grow_after_s: a node does not wait for an announcement that never comes."""
+    """scale_up_timeout_s: a node does not wait for an announcement that never comes."""
     job = busy(slurm, 3)
     script = stepping(tmp_path, announce=False)
-    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.grow_after_s=2", script=script)
+    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.scale_up_timeout_s=2", script=script)
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
     eventually(lambda: s.group_sizes()[-1] == 2, "two nodes train")
@@ -122,9 +122,11 @@ def test_a_node_that_is_not_worth_the_restart_stays_out(slurm, sweep, tmp_path):
 
 @pytest.mark.skipif(not LONG, reason="HPC_ELASTIC_LONG=1 runs it; its rule: test_growth")
 def test_never_leaves_a_group_as_it_is(slurm, sweep, tmp_path):
-    """grow=never: a late node waits until the group is formed anew for another reason."""
+    """scale_up=on_restart: a late node waits until the group is formed anew for another reason."""
     job = busy(slurm, 3)
-    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.grow=never", script=stepping(tmp_path))
+    s = sweep(
+        "+launcher=slurm", "nodes=1:2", "launcher.scale_up=on_restart", script=stepping(tmp_path)
+    )
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
     eventually(lambda: len(s.events("joined")) == 2, "the late node asks for a place")
@@ -158,6 +160,8 @@ def _short_run(sweep, folder: Path) -> Sweep:
     script = stepping(folder)
     enough(folder)
     where = f"hydra.sweep.dir={folder / 'sweep'}"
-    s = sweep("+launcher=slurm", "nodes=3:4", "launcher.min_wait_s=8", where, script=script)
+    s = sweep(
+        "+launcher=slurm", "nodes=3:4", "launcher.below_min_timeout_s=8", where, script=script
+    )
     s.folder = folder / "sweep"
     return s

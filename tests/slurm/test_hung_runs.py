@@ -32,7 +32,7 @@ def test_a_rank_that_waits_for_ever_on_another_node_is_named(sweep, tmp_path):
     """The run directory has the stacks of both nodes, and the run goes on to its end."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
-    s = sweep("+launcher=slurm", "nodes=2", "launcher.agent.hang_after_s=4", script=script)
+    s = sweep("+launcher=slurm", "nodes=2", "launcher.agent.hang_timeout_s=4", script=script)
     eventually(lambda: s.events("hang"), "the hang is seen")
     (hang,) = s.events("hang")
     (blamed,) = hang["ranks"]

@@ -113,9 +113,9 @@ def test_a_notice_reaches_the_task_however_it_is_sent(slurm, submit, client, tmp
 
 
 def test_another_signal_and_a_container_make_no_difference(slurm, submit, tmp_path):
-    """launcher.notice_signal names it; the runtime stands between srun and the task."""
+    """launcher.preempt_signal names it; the runtime stands between srun and the task."""
     container = ContainerSettings("apptainer", "image.sif")
-    job = submit(notice_signal="USR1", container=container)
+    job = submit(preempt_signal="USR1", container=container)
     wait_for(lambda: words(tmp_path, job))
     slurm.run(["scancel", "--batch", "--signal=USR1", f"{job}_0"])
     wait_for(lambda: "SIGUSR1" in words(tmp_path, job))

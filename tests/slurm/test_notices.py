@@ -128,8 +128,8 @@ def test_no_notice_costs_a_step(slurm, sweep, tmp_path):
     Beside it, a task goes on past its time limit.
     """
     limited = training(
-        sweep, tmp_path / "limited", "nodes=1", "launcher.time=1", "launcher.agent.spares=false",
-        loaders=0,
+        sweep, tmp_path / "limited", "nodes=1", "launcher.time=1",
+        "launcher.agent.warm_workers=false", loaders=0,
     )  # fmt: skip
     s = training(sweep, tmp_path / "run", "nodes=1:3")
     trains_on(s, 3)

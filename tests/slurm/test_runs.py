@@ -56,7 +56,7 @@ def test_a_node_that_comes_as_the_run_ends_leaves_at_once(slurm, sweep, tmp_path
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'slow'}:{ROOT}")
     job = busy(slurm, 3)
-    s = sweep("nodes=1:2", "launcher.agent.spares=false", *SLOWLY)
+    s = sweep("nodes=1:2", "launcher.agent.warm_workers=false", *SLOWLY)
     eventually(lambda: s.group_sizes() == [1], "one node trains")
     slurm.run(["scancel", job])
     run = ["squeue", "-h", "-t", "RUNNING", "-o", "%i"]

@@ -94,7 +94,7 @@ def test_a_run_is_followed_across_a_late_node_and_a_requeue(slurm, sweep, follow
     other = busy(slurm, 3)
     script = tmp_path / "talk.py"
     script.write_text(TALK.format(end=str(tmp_path / "hurry")))
-    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.grow=now", script=script)
+    s = sweep("+launcher=slurm", "nodes=1:2", "launcher.scale_up=immediate", script=script)
     eventually(lambda: (s.run() / "run.json").exists(), "it is submitted")
     following, printed = follow(s.run())
     eventually(lambda: s.group_sizes() == [1], "it trains alone")

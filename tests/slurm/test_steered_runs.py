@@ -75,7 +75,9 @@ def ends_right(run: Counting) -> None:
 @pytest.mark.long
 def test_one_run_of_a_sweep_is_cancelled_with_its_waiting_tasks(slurm, sweep, steer):
     """The other run, whose tasks are in the same array, goes on, and succeeds."""
-    s = sweep("nodes=1:4", "lr=0.1,0.05", "epochs=2", "pause_s=0.25", "launcher.grow=never")
+    s = sweep(
+        "nodes=1:4", "lr=0.1,0.05", "epochs=2", "pause_s=0.25", "launcher.scale_up=on_restart"
+    )
     eventually(lambda: all(s.group_sizes(n) for n in range(2)), "both train")
     assert sum("PENDING" in line for line in in_queue(slurm)) == 4
     done = steer("cancel", str(s.run(0)))

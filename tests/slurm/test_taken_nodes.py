@@ -42,7 +42,7 @@ def trains(run: Counting, *sizes: int) -> None:
 
 def test_a_node_is_preempted_and_another_killed_and_both_come_back(sweep, take, tmp_path):
     """With notice no step is lost; without, those since the checkpoint, and no restart."""
-    run = counting(sweep, tmp_path / "run", "nodes=2", "launcher.min_wait_s=600", every=20)
+    run = counting(sweep, tmp_path / "run", "nodes=2", "launcher.below_min_timeout_s=600", every=20)
     trains(run, 2)
     taken = hosts(run.sweep)[1]
     told = take(run, "preempt", taken, "--grace-s", "20")

@@ -17,7 +17,7 @@ from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 
-LIVENESS = HeartbeatConfig(heartbeat_s=0.5, lost_after_s=3.0)
+LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
 LEADER = Endpoint("10.0.0.1", 4000, "7_0", 0)
 RECORD = LogEntry(5, 2, LEADER, round=2, members=(A, B, C, D))
 """The leader is the agent of A's node."""

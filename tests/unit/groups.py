@@ -15,7 +15,7 @@ def machine(**changes) -> RoundState:
     """A machine for one to four nodes with two restarts, that grows at once."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "start_timeout_s": 60.0, "last_call_s": 5.0, "grow": "now",
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
     }  # fmt: skip
     rules = RoundRules(**{**defaults, **changes})
     return RoundState(rules, RequeueBackoff(rules, random.Random(1)))

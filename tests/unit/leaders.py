@@ -8,14 +8,14 @@ from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
 
 HERE = Endpoint("10.0.0.1", 4000, "7_9", 0)
-LIVENESS = HeartbeatConfig(heartbeat_s=0.5, lost_after_s=3.0)
+LIVENESS = HeartbeatConfig(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0)
 
 
 def leading(record: LogEntry | None = None, **rules) -> LeaderState:
     """A leader that has just claimed its epoch, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "start_timeout_s": 60.0, "last_call_s": 5.0, "grow": "now",
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
     }  # fmt: skip
     record = record or claim(1, None, HERE, 1000.0)
     settings = RoundRules(**{**defaults, **rules})

@@ -35,7 +35,7 @@ def test_a_crash_loop_ends_the_run_with_its_first_error():
 
 def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():
     """Where one attempt without progress is one too many, it is the last one as well."""
-    m = training(A, B, max_restarts=100, max_attempts_without_progress=1)
+    m = training(A, B, max_restarts=100, max_failed_rounds=1)
     m.worker_failed([failure(A), failure(A, "Connection closed by peer")], A, 10.0)
     m.join(A, 11.0)
     (end,) = decisions(m.join(B, 11.0))

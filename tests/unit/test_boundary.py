@@ -86,12 +86,12 @@ def test_a_group_without_members_has_reached_nothing():
     assert announced((A, 10, True, 1.0)).reached((), 1.0) is None
 
 
-# ---- the machine, with grow=boundary ------------------------------------------------------
+# ---- the machine, with scale_up=checkpoint ------------------------------------------------------
 
 
 def test_a_parked_node_is_admitted_once_all_members_hold():
     """No member makes a step that the restart would undo."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     assert decisions(m.join(C, 1.0)) == [Hold((A, B), 1)]
     assert decisions(m.boundary(A, 10, 1, 2.0)) == []
     stopped = decisions(m.boundary(B, 10, 1, 2.1))
@@ -100,7 +100,7 @@ def test_a_parked_node_is_admitted_once_all_members_hold():
 
 def test_boundaries_announced_with_nobody_waiting_stop_nothing():
     """Training goes on, and the machine remembers that the script announces them."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     for agent in (A, B):
         assert m.boundary(agent, 10, 0, 2.0) == []
     assert m.regroup.boundaries.seen
@@ -108,7 +108,7 @@ def test_boundaries_announced_with_nobody_waiting_stop_nothing():
 
 def test_members_are_asked_to_hold_once():
     """However often time passes, and however many wait."""
-    m = training(A, grow="boundary")
+    m = training(A, scale_up="checkpoint")
     m.boundary(A, 5, 0, 0.5)
     assert Hold((A,), 1) in m.join(B, 1.0)
     assert decisions(m.join(C, 1.1)) == [] and decisions(m.tick(50.0)) == []
@@ -116,7 +116,7 @@ def test_members_are_asked_to_hold_once():
 
 def test_the_hold_is_withdrawn_when_the_newcomer_goes():
     """Nobody waits for anything any more."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     m.join(C, 1.0)
     m.boundary(A, 10, 1, 2.0)
     assert decisions(m.gone(C, "silent", 2.5)) == [Hold((A, B), 0)]
@@ -125,7 +125,7 @@ def test_the_hold_is_withdrawn_when_the_newcomer_goes():
 
 def test_a_hold_that_was_withdrawn_does_not_count_for_the_next_one():
     """Members have trained on since: what they would lose begins at their next boundary."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     m.join(C, 1.0)
     m.boundary(A, 10, 1, 2.0)
     m.gone(C, "silent", 2.5)
@@ -138,7 +138,7 @@ def test_a_hold_that_was_withdrawn_does_not_count_for_the_next_one():
 
 def test_a_hold_ends_with_its_round():
     """The next round's members hold only if somebody waits then."""
-    m = training(A, B, grow="boundary", max_nodes=2)
+    m = training(A, B, scale_up="checkpoint", max_nodes=2)
     m.join(C, 1.0)
     m.gone(B, "silent", 2.0)
     m.join(A, 2.1)
@@ -146,9 +146,9 @@ def test_a_hold_ends_with_its_round():
     assert decisions(m.tick(3.0)) == []
 
 
-def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
+def test_a_script_that_announces_nothing_is_broken_after_scale_up_timeout_s():
     """There is no good moment to wait for."""
-    m = training(A, B, grow="boundary", grow_after_s=20.0)
+    m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.join(C, 1.0)
     assert decisions(m.tick(20.9)) == []
     (stop,) = decisions(m.tick(21.0))
@@ -157,7 +157,7 @@ def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
 
 def test_a_script_that_has_ever_announced_one_is_waited_for():
     """Its next checkpoint may be an hour away; a join costs no step."""
-    m = training(A, B, grow="boundary", grow_after_s=20.0)
+    m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.boundary(A, 5, 0, 0.5)
     m.join(C, 1.0)
     assert decisions(m.tick(3600.0)) == []
@@ -165,7 +165,7 @@ def test_a_script_that_has_ever_announced_one_is_waited_for():
 
 def test_the_first_one_to_come_decides_how_long_a_silent_script_is_waited_for():
     """Newcomers that come one by one do not put each other off."""
-    m = training(A, grow="boundary", grow_after_s=20.0)
+    m = training(A, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.join(B, 1.0)
     m.join(C, 19.0)
     (stop,) = decisions(m.tick(21.0))

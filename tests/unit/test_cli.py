@@ -319,7 +319,7 @@ def fake_agent(monkeypatch):
     )
 
 
-QUICK = {"nodes": "1:2", "nproc_per_node": 1, "poll_s": 0.05}
+QUICK = {"nodes": "1:2", "nproc_per_node": 1, "poll_interval_s": 0.05}
 
 
 def test_launch_returns_results_by_global_rank(tmp_path, fake_agent):

@@ -93,11 +93,13 @@ def test_the_command_line_overrides_the_users_own_config(project):
     """No + is needed: the keys exist."""
     project.write(config="nodes: '1:8'")
     overrides = ["+launcher=slurm", "nodes=2", "nproc_per_node=4", "launcher.env.A=b"]
-    settings = resolve(project.compose(*overrides, "launcher.interface=ib0", "launcher.grow=now"))
+    settings = resolve(
+        project.compose(*overrides, "launcher.interface=ib0", "launcher.scale_up=immediate")
+    )
     assert settings.nodes == NodeRange(2, 2)
     assert settings.nproc_per_node == 4
     assert settings.launcher.env == {"A": "b"}
-    assert (settings.launcher.interface, settings.launcher.grow) == ("ib0", "now")
+    assert (settings.launcher.interface, settings.launcher.scale_up) == ("ib0", "immediate")
 
 
 @pytest.mark.parametrize("order", ["[launcher: local, _self_]", "[_self_, launcher: local]"])

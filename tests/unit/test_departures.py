@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.step_agreement import StepVote
 
 def noticed(*agents, left_s=5.0, **changes) -> RoundState:
     """Two nodes that train, of which these were put under notice at time 10."""
-    m = training(A, B, **{"grow": "boundary", **changes})
+    m = training(A, B, **{"scale_up": "checkpoint", **changes})
     for agent in agents:
         m.noticed(agent, "signal", left_s, 10.0)
     return m
@@ -34,7 +34,7 @@ def agreed(m: RoundState, step: int, now: float) -> None:
 
 def test_members_are_asked_to_hold_before_a_step_is_proposed():
     """Whoever is to save there must be held already."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     actions = m.noticed(A, "signal", 5.0, 10.0)
     asked = [a for a in actions if isinstance(a, (Hold, ProposeStep))]
     assert asked == [Hold((A, B), 1), ProposeStep((A, B), 1, 0)]
@@ -116,7 +116,7 @@ def test_a_released_task_comes_back_as_a_newcomer():
 
 def test_with_time_left_others_are_waited_for():
     """A time limit comes to all nodes, though not in the same second."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     assert decisions(m.noticed(A, "time_limit", 100.0, 10.0)) == []
     assert decisions(m.tick(10.0 + GATHER_S - 0.1)) == []
     assert decisions(m.tick(10.0 + GATHER_S)) == [Hold((A, B), 1)]
@@ -124,7 +124,7 @@ def test_with_time_left_others_are_waited_for():
 
 def test_once_everybody_is_to_leave_nobody_else_is_waited_for():
     """One checkpoint does for all."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     m.noticed(A, "time_limit", 100.0, 10.0)
     assert decisions(m.noticed(B, "time_limit", 100.0, 10.1)) == [Hold((A, B), 1)]
 
@@ -141,7 +141,7 @@ def test_a_departure_makes_room_for_a_newcomer():
 
 def test_a_newcomer_does_not_break_the_round_while_a_checkpoint_is_agreed_on():
     """Though the script has not announced any yet."""
-    m = training(A, B, grow="boundary", grow_after_s=3.0)
+    m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=3.0)
     m.join(C, 10.0)
     agreed(m, 20, 12.5)
     assert decisions(m.tick(15.0)) == []
@@ -150,21 +150,21 @@ def test_a_newcomer_does_not_break_the_round_while_a_checkpoint_is_agreed_on():
 
 def test_nothing_is_agreed_on_once_a_member_is_done():
     """Its agent has no worker left to ask."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     m.finished(A, 9.0)
     assert not [a for a in m.noticed(B, "signal", 5.0, 10.0) if isinstance(a, ProposeStep)]
 
 
 def test_a_notice_of_somebody_who_is_no_member_changes_nothing():
     """An agent in no round just leaves."""
-    m = training(A, B, grow="boundary", max_nodes=2)
+    m = training(A, B, scale_up="checkpoint", max_nodes=2)
     m.join(C, 10.0)
     assert m.noticed(C, "signal", 5.0, 11.0) == []
 
 
 def test_a_worker_may_ask_for_a_checkpoint():
     """No member holds for it."""
-    m = training(A, B, grow="boundary")
+    m = training(A, B, scale_up="checkpoint")
     assert m.wants_checkpoint(A, 10.0) == [ProposeStep((A, B), 1, 0)]
     agreed(m, 20, 10.5)
     for agent in (A, B):

@@ -32,7 +32,7 @@ def main(cfg):
 if __name__ == "__main__":
     main()
 """
-QUICK = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_s=0.1"]
+QUICK = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_interval_s=0.1"]
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ BAD_SETTINGS = [
         [], "slurm.preemption", "warn", "suspended task",
     ),
     (with_config(KillWait="2 sec"), ["partition=cpu"], "slurm.grace", "warn", "KillWait 2 s"),
-    (CLUSTER, ["grace_s=300"], "slurm.grace", "fail", "launcher.grace_s=90 or less"),
+    (CLUSTER, ["preempt_grace_s=300"], "slurm.grace", "fail", "preempt_grace_s=90 or less"),
     (
         with_config(ProctrackType="proctrack/pgid"),
         [], "slurm.processes", "fail", "proctrack/cgroup",

@@ -194,7 +194,7 @@ BAD = [
     (with_ending(1, lived_s={"agent": None, "worker": None}), "signals.cancel_grace", "fail",
      "no SIGTERM"),
     (with_ending(1, lived_s={"agent": 5.0, "worker": 5.0}), "signals.cancel_grace", "warn",
-     "launcher.grace_s=5"),
+     "launcher.preempt_grace_s=5"),
     (with_ending(1, capped=True), "signals.cancel_end", "unknown", "longer than the probe"),
     (with_ending(1, orphaned=True), "signals.cancel_end", "fail", "proctrack/cgroup"),
     (replace(GOOD, leftovers=["7_1"]), "signals.leftovers", "warn", "7_1"),

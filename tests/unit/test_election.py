@@ -43,14 +43,14 @@ def test_a_leader_that_is_silent_and_renews_its_lease_is_never_deposed():
 
 @pytest.mark.parametrize("phase_s", [0.0, 0.15, 0.4, 0.75])
 def test_a_lease_may_be_renewed_as_seldom_as_the_leader_of_many_does(phase_s):
-    """A third of lost_after_s, however short the heartbeats of a small run would be."""
+    """A third of heartbeat_timeout_s, however short the heartbeats of a small run would be."""
     search = Search(agent(D, phase_s, HeartbeatConfig(0.2, 3.0)), phase_s)
     search.beats = 1.0
     assert search.until_claim(60.0) is None
 
 
 def test_a_leader_that_is_silent_and_renews_nothing_is_dead():
-    """After lost_after_s, and once its lease has run out."""
+    """After heartbeat_timeout_s, and once its lease has run out."""
     search = Search(agent(D))
     search.lease = 7
     when = search.until_claim(60.0)
@@ -82,7 +82,7 @@ def test_a_leader_that_was_followed_is_missed_since_it_was_heard():
 
 
 def test_a_damaged_record_is_a_leader_out_of_reach():
-    """Its number is taken, its lease is nobody's: the next one is claimed after lost_after_s."""
+    """Its number is taken, its lease is nobody's: the next one is claimed after the time-out."""
     search = Search(agent(B))
     search.number, search.beats = 6, 0.5
     when = search.until_claim(60.0)

@@ -192,7 +192,7 @@ def test_a_broken_connection_stops_the_workers_and_looks_again():
     assert "its connection closed" in told(effects, "stop")[0]["reason"]
 
 
-def test_a_silent_leader_is_lost_after_lost_after_s():
+def test_a_silent_leader_is_lost_after_heartbeat_timeout_s():
     """A connection to a node that has vanished does not break."""
     f, effects, now = following(), [], 0.0
     while not of(effects, Disconnect):

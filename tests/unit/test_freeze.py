@@ -139,7 +139,7 @@ SWEEPS = [
     [["model=large", "lr=1"], ["model=large", "lr=2"], ["model=small", "lr=2"]] * 2,
     [["opt={a: 2}"], ["~opt"], ["+opt.c=3"], ["lr=3"], ["~opt.a"]] * 2,
     [["hydra.job.name=x", "lr=2"], ["lr=2"], ["++lr=3"]] * 2,
-    [["opt.a=2", f"lr={n}", "+launcher.poll_s=2"] for n in (1, 2, 3, 3, 4)],
+    [["opt.a=2", f"lr={n}", "+launcher.poll_interval_s=2"] for n in (1, 2, 3, 3, 4)],
     [[f"opt.a={n}", "++opt.a=9", f"+opt.b={n}"] for n in range(4)],
     [[f"lr={lr}", f"opt.a={a}"] for lr in (1, 2, 3) for a in (1, 2, 3)],
     [["opt.a=1", "++opt.a=2"], ["++opt.a=2", "opt.a=1"]] * 3,
@@ -367,20 +367,27 @@ def test_prepare_writes_all_that_a_task_needs(tmp_path):
 
 
 def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
-    """launcher.grow and its like are frozen; a requeued task runs by the same."""
+    """launcher.scale_up and its like are frozen; a requeued task runs by the same."""
     launcher = SlurmSettings(
-        grow="now", grow_after_s=5.0, min_wait_s=None, interface="ib0", gang=True,
-        notice_s=60.0, notice_signal="USR1", max_attempts_without_progress=5,
+        scale_up="immediate", scale_up_timeout_s=5.0, below_min_timeout_s=None,
+        interface="ib0", coallocate_min=True,
+        signal_delay_s=60.0, preempt_signal="USR1", max_failed_rounds=5,
         max_requeues=7,
     )  # fmt: skip
     prepare(plan_in(tmp_path, launcher=launcher), ENTRY, name="train", graces=[Grace(90, 30)])
     spec = RunDir(tmp_path / "0").load()
-    assert (spec.notice_s, spec.notice_signal, spec.grace_s, spec.kill_wait_s) == (
+    assert (spec.signal_delay_s, spec.preempt_signal, spec.preempt_grace_s, spec.kill_wait_s) == (
         60.0, "USR1", 90, 30,
     )  # fmt: skip
-    assert (spec.max_attempts_without_progress, spec.max_requeues) == (5, 7)
-    found = (spec.grow, spec.grow_after_s, spec.min_wait_s, spec.interface, spec.gang)
-    assert found == ("now", 5.0, None, "ib0", True)
+    assert (spec.max_failed_rounds, spec.max_requeues) == (5, 7)
+    found = (
+        spec.scale_up,
+        spec.scale_up_timeout_s,
+        spec.below_min_timeout_s,
+        spec.interface,
+        spec.coallocate_min,
+    )
+    assert found == ("immediate", 5.0, None, "ib0", True)
     assert spec.task_names({0: "7"}) == ["7.0"]
     assert spec.task_names({0: "7", 1: "8"}) == ["7.0", "8_0"]
 

@@ -13,8 +13,8 @@ from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 
 
 def test_too_few_for_too_long_gives_every_node_back():
-    """Between one and two times min_wait_s, by chance: of two runs one gives way."""
-    m = machine(min_nodes=3, min_wait_s=10.0)
+    """Between one and two times below_min_timeout_s, by chance: of two runs one gives way."""
+    m = machine(min_nodes=3, below_min_timeout_s=10.0)
     m.join(A, 0.0)
     m.join(B, 5.0)
     assert decisions(m.tick(9.9)) == []
@@ -24,7 +24,7 @@ def test_too_few_for_too_long_gives_every_node_back():
 
 
 def test_nodes_are_kept_where_there_is_no_queue():
-    """Without min_wait_s a group waits for min nodes for ever."""
+    """Without below_min_timeout_s a group waits for min nodes for ever."""
     m = machine(min_nodes=2)
     m.join(A, 0.0)
     assert decisions(m.tick(1e9)) == []
@@ -32,7 +32,7 @@ def test_nodes_are_kept_where_there_is_no_queue():
 
 def test_the_wait_begins_anew_once_there_were_enough():
     """A group that has trained waits its full time again."""
-    m = training(A, B, min_nodes=2, min_wait_s=10.0)
+    m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
     m.gone(B, "silent", 500.0)
     m.join(A, 500.1)
     assert decisions(m.tick(509.9)) == []
@@ -45,7 +45,7 @@ def test_the_time_away_doubles_and_is_random_within_its_range(before, least, mos
     """Half to one and a half of it; about ten minutes after many times."""
     away = set()
     for seed in range(40):
-        m = machine(min_nodes=2, min_wait_s=10.0)
+        m = machine(min_nodes=2, below_min_timeout_s=10.0)
         m.patience.rng, m.patience.given_back = random.Random(seed), before
         m.join(A, 0.0)
         (given,) = decisions(m.tick(20.0))
@@ -58,7 +58,7 @@ def test_the_wait_is_random_from_one_run_to_the_next():
     """Two runs that hold half of the nodes each do not give them back at the same time."""
 
     def waited(seed: int) -> float:
-        rules = RoundRules(2, 4, 2, 60.0, 5.0, min_wait_s=10.0)
+        rules = RoundRules(2, 4, 2, 60.0, 5.0, below_min_timeout_s=10.0)
         m = RoundState(rules, RequeueBackoff(rules, random.Random(seed)))
         m.join(A, 0.0)
         return next(t / 10 for t in range(1000) if decisions(m.tick(t / 10)))
@@ -69,7 +69,7 @@ def test_the_wait_is_random_from_one_run_to_the_next():
 
 def test_whoever_joins_after_that_goes_back_too():
     """For as long as the others; nobody is left behind."""
-    m = machine(min_nodes=2, min_wait_s=10.0)
+    m = machine(min_nodes=2, below_min_timeout_s=10.0)
     m.join(A, 0.0)
     (given,) = decisions(m.tick(20.0))
     assert m.join(B, 21.0) == [GiveBack((B,), given.delay_s, all=False)]
@@ -86,7 +86,7 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
 
 def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     """Two looks some seconds apart; in between it may have got what it lacks."""
-    m = machine(min_nodes=2, min_wait_s=300.0)
+    m = machine(min_nodes=2, below_min_timeout_s=300.0)
     m.join(A, 0.0)
     assert m.sweep_says("others hold it", 1.0) == [] and m.sweep_says(None, 3.0) == []
     assert m.sweep_says("others hold it", 5.0) == [] and m.sweep_says("others hold it", 8.0) == []
@@ -99,12 +99,12 @@ def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
 @pytest.mark.parametrize(("attempt", "kept"), [(0, False), (1, True)])
 def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     """Given back, it would end, and the run with it: by time, for others, and where it parks."""
-    m = machine(min_nodes=2, min_wait_s=10.0, max_requeues=1)
+    m = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     m.join(replace(A, attempt=attempt), 0.0)
     assert m.is_short is not kept
     assert m.sweep_says("others hold it", 1.0) == []
     assert bool(m.sweep_says("others hold it", 8.0)) is not kept
-    late = machine(min_nodes=2, min_wait_s=10.0, max_requeues=1)
+    late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
     parks = late.patience.late({replace(B, attempt=attempt): 0.0}, 50.0)
@@ -113,7 +113,7 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
 
 def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
     """What is said of it is old, or its nodes are not to be given back."""
-    trains = training(A, B, min_nodes=2, min_wait_s=300.0)
+    trains = training(A, B, min_nodes=2, below_min_timeout_s=300.0)
     stays = machine(min_nodes=2)
     stays.join(A, 0.0)
     for m in (trains, stays):

@@ -21,7 +21,7 @@ class Slurm:
     def preemption(self, partition: str | None) -> Preemption:
         """Return a grace by the partition's name."""
         self.asked.append(partition)
-        return Preemption(grace_s=60 if partition == "gpu" else 0, kill_wait_s=30)
+        return Preemption(preempt_grace_s=60 if partition == "gpu" else 0, kill_wait_s=30)
 
 
 def run_with(launcher: SlurmSettings | LocalSettings, nodes: int = 1) -> PlannedRun:
@@ -34,7 +34,11 @@ def test_what_slurm_gives_after_sigterm_is_asked_once_for_each_partition():
     slurm = Slurm()
     launchers = [
         *(SlurmSettings(partition="gpu"), SlurmSettings(), SlurmSettings(partition="gpu")),
-        *(SlurmSettings(grace_s=20.0), LocalSettings(), LocalSettings(grace_s=45.0)),
+        *(
+            SlurmSettings(preempt_grace_s=20.0),
+            LocalSettings(),
+            LocalSettings(preempt_grace_s=45.0),
+        ),
     ]
     found = [(g.preempted_s, g.ended_s) for g in graces(list(map(run_with, launchers)), slurm)]
     assert found == [(90, 30), (30, 30), (90, 30), (20, 20), (30, 30), (45, 30)]

@@ -126,7 +126,7 @@ def growing(**changes) -> RoundState:
 
 def test_grow_never_waits_for_another_reason():
     """The newcomer is taken in when the round breaks anyway."""
-    m = growing(grow="never")
+    m = growing(scale_up="on_restart")
     assert decisions(m.join(C, 1.0)) == []
     assert decisions(m.tick(1e6)) == []
     m.gone(B, "silent", 1e6)
@@ -140,17 +140,17 @@ def test_a_newcomer_that_repays_the_restart_is_taken_in():
     assert decisions(growing().join(C, 1.0)) == [StopRound((A, B), "node3 joins")]
 
 
-@pytest.mark.parametrize("grow", ["now", "boundary"])
-def test_a_newcomer_that_comes_too_late_is_not_taken_in(grow):
+@pytest.mark.parametrize("scale_up", ["immediate", "checkpoint"])
+def test_a_newcomer_that_comes_too_late_is_not_taken_in(scale_up):
     """What remains is less than a restart saves."""
-    m = growing(grow=grow)
+    m = growing(scale_up=scale_up)
     m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
     assert decisions(m.join(C, 1.0)) == []
 
 
 def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
     """Slurm knows how long it may stay."""
-    m = growing(grow="boundary")
+    m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
     view = running(A, B) | {C.task: TaskState(C.task, "RUNNING", restarts=0, time_left_s=15.0)}
     assert decisions(m.slurm_says(view, 1.5, 1.6)) == [Hold((A, B), 0)]
@@ -158,14 +158,14 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
 
 def test_the_decision_is_logged_with_its_reason():
     """Who waits, when he is taken in, and why."""
-    (note,) = notes(growing(grow="boundary").join(C, 1.0), "scale_up_decision")
-    assert note.fields["waiting"] == [C.task] and note.fields["admit"] == "boundary"
+    (note,) = notes(growing(scale_up="checkpoint").join(C, 1.0), "scale_up_decision")
+    assert note.fields["waiting"] == [C.task] and note.fields["admit"] == "checkpoint"
     assert "1 more nodes save about 33 s of 100 s, a restart costs 10.0 s" in note.fields["why"]
 
 
 def test_the_decision_is_logged_again_only_when_it_changes():
     """Not with every second that passes."""
-    m = growing(grow="boundary")
+    m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
     m.outlook = Forecast(remaining_s=90.0, restart_cost_s=10.0)
     assert notes(m.tick(10.0), "scale_up_decision") == []
@@ -179,12 +179,12 @@ def test_the_decision_is_logged_again_only_when_it_changes():
 
 def parked(**changes) -> RoundState:
     """A machine with a node that is not wanted, and ten seconds of patience at least."""
-    m = growing(min_wait_s=10.0, **changes)
+    m = growing(below_min_timeout_s=10.0, **changes)
     assert decisions(m.join(C, 1.0)) == []
     return m
 
 
-@pytest.mark.parametrize("changes", [{"grow": "never"}, {"max_nodes": 2}])
+@pytest.mark.parametrize("changes", [{"scale_up": "on_restart"}, {"max_nodes": 2}])
 def test_a_node_that_is_not_wanted_goes_back_to_the_queue(changes):
     """Somebody else can use it; the group goes on."""
     m = parked(**changes)
@@ -196,7 +196,7 @@ def test_a_node_that_is_not_wanted_goes_back_to_the_queue(changes):
 
 def test_it_goes_back_once():
     """And its connection, which ends then, costs nobody anything."""
-    m = parked(grow="never")
+    m = parked(scale_up="on_restart")
     m.tick(21.0)
     assert decisions(m.tick(22.0)) == []
     assert decisions(m.gone(C, "its connection closed", 22.5)) == []
@@ -204,7 +204,7 @@ def test_it_goes_back_once():
 
 def test_a_node_that_is_not_worth_it_goes_back_too():
     """It was held for nothing, and members that hold are let go."""
-    m = growing(grow="boundary", min_wait_s=10.0)
+    m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.join(C, 1.0)
     m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
     let_go, given = decisions(m.tick(21.0))
@@ -213,7 +213,7 @@ def test_a_node_that_is_not_worth_it_goes_back_too():
 
 def test_a_node_that_waits_for_a_boundary_is_kept():
     """It is wanted, only not yet."""
-    m = growing(grow="boundary", min_wait_s=10.0)
+    m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.boundary(A, 5, 0, 0.5)
     m.join(C, 1.0)
     assert decisions(m.tick(3600.0)) == []
@@ -221,6 +221,6 @@ def test_a_node_that_waits_for_a_boundary_is_kept():
 
 def test_a_node_that_is_not_wanted_stays_where_there_is_no_queue():
     """A local run gives nothing back."""
-    m = growing(grow="never")
+    m = growing(scale_up="on_restart")
     m.join(C, 1.0)
     assert decisions(m.tick(1e9)) == []

@@ -55,7 +55,7 @@ def app(tmp_path):
     """Return a function that runs the user's script with overrides."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    quick = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_s=0.1"]
+    quick = ["+launcher=local", "nodes=1", "nproc_per_node=1", "launcher.poll_interval_s=0.1"]
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "train.py", *quick, *overrides]
@@ -141,7 +141,7 @@ def test_dry_run_freezes_and_starts_nothing(app, tmp_path):
 def test_snapshot_runs_the_copy(app, tmp_path):
     """The frozen entry points into the copy, which the run directory links to."""
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    done = app("launcher.snapshot=true", "launcher.dry_run=true")
+    done = app("launcher.code_snapshot=true", "launcher.dry_run=true")
     assert done.returncode == 0, done.stderr
     spec = json.loads((tmp_path / "out" / "0" / "run.json").read_text())
     code = tmp_path / "out" / ".hpc_elastic" / "code"

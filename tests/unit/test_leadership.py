@@ -112,7 +112,7 @@ def test_a_record_beyond_the_one_that_one_has_asked_for_does():
 
 def test_giving_all_nodes_back_is_a_decision():
     """Everybody is told, and what is queued waits as well, once it is recorded."""
-    leader = leading(min_nodes=3, min_wait_s=2.0)
+    leader = leading(min_nodes=3, below_min_timeout_s=2.0)
     for agent in (A, B):
         join(leader, agent, 1.0)
     (create,) = of(meanwhile(leader, 5.5, A, B), Create)
@@ -125,7 +125,7 @@ def test_giving_all_nodes_back_is_a_decision():
 
 def test_sending_one_node_back_needs_no_record():
     """The group is what it was."""
-    leader = training(A, B, min_wait_s=1.0, grow="never")
+    leader = training(A, B, below_min_timeout_s=1.0, scale_up="on_restart")
     join(leader, C, 1.5)
     effects = meanwhile(leader, 4.0, A, B, C, since=2.0)
     assert told(effects, "give back") == [C]
@@ -214,7 +214,7 @@ def test_every_member_is_told_its_place():
 
 def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     """As long as it is below min nodes; one question at a time, and some seconds between two."""
-    leader = leading(min_nodes=2, min_wait_s=300.0, in_sweep=True)
+    leader = leading(min_nodes=2, below_min_timeout_s=300.0, in_sweep=True)
     effects = [*join(leader, A, 1.0), *leader.tick(1.0)]
     assert len(of(effects, AskSweep)) == 1 and not of(leader.tick(2.0), AskSweep)
     assert leader.sweep_says("others hold it", 3.0) == []
@@ -227,7 +227,9 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
     """A dozen times in the first minute however many agents join, and four a minute for a sweep."""
 
     def commands(agents: int, minutes: int, **rules: object) -> list[int]:
-        leader = leading(min_nodes=agents + 1, max_nodes=agents + 1, min_wait_s=9999.0, **rules)
+        leader = leading(
+            min_nodes=agents + 1, max_nodes=agents + 1, below_min_timeout_s=9999.0, **rules
+        )
         asked = [0] * minutes
         for tick in range(minutes * 60 * 4):
             now = tick / 4

@@ -52,7 +52,7 @@ def test_an_agent_that_leaves_is_gone_at_once():
     assert gone.fields["why"] == "taken by SIGTERM"
 
 
-def test_a_silent_agent_is_lost_after_lost_after_s():
+def test_a_silent_agent_is_lost_after_heartbeat_timeout_s():
     """Its connection is abandoned, which would not break by itself."""
     leader = training(A, B, C)
     assert of(passed(leader, 4.0, A, C), Drop) == []
@@ -223,7 +223,7 @@ def test_a_leader_whose_members_hung_up_renews_its_lease():
 
 
 def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
-    """Twice lost_after_s; if nobody did, the others are dead, and it goes on."""
+    """Twice heartbeat_timeout_s; if nobody did, the others are dead, and it goes on."""
     leader = training(A, B, C)
     passed(leader, 4.5, A)
     assert leader.machine.phase is RoundPhase.FORMING
@@ -271,12 +271,12 @@ def test_a_leader_below_min_nodes_renews_no_lease():
 
 @pytest.mark.parametrize(("size", "every_s"), [(1, 0.5), (2500, 0.5), (4000, 0.8), (9000, 1.0)])
 def test_many_agents_beat_more_seldom(size, every_s):
-    """So many a second that one leader can take them; a third of lost_after_s at most."""
+    """So many a second that one leader can take them; a third of heartbeat_timeout_s at most."""
     assert HeartbeatConfig.of(0.5, 3.0, size) == HeartbeatConfig(every_s, 3.0)
 
 
 def test_a_slow_heartbeat_is_left_as_it_was_set():
-    """Whatever a third of lost_after_s is."""
+    """Whatever a third of heartbeat_timeout_s is."""
     assert HeartbeatConfig.of(2.0, 3.0, 9000) == HeartbeatConfig(2.0, 3.0)
 
 
@@ -382,7 +382,7 @@ def test_a_round_that_breaks_asks_anew():
 
 def test_slurm_is_asked_about_a_node_that_is_parked():
     """How long it may stay says whether it is worth a restart."""
-    leader = training(A, B, grow="never")
+    leader = training(A, B, scale_up="on_restart")
     leader.slurm_says(running(A, B), 1.1)
     leader.machine.rules = replace(leader.machine.rules, max_nodes=4)
     assert asks(join(leader, C, 50.0))

@@ -37,7 +37,9 @@ def fake_agent(monkeypatch):
 def settings(nodes: int, **launcher) -> RunSettings:
     """Return settings of a run that polls and ends quickly."""
     quick = AgentSettings(stop_timeout_s=1)
-    return RunSettings(NodeRange(1, nodes), 1, LocalSettings(agent=quick, poll_s=0.05, **launcher))
+    return RunSettings(
+        NodeRange(1, nodes), 1, LocalSettings(agent=quick, poll_interval_s=0.05, **launcher)
+    )
 
 
 def prepared(sweep: Path, *runs: RunSettings) -> Prepared:

@@ -20,7 +20,9 @@ from hpc_elastic.agent.preemption import (
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.worker.shared_page import WorkerStatus
 
-TERMS = PreemptionConfig(notice_s=120, grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2)
+TERMS = PreemptionConfig(
+    signal_delay_s=120, preempt_grace_s=60, kill_wait_s=30, user_signal=signal.SIGUSR2
+)
 
 
 def worker(**shows: Any) -> WorkerStatus:

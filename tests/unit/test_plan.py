@@ -25,8 +25,8 @@ def order(planned: Plan, array: int = 0) -> list[tuple[int, int]]:
     return [(task.run, task.slot) for task in planned.arrays[array].tasks]
 
 
-def test_spread_runs_gives_every_run_a_first_node_first():
-    """With spread=runs and a minimum of one, no run has two in the queue before each has one."""
+def test_breadth_first_gives_every_run_a_first_node_first():
+    """With a minimum of one, no run has two nodes in the queue before each has one."""
     assert order(plan(run("a", 3), run("b", 1), run("c", 2))) == [
         *[(0, 0), (1, 0), (2, 0)],
         *[(0, 1), (2, 1)],
@@ -34,7 +34,7 @@ def test_spread_runs_gives_every_run_a_first_node_first():
     ]
 
 
-def test_spread_runs_queues_the_minimum_of_one_run_after_the_other():
+def test_breadth_first_queues_the_minimum_of_one_run_after_the_other():
     """With fewer nodes than runs, the first runs can begin: no run holds a node for nothing."""
     assert order(plan(run("a", 3, low=2), run("b", 2, low=2), run("c", 4, low=1))) == [
         *[(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)],
@@ -43,9 +43,9 @@ def test_spread_runs_queues_the_minimum_of_one_run_after_the_other():
     ]
 
 
-def test_spread_nodes_queues_one_run_after_the_other():
-    """With spread=nodes all nodes of a run stand before those of the next."""
-    by_nodes = SlurmSettings(spread="nodes")
+def test_depth_first_queues_one_run_after_the_other():
+    """With queue_order=depth_first all nodes of a run stand before those of the next."""
+    by_nodes = SlurmSettings(queue_order="depth_first")
     planned = plan(run("a", 2, by_nodes), run("b", 2, by_nodes))
     assert order(planned) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -88,7 +88,7 @@ def test_array_file_names_run_and_slot_by_index():
     }
 
 
-GANG = SlurmSettings(gang=True)
+GANG = SlurmSettings(coallocate_min=True)
 
 
 def laid_out(planned: Plan) -> list[tuple[int, bool, int | None, list[tuple[int, int]]]]:
@@ -121,7 +121,7 @@ def test_a_gang_of_all_nodes_has_no_array():
     assert laid_out(plan(run("a", 2, GANG, low=2))) == [(0, True, None, [(0, 0), (0, 1)])]
 
 
-def test_with_spread_runs_every_gang_stands_before_any_further_node():
+def test_breadth_first_every_gang_stands_before_any_further_node():
     """And runs without a gang keep their shared array."""
     planned = plan(run("a", 2, GANG), run("b", 3), run("c", 2, GANG), run("d", 1))
     assert laid_out(planned) == [
@@ -133,9 +133,9 @@ def test_with_spread_runs_every_gang_stands_before_any_further_node():
     ]
 
 
-def test_with_spread_nodes_a_gang_and_its_array_stand_together():
+def test_depth_first_a_gang_and_its_array_stand_together():
     """All nodes of a run are queued before those of the next."""
-    by_nodes = SlurmSettings(gang=True, spread="nodes")
+    by_nodes = SlurmSettings(coallocate_min=True, queue_order="depth_first")
     planned = plan(run("a", 2, by_nodes), run("b", 2, by_nodes))
     assert [(gang, after) for _, gang, after, _ in laid_out(planned)] == [
         *[(True, None), (False, 0)],

@@ -88,7 +88,7 @@ def test_a_run_that_has_failed_shows_its_restarts():
 
 def test_nodes_that_were_given_back():
     """The run is in the queue again."""
-    leader = leading(min_nodes=2, min_wait_s=1.0)
+    leader = leading(min_nodes=2, below_min_timeout_s=1.0)
     leader.connected(A, 0.0)
     leader.received(A, {"type": "join", "ask": 1}, 0.0)
     for now in (0.5, 1.0, 1.5, 2.0, 2.5):

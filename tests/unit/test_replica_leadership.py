@@ -24,7 +24,7 @@ def leading(record: LogEntry | None = None, **changes) -> ReplicaLeaderState:
     """A leader that has just claimed its epoch, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "start_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
     }  # fmt: skip
     record = record or claim(1, None, HERE, 1000.0)
     rules = RoundRules(**{**defaults, **changes})

@@ -231,8 +231,8 @@ def test_ft_is_off_unless_it_is_asked_for():
 
 def test_replicas_are_always_admitted():
     """A run that never grows can not have them."""
-    with pytest.raises(ConfigError, match=r"launcher\.grow"):
-        resolve({"launcher": {"backend": "local", "grow": "never"}, "ft": True})
+    with pytest.raises(ConfigError, match=r"launcher\.scale_up"):
+        resolve({"launcher": {"backend": "local", "scale_up": "on_restart"}, "ft": True})
 
 
 def test_somebody_else_may_answer_when_to_save(monkeypatch):

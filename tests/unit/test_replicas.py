@@ -25,7 +25,7 @@ def rules(**changes) -> RoundRules:
     """One to four nodes, two restarts."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
-        "start_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
+        "straggler_timeout_s": 60.0, "last_call_s": 5.0, "ft": True,
     }  # fmt: skip
     return RoundRules(**{**defaults, **changes})
 
@@ -113,7 +113,7 @@ def test_a_notice_stops_nobody():
 
 def test_too_few_for_too_long_go_back_to_the_queue():
     """All that are left, since no quorum can be made of them."""
-    m = training(A, B, min_nodes=2, min_wait_s=10.0)
+    m = training(A, B, min_nodes=2, below_min_timeout_s=10.0)
     m.gone(B, "lost", 1.0)
     assert decisions(m.tick(10.0)) == []
     (given_back,) = decisions(m.tick(100.0))
@@ -123,7 +123,7 @@ def test_too_few_for_too_long_go_back_to_the_queue():
 
 def test_too_few_whose_tasks_may_not_be_requeued_are_kept():
     """Given back, they would end."""
-    m = training(A, B, min_nodes=2, min_wait_s=10.0, max_requeues=0)
+    m = training(A, B, min_nodes=2, below_min_timeout_s=10.0, max_requeues=0)
     m.gone(B, "lost", 1.0)
     assert decisions(m.tick(100.0)) == [] and not m.is_short
     assert m.sweep_says("others hold it", 101.0) == m.sweep_says("others hold it", 109.0) == []
@@ -157,7 +157,7 @@ def test_more_failures_than_restarts_end_the_run_with_the_first_of_them():
 
 def test_failures_while_others_make_steps_are_no_crash_loop():
     """Progress is a step that anybody has made; restarts alone limit them."""
-    m = training(A, B, max_restarts=9, max_attempts_without_progress=2)
+    m = training(A, B, max_restarts=9, max_failed_rounds=2)
     for step in (1, 2, 3):
         m.stepped(step)
         assert m.worker_failed([failure(B)], B, float(step)) and m.phase is RoundPhase.RUNNING

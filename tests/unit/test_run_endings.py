@@ -228,7 +228,7 @@ def test_wait_ends_though_the_launcher_was_killed(tmp_path, capsys):
     run = local(tmp_path, state="RUNNING", pid=GONE, launcher=GONE)
     arrays = {"runs": [{"dir": str(run.path), "tasks": ["17_0"]}], "tasks": []}
     Submission(tmp_path / ".hpc_elastic").array(0).tasks.write_text(json.dumps(arrays))
-    assert main(["wait", str(run.path), "--poll-s", "0.2"]) == 1
+    assert main(["wait", str(run.path), "--poll-interval-s", "0.2"]) == 1
     assert "the run ended without a result" in capsys.readouterr().out
 
 

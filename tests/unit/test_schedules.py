@@ -20,7 +20,7 @@ class Schedule:
         self.rng = random.Random(seed)
         self.rules = {
             "min_nodes": self.rng.randint(1, 3), "max_nodes": self.rng.randint(3, 5),
-            "grow": self.rng.choice(["now", "boundary", "never"]),
+            "scale_up": self.rng.choice(["immediate", "checkpoint", "on_restart"]),
         }  # fmt: skip
         self.m = machine(**self.rules)
         self.now, self.rounds, self.ended = 0.0, 0, False

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from omegaconf import OmegaConf
 
 from hpc_elastic.config.parse import parse_nodes, parse_nproc, parse_time
-from hpc_elastic.config.resolve import as_config, resolve
+from hpc_elastic.config.resolve import RENAMED, as_config, resolve
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
 
@@ -185,7 +187,11 @@ def test_what_is_not_given_takes_its_default(nothing):
     config = {
         "nodes": nothing,
         "nproc_per_node": nothing,
-        "launcher": {"backend": "slurm", "partition": "???", "rendezvous": {"heartbeat_s": "???"}},
+        "launcher": {
+            "backend": "slurm",
+            "partition": "???",
+            "rendezvous": {"heartbeat_interval_s": "???"},
+        },
     }
     assert resolve(config) == RunSettings(NodeRange(1, 1), "auto", SlurmSettings())
 
@@ -238,11 +244,11 @@ def test_a_sweep_written_in_yaml_is_from_yaml():
         (local(partition="x"), "launcher=local; it belongs to launcher=slurm"),
         (local(container={}), "it belongs to launcher=slurm"),
         (slurm(max_agents=2), "launcher=slurm; it belongs to launcher=local"),
-        (slurm(heartbeat_s=1), "(did you mean launcher.rendezvous.heartbeat_s?)"),
+        (slurm(heartbeat_interval_s=1), "(did you mean launcher.rendezvous.heartbeat_interval_s?)"),
         (slurm(rendezvous={"interface": "ib0"}), "(did you mean launcher.interface?)"),
-        (local(gang=True), "launcher=local; it belongs to launcher=slurm"),
+        (local(coallocate_min=True), "launcher=local; it belongs to launcher=slurm"),
         (slurm(nproc_per_node=2), "top level: nproc_per_node=..."),
-        (local(zzz=2), "launcher has max_restarts, grow"),
+        (local(zzz=2), "launcher has max_restarts, scale_up"),
     ],
 )
 def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message):
@@ -250,33 +256,48 @@ def test_an_unknown_key_is_refused_with_what_may_have_been_meant(config, message
     assert message in str(refusal(config))
 
 
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_key_that_was_renamed_is_refused_with_its_present_name(old):
+    """And the present name is a key of the same group."""
+    new, values = RENAMED[old]
+    *groups, name = old.split(".")[1:]
+    value = next(iter(values), 1)
+    config = slurm(**({groups[0]: {name: value}} if groups else {name: value}))
+    error = refusal(config)
+    mapped = f" ({value} -> {values[value]})" if values else ""
+    assert error.key == old
+    assert str(error) == f"{old}={value!r}: no such key; it is now called {new}{mapped}"
+    found = functools.reduce(getattr, new.split(".")[1:], SlurmSettings())
+    assert str(found) in values.values() or not values
+
+
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
         ("wait", "yes", "true or false"),
         ("wait", None, "true or false"),
-        ("spread", "node", "did you mean 'nodes'"),
+        ("queue_order", "depth", "did you mean 'depth_first'"),
         ("max_restarts", -1, "at least 0"),
         ("max_restarts", 1.5, "whole number"),
         ("max_restarts", True, "whole number"),
         ("max_requeues", -1, "at least 0"),
-        ("notice_s", 0, "above 0"),
-        ("grace_s", -1, "above 0"),
-        ("notice_signal", "USR3", "USR1 or USR2"),
-        ("max_attempts_without_progress", 0, "at least 1"),
+        ("signal_delay_s", 0, "above 0"),
+        ("preempt_grace_s", -1, "above 0"),
+        ("preempt_signal", "USR3", "USR1 or USR2"),
+        ("max_failed_rounds", 0, "at least 1"),
         ("global_batch", 0, "at least 1"),
-        ("poll_s", 0, "above 0"),
-        ("poll_s", float("inf"), "a number"),
-        ("poll_s", "fast", "a number"),
-        ("grow", "boundry", "did you mean 'boundary'"),
-        ("grow", False, "boundary or now or never"),
-        ("grow_after_s", -1, "at least 0"),
-        ("grow_after_s", None, "a number"),
-        ("min_wait_s", 0, "above 0"),
-        ("min_wait_s", "ever", "a number"),
+        ("poll_interval_s", 0, "above 0"),
+        ("poll_interval_s", float("inf"), "a number"),
+        ("poll_interval_s", "fast", "a number"),
+        ("scale_up", "checkpiont", "did you mean 'checkpoint'"),
+        ("scale_up", False, "checkpoint or immediate or on_restart"),
+        ("scale_up_timeout_s", -1, "at least 0"),
+        ("scale_up_timeout_s", None, "a number"),
+        ("below_min_timeout_s", 0, "above 0"),
+        ("below_min_timeout_s", "ever", "a number"),
         ("interface", 10, "quotes"),
         ("interface", "ib0,eth0 ", "without spaces"),
-        ("gang", "yes", "true or false"),
+        ("coallocate_min", "yes", "true or false"),
         ("cpus_per_node", 0, "at least 1"),
         ("array_parallelism", 0, "at least 1"),
         ("gpus_per_node", 0, "'a100:2'"),
@@ -307,24 +328,24 @@ def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, a
     assert allowed in str(error)
 
 
-@pytest.mark.parametrize("preload", ["torch", ["scikit-learn"], ["torch", ""], ["a b"]])
-def test_what_spares_import_ahead_is_a_list_of_modules(preload):
+@pytest.mark.parametrize("modules", ["torch", ["scikit-learn"], ["torch", ""], ["a b"]])
+def test_what_spares_import_ahead_is_a_list_of_modules(modules):
     """A distribution's name, or a text in place of a list, is refused."""
-    assert refusal(slurm(agent={"preload": preload})).key == "launcher.agent.preload"
+    assert refusal(slurm(agent={"warm_imports": modules})).key == "launcher.agent.warm_imports"
 
 
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [
         ("cpus_per_node", "4", 4),
-        ("poll_s", "0.5", 0.5),
-        ("poll_s", 2, 2.0),
-        ("grow", "now", "now"),
-        ("grow_after_s", 0, 0.0),
-        ("min_wait_s", None, None),
-        ("min_wait_s", "30", 30.0),
+        ("poll_interval_s", "0.5", 0.5),
+        ("poll_interval_s", 2, 2.0),
+        ("scale_up", "immediate", "immediate"),
+        ("scale_up_timeout_s", 0, 0.0),
+        ("below_min_timeout_s", None, None),
+        ("below_min_timeout_s", "30", 30.0),
         ("interface", "ib0", "ib0"),
-        ("gang", True, True),
+        ("coallocate_min", True, True),
         ("gpus_per_node", "2", 2),
         ("gpus_per_node", "a100:2", "a100:2"),
         ("mem", "64G", "64G"),
@@ -376,7 +397,7 @@ def test_environment_variables_that_can_not_work(name, value, why):
         ("open-mode", "append", "logs in the run directory"),
         ("open_mode", "append", "logs in the run directory"),
         ("requeue", True, "always requeued"),
-        ("no-kill", False, "launcher.gang"),
+        ("no-kill", False, "launcher.coallocate_min"),
         ("no-requeue", True, "always requeued"),
         ("nodes", 2, "use the key nodes"),
         ("ntasks", 2, "nproc_per_node"),
@@ -437,7 +458,7 @@ def test_srun_arguments_that_contradict_how_a_task_is_started(arg):
         (slurm(exclusive=True, sbatch={"oversubscribe": True}), "launcher.sbatch.oversubscribe"),
         (slurm(nodes="2:4", array_parallelism=1), "launcher.array_parallelism"),
         (local(nodes="2:4", max_agents=1), "launcher.max_agents"),
-        (local(rendezvous={"lost_after_s": 0.5}), "launcher.rendezvous.lost_after_s"),
+        (local(rendezvous={"heartbeat_timeout_s": 0.5}), "launcher.rendezvous.heartbeat_timeout_s"),
         (local(agent={"stop_timeout_s": 60}), "launcher.agent.stop_timeout_s"),
     ],
 )
@@ -454,19 +475,21 @@ def test_what_else_a_node_has_may_be_asked_for_beside_its_gpus():
 
 def test_the_array_of_a_gang_may_be_narrower_than_the_min_part():
     """array_parallelism limits the array, and the min part is not in it."""
-    settings = resolve(slurm(nodes="2:4", array_parallelism=1, gang=True))
+    settings = resolve(slurm(nodes="2:4", array_parallelism=1, coallocate_min=True))
     assert settings.launcher.array_parallelism == 1
 
 
 def test_everything_that_is_wrong_is_said_at_once():
     """One line for each error; the attributes are the first one's."""
-    error = refusal(slurm(nodes=76, partion="x", wait="yes", rendezvous={"heartbeat_s": 0}))
+    error = refusal(
+        slurm(nodes=76, partion="x", wait="yes", rendezvous={"heartbeat_interval_s": 0})
+    )
     lines = str(error).splitlines()
     assert [line.partition("=")[0] for line in lines] == [
         "nodes",
         "launcher.partion",
         "launcher.wait",
-        "launcher.rendezvous.heartbeat_s",
+        "launcher.rendezvous.heartbeat_interval_s",
     ]
     assert (error.key, error.value) == ("nodes", 76)
 

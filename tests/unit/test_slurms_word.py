@@ -30,7 +30,7 @@ def test_slurms_word_drops_an_agent_that_has_joined():
 
 def test_slurms_word_drops_a_member_that_trains():
     """Asked about a newcomer, Slurm may say that a member is no more."""
-    m = training(A, B, grow="never")
+    m = training(A, B, scale_up="on_restart")
     m.join(C, 1.0)
     asked = m.slurm_says(running(A, C, s1="COMPLETED"), 1.5, 1.6)
     assert [d.agents for d in decisions(asked)] == [(A,)]
@@ -67,7 +67,7 @@ def test_nobody_is_dropped_whose_task_has_not_ended(word):
 
 def test_a_member_that_is_being_requeued_takes_its_leave_itself():
     """Slurm counts the next attempt before it has told this one to end."""
-    m = training(A, B, grow="never")
+    m = training(A, B, scale_up="on_restart")
     m.join(C, 1.0)
     view = running(A, C) | {B.task: TaskState(B.task, "COMPLETING", restarts=1)}
     assert decisions(m.slurm_says(view, 1.5, 1.6)) == []

@@ -96,7 +96,7 @@ def test_submodules_are_copied(checkout, tmp_path):
 
 def test_outside_git_it_is_an_error(tmp_path):
     """The error names the setting and the folder."""
-    with pytest.raises(SubmissionError, match=r"launcher\.snapshot.*git"):
+    with pytest.raises(SubmissionError, match=r"launcher\.code_snapshot.*git"):
         take_snapshot(entry_in(tmp_path), tmp_path / "s")
 
 

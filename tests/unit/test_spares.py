@@ -94,14 +94,14 @@ class Node:
             str(self.run.path),
         )
 
-    def entry(self, qualname: str, *args: object, preload: tuple[str, ...] = ("json",)) -> None:
+    def entry(self, qualname: str, *args: object, imports: tuple[str, ...] = ("json",)) -> None:
         """Say what the workers call; before the spares are made."""
         (self.folder / "script.py").write_text(SCRIPT)
         entry = Entry(
             "function", qualname, str(self.folder / "script.py"), args=list(args),
             cwd=str(self.folder), sys_path=[str(self.folder)],
         )  # fmt: skip
-        agent = AgentSettings(preload=list(preload))
+        agent = AgentSettings(warm_imports=list(imports))
         self.run.create(RunSpec("r", 1, 1, 1, 0, entry, "", [(0, 0)], agent=agent))
 
     def start(self, spares: WarmWorkerPool, number: int = 1):
@@ -185,7 +185,7 @@ def test_a_workermade_from_a_spare_is_as_a_new_process(node, make_spares, paced,
 
 def test_what_is_to_be_preloaded_is_imported(node, make_spares):
     """torch is there before the script asks for it, and so is what its optimizers import."""
-    node.entry("imported", "torch._dynamo", preload=("torch",))
+    node.entry("imported", "torch._dynamo", imports=("torch",))
     node.finish(node.start(make_spares()))
     assert node.value() is True
 
@@ -193,7 +193,7 @@ def test_what_is_to_be_preloaded_is_imported(node, make_spares):
 def test_modules_are_found_where_the_script_would_find_them(node, make_spares):
     """The run's folder and paths come first, and output at import is in the worker's log."""
     (node.folder / "talks.py").write_text(TALKS)
-    node.entry("say", preload=("talks",))
+    node.entry("say", imports=("talks",))
     node.finish(node.start(make_spares()))
     assert node.files().out.read_text() == "imported\nfrom the function\n"
     assert node.files().err.read_text() == "warned\nan error\n"
@@ -202,7 +202,7 @@ def test_modules_are_found_where_the_script_would_find_them(node, make_spares):
 def test_a_spare_that_still_imports_is_used(node, make_spares):
     """It goes on from where it is, and leaves out what it has not begun to import."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("imported", "xml.dom.minidom", preload=("waits", "xml.dom.minidom"))
+    node.entry("imported", "xml.dom.minidom", imports=("waits", "xml.dom.minidom"))
     spares = make_spares(ready=False)
     (pid,) = pids(spares)
     until((node.folder / "began").exists)
@@ -219,7 +219,7 @@ def test_a_spare_gives_way_to_its_agent(node, make_spares):
     os.sched_setaffinity(0, {min(cpus)})
     try:
         (node.folder / "waits.py").write_text(WAITS)
-        node.entry("who", preload=("waits",))
+        node.entry("who", imports=("waits",))
         (pid,) = pids(make_spares(ready=False))
         output, deadline = Path(f"/proc/{pid}/fd/1"), None
         while deadline is None or time.monotonic() < deadline:  # busy, as an agent that imports
@@ -255,7 +255,7 @@ def test_its_end_is_a_workers(node, make_spares, qualname, args, code):
 def test_torch_stops_it_as_any_worker(node, make_spares):
     """A signal to its process group reaches it, and its death is seen."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=("waits",))
+    node.entry("who", imports=("waits",))
     spares = make_spares(ready=False)
     (pid,) = pids(spares)
     processes = node.start(spares)
@@ -265,7 +265,7 @@ def test_torch_stops_it_as_any_worker(node, make_spares):
 
 def test_a_module_that_can_not_be_imported_is_logged_once(node, make_spares, caplog):
     """However many spares meet it; the others are imported, and the worker works."""
-    node.entry("imported", "xml.dom.minidom", preload=("nosuchmodule", "xml.dom.minidom"))
+    node.entry("imported", "xml.dom.minidom", imports=("nosuchmodule", "xml.dom.minidom"))
     spares = make_spares(2)
     assert caplog.text.count("No module named 'nosuchmodule'") == 1
     node.finish(node.start(spares))
@@ -275,7 +275,7 @@ def test_a_module_that_can_not_be_imported_is_logged_once(node, make_spares, cap
 def test_while_workers_train_spares_are_made_one_after_the_other(node, make_spares):
     """The next one starts once the one before has imported."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=("waits",))
+    node.entry("who", imports=("waits",))
     spares = make_spares(2, paced=True, ready=False)
     spares.tend()
     assert len(pids(spares)) == 1
@@ -286,7 +286,7 @@ def test_while_workers_train_spares_are_made_one_after_the_other(node, make_spar
 def test_a_late_node_waits_until_its_spares_have_imported(node, make_spares):
     """It looks up now and then, whether there is a need."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=("waits",))
+    node.entry("who", imports=("waits",))
     spares = make_spares(2, ready=False)
     assert not spares.await_imports(0.1)
     (node.folder / "go").touch()
@@ -313,7 +313,7 @@ def test_a_spare_that_died_is_replaced_by_a_new_process(node, make_spares, caplo
 def test_a_spare_that_opens_the_gpu_is_not_kept(node, make_spares, caplog):
     """It would take memory from the worker beside it."""
     (node.folder / "opens.py").write_text(OPENS_GPU)
-    node.entry("who", preload=("opens",))
+    node.entry("who", imports=("opens",))
     spares = make_spares(ready=False)
     (pid,) = pids(spares)
     until(lambda: spares.tend() or not pids(spares))
@@ -336,7 +336,7 @@ def test_what_is_read_at_start_makes_a_new_process(node, make_spares, monkeypatc
 def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent(node, make_spares):
     """A spare that imports does not read; the worker is a new process then."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=("waits",))
+    node.entry("who", imports=("waits",))
     spares = make_spares(ready=False)
     (pid,) = pids(spares)
     big = {**os.environ, "BIG": "x" * 4_000_000}
@@ -347,7 +347,7 @@ def test_an_environment_that_does_not_fit_into_the_socket_never_blocks_the_agent
 def test_closing_leaves_no_process(node, make_spares):
     """Neither ready ones nor those that import."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=("waits",))
+    node.entry("who", imports=("waits",))
     spares = make_spares(2, ready=False)
     before = pids(spares)
     spares.close()
@@ -358,7 +358,7 @@ def test_closing_leaves_no_process(node, make_spares):
 def test_spares_die_with_their_agent(node, module):
     """Also when it is killed, ready or not."""
     (node.folder / "waits.py").write_text(WAITS)
-    node.entry("who", preload=(module,))
+    node.entry("who", imports=(module,))
     agent = (
         "import sys, time; from hpc_elastic.agent.warm_workers import WarmWorkerPool\n"
         "spares = WarmWorkerPool(1, sys.argv[1:]); spares.fill(paced=False)\n"
@@ -414,7 +414,7 @@ def test_a_script_that_sets_variables_too_late_is_told(node, make_spares):
     script.write_text(lines.format("OMP_PROC_BIND", "CUDA_VISIBLE_DEVICES") + script.read_text())
     node.finish(node.start(make_spares()))
     told, _ = node.files().err.read_text().splitlines()
-    assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.spares=false" in told
+    assert "sets OMP_PROC_BIND, but" in told and "launcher.agent.warm_workers=false" in told
     node.finish(node.start(WarmWorkerPool(0, node.command)))
     assert "OMP_PROC_BIND" not in node.files().err.read_text()
 

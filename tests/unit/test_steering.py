@@ -66,7 +66,7 @@ def test_nodes_and_settings_of_the_launcher_may_be_changed():
         ("lr=0.2", "lr", "submit a new run"),
         ("launcher=local", "launcher", "stays with its launcher"),
         ("ft=true", "ft", "when a run is submitted"),
-        ("launcher.snapshot=true", "launcher.snapshot", "code of a run stays"),
+        ("launcher.code_snapshot=true", "launcher.code_snapshot", "code of a run stays"),
         ("launcher.partiton=a", "launcher.partiton", "did you mean 'partition'"),
         ("nodes=1,2", "nodes", "one value"),
         ("~launcher.time", "~launcher.time", "can not be deleted"),

@@ -63,7 +63,7 @@ def test_tasks_in_any_order_come_to_their_turns(seed):
 
 
 def test_without_turns_nodes_are_held_for_minutes():
-    """The simulation sees the fault: every run has one node, and waits out its min_wait_s."""
+    """The simulation sees the fault: every run has one node, and waits for below_min_timeout_s."""
     nodes = [(2, 3)] * 4
     figures = simulated(nodes, order=one_each_first(nodes), takes_turns=False)
     assert figures.held_s > 300.0

@@ -76,7 +76,7 @@ def test_a_gang_is_seen_by_its_nodes(tmp_path):
     submitted(tmp_path, a0="70", a1="80")
     (tmp_path / "array-0.nodes").write_text('{"attempt": 1, "hosts": ["n1", "n2"]}')
     listed = [TaskState("70", "RUNNING", node="n2", restarts=1), TaskState("80_0", "PENDING")]
-    run = spec(tmp_path, [(0, 0), (0, 1), (1, 0)], gang=True)
+    run = spec(tmp_path, [(0, 0), (0, 1), (1, 0)], coallocate_min=True)
     client = FakeClient(listed)
     tasks = SlurmTasks(run, client)
     assert current_names(run) == ["70.0", "70.1", "80_0"]
@@ -89,7 +89,7 @@ def test_a_gang_is_seen_by_its_nodes(tmp_path):
 def test_a_gang_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path):
     """By its agents, and by whoever looks from outside."""
     submitted(tmp_path, a0="70")
-    run = spec(tmp_path, [(0, 0), (0, 1)], gang=True)
+    run = spec(tmp_path, [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path).array(0)
     requeue_module.folder(files).mkdir()
     (place,) = set(requeue_module.places(run))
@@ -291,7 +291,7 @@ def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):
 
 def test_a_gang_is_not_requeued_because_it_has_lost_a_node(tmp_path):
     """It goes on with the others, for Slurm as well; all of it comes back if all of it was lost."""
-    run = run_of(tmp_path, "70", [(0, 0), (0, 1)], gang=True)
+    run = run_of(tmp_path, "70", [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path / ".hpc_elastic").array(0)
     files.nodes.write_text('{"attempt": 0, "hosts": ["n1", "n2"]}')
     client = LeadersClient([TaskState("70", "RUNNING", node="n2", restarts=0)])

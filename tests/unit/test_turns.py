@@ -57,7 +57,7 @@ def test_a_run_that_lacks_what_others_train_with_waits_in_vain():
     "states", [{"n5": "allocated", "n6": "mixed"}, {"n5": "idle", "n6": "planned"}]
 )
 def test_a_run_waits_for_what_others_than_the_sweep_have(states):
-    """Jobs of other users end, and idle nodes are given soon: `min_wait_s` counts."""
+    """Jobs of other users end, and idle nodes are given soon: `below_min_timeout_s` counts."""
     runs = [queued("a", 3, "n1", "n2", "n3"), queued("b", 3, "n4", "waits", "waits")]
     assert waits_in_vain(runs, 1, four(**states)) is None
 

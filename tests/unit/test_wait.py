@@ -228,7 +228,7 @@ class Shown:
 def waiter(script: Script, runs, shown: Shown) -> Waiter:
     """Return a waiter on the script's clock."""
     clock = {"clock": lambda: script.now, "sleep": script.sleep}
-    return Waiter(script, runs, shown, poll_s=1.0, **clock)
+    return Waiter(script, runs, shown, poll_interval_s=1.0, **clock)
 
 
 def test_waits_until_every_run_has_a_result(run, tmp_path):

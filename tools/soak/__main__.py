@@ -37,7 +37,7 @@ _DOC = """Inject random faults into two runs on a Slurm sandbox, and check what 
 Needs root, and a sandbox of its own, which it brings up and takes down. The exit code is 1 if a
 check fails; then the seed and the folder with all files of the runs are printed.
 """
-_SETTINGS: dict[str, Any] = {"max_restarts": 100_000, "agent": {"hang_after_s": 20.0}}
+_SETTINGS: dict[str, Any] = {"max_restarts": 100_000, "agent": {"hang_timeout_s": 20.0}}
 """Settings other than the defaults: each killed worker uses a restart, and the detection of a hang
 would take a minute."""
 _RECOVERY_S = 300.0

@@ -6,12 +6,13 @@ leader why this node goes, whatever the reason was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ from hpc_elastic.slurm.combined_requests import CombinedRequests
 from hpc_elastic.slurm.exit_action import ExitFacts, Meaning, Reason, meaning
 from hpc_elastic.slurm.job_state import TaskState, queue_name
 from hpc_elastic.slurm.requeue import depart, foresee, give_back
-from hpc_elastic.slurm.scheduler import RunTasks, scheduler_of, tasks_of
+from hpc_elastic.slurm.scheduler import Scheduler, task_queue
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 from hpc_elastic.transport import interface
 from hpc_elastic.transport.auth import of_generation
@@ -141,8 +142,8 @@ def _terms(spec: RunSpec) -> PreemptionConfig:
 
 def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
     """Return what can be asked about this task, whose process has that age."""
-    scheduler, end_s = scheduler_of(task.spec), task.slurm.end_time_s
-    all_of_it = _scheduler_of_all(task)
+    queue, end_s = task_queue(task.spec), task.slurm.end_time_s
+    combined = _combined_queue(task)
     told_left_s = None if task.spec.time_s is None else task.spec.time_s - age_s
     if end_s is not None:
         told_left_s = end_s - time.time()
@@ -150,14 +151,14 @@ def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
     def time_left_s() -> float | None:
         if task.spec.launcher == "local":
             return None
-        if isinstance(all_of_it, CombinedRequests):
-            return all_of_it.time_left_s()
+        if isinstance(combined, CombinedRequests):
+            return combined.time_left_s()
         job = str(task.slurm.job_id)  # of this task alone, not of its array
-        state = scheduler.tasks([job]).get(queue_name(task.name))
+        state = queue.tasks([job]).get(queue_name(task.name))
         return None if state is None else state.time_left_s
 
     return TimeLimitSource(
-        foresee=lambda: foresee(task.name, all_of_it, attempt=task.attempt),
+        foresee=lambda: foresee(task.name, combined, attempt=task.attempt),
         time_left_s=time_left_s,
         told_left_s=told_left_s,
         spread_s=spread_s(task.num_in_array),
@@ -165,16 +166,16 @@ def _scheduler(task: Task, age_s: float) -> TimeLimitSource:
     )
 
 
-def _scheduler_of_all(task: Task) -> requeue.Scheduler:
-    """Return the scheduler of a task that may leave its node together with all others."""
-    return scheduler_of(task.spec, task.run, task.name, task.attempt)
+def _combined_queue(task: Task) -> requeue.TaskQueue:
+    """Return the queue of a task that may leave its node together with all other tasks."""
+    return task_queue(task.spec, task.run, task.name, task.attempt)
 
 
 def _go(task: Task, events: EventLog, reason: Reason) -> int:
     """Go back to the queue, if this task is to come back; return its exit code."""
     known: list[ExitFacts] = []
     how = depart(
-        task.name, _scheduler_of_all(task), attempt=task.attempt, reason=reason, run=task.run,
+        task.name, _combined_queue(task), attempt=task.attempt, reason=reason, run=task.run,
         note=known.append,
     )  # fmt: skip
     node = None
@@ -218,7 +219,7 @@ class NodeAgent:
         self._events = events
         self._control = control
         self._notices = notices
-        self._tasks = tasks_of(task.spec)
+        self._scheduler = Scheduler(task.run, task.spec)
         self._sweep = _sweep_of(task)
         self._interface = _interface(task)
         self._mount = Mount.of(task.run.path)
@@ -259,7 +260,7 @@ class NodeAgent:
         """Leave this node if something is wrong with it; None: it may join."""
         host = self._task.slurm.node_name
         for problem in checks.problems():
-            goes = problem.is_nodes and keep_away(problem, self._task, self._tasks)
+            goes = problem.is_nodes and keep_away(problem, self._task, self._scheduler)
             self._events.write(
                 "preflight", check=problem.check, reason=problem.reason, host=host,
                 fit=not problem.is_nodes, excluded=goes,
@@ -280,9 +281,7 @@ class NodeAgent:
         task, delay_s = self._task, sent_back.delay_s
         self._events.write("nodes_requeued", delay_s=round(delay_s, 1))
         try:
-            give_back(
-                task.name, _scheduler_of_all(task), delay_s, attempt=task.attempt, run=task.run
-            )
+            give_back(task.name, _combined_queue(task), delay_s, attempt=task.attempt, run=task.run)
         except (HpcElasticError, OSError) as e:
             _log.error("this node could not be given back, so it ends its task: %s", e)
             return 1
@@ -332,13 +331,13 @@ class NodeAgent:
     def _open_session(self) -> Session:
         task, slurm = self._task, self._task.slurm
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
-        office = self._office(self._tasks, task.run.secret.read_bytes())
-        candidacy = LeaderCandidate(self._interface.address, office, self._tasks.is_running)
+        office = self._office(task.run.secret.read_bytes())
+        candidacy = LeaderCandidate(self._interface.address, office, self._scheduler.is_running)
         if self._spec.ft:
             self._replica = Replica(me, self._control, self._spec.max_nodes)
         return Session(me, candidacy, progress=self._observer.progress, group=self._replica)
 
-    def _office(self, tasks: RunTasks, secret: bytes) -> LeaderContext:
+    def _office(self, secret: bytes) -> LeaderContext:
         """Return what this node would lead the run with."""
         run, spec, events = self._task.run, self._spec, self._events
         settings = spec.rendezvous
@@ -359,7 +358,9 @@ class NodeAgent:
             secret=of_generation(secret, spec.generation),
             register=DecisionLog(run.rdzv, secret),
             make_journal=partial(StatusWriter, run, spec.run_id, events),
-            world=RunScheduler(run, tasks, RoundStores(self._interface.address), self._sweep),
+            world=RunScheduler(
+                run, self._scheduler, RoundStores(self._interface.address), self._sweep
+            ),
             notices=RunFiles(run),
             make_keeper=keepers(spec.min_nodes),
             generation=spec.generation,
@@ -445,61 +446,61 @@ def _interface(task: Task) -> interface.Interface:
 # ---- What the leader of a run reaches beyond the run directory: the scheduler, and torch's store
 
 
-_FAILURES = (SlurmError, LocalQueueError, OSError)
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log a failure of the scheduler, and go on."""
+    try:
+        yield
+    except (SlurmError, LocalQueueError, OSError) as e:
+        _log.warning("%s: %s", what, e)
 
 
 class RunScheduler:
-    """The `LeaderScheduler` of one run. A scheduler that fails is logged, and ends nothing."""
+    """The `LeaderScheduler` of one run. A failure of the scheduler is logged, and ends nothing."""
 
     def __init__(
-        self, run: RunDir, tasks: RunTasks, stores: RoundStores, sweep: SweepQueue | None = None
+        self,
+        run: RunDir,
+        scheduler: Scheduler,
+        stores: RoundStores,
+        sweep: SweepQueue | None = None,
     ) -> None:
         self._run = run
-        self._tasks = tasks
+        self._scheduler = scheduler
         self._sweep = sweep
         self.make_store = stores.make
 
     def view(self) -> Mapping[str, TaskState] | None:
-        """Ask how the tasks of the run are; None where nobody knows."""
-        try:
-            return self._tasks.view()
-        except OSError as e:  # the submission's files, which name the jobs
-            _log.warning("the run's tasks can not be looked up: %s", e)
-            return None
+        """Return the states of the run's tasks; None if unknown."""
+        with _logged("the tasks of the run cannot be listed"):
+            return self._scheduler.poll_tasks()
+        return None
 
     def cancel_pending(self) -> None:
-        """Take back the run's tasks that are still in the queue; others may start in its place."""
-        try:
-            self._tasks.cancel_pending()
-        except _FAILURES as e:
-            _log.warning("pending tasks of the run were not cancelled: %s", e)
+        """Remove the run's pending tasks from the queue; other runs may start in its place."""
+        with _logged("pending tasks of the run were not cancelled"):
+            self._scheduler.cancel_pending()
         self._let_others_start(ends=True)
 
     def waits_in_vain(self, lost: Mapping[str, int]) -> str | None:
-        """Ask whether other runs of the sweep hold the nodes that this one lacks."""
-        try:
+        """Return why other runs of the sweep keep this one from its nodes; None if they do not."""
+        with _logged("the other runs of the sweep cannot be listed"):
             return None if self._sweep is None else self._sweep.waits_in_vain(lost)
-        except (SlurmError, OSError, RunDirectoryError) as e:
-            _log.warning("the other runs of the sweep can not be looked up: %s", e)
-            return None
+        return None
 
     def let_others_start(self, lost: Iterable[str]) -> None:
-        """Let runs of the sweep start that stay away, if there are idle nodes for them."""
+        """Start postponed runs of the sweep if there are idle nodes for them."""
         self._let_others_start(lost)
 
     def _let_others_start(self, lost: Iterable[str] = (), *, ends: bool = False) -> None:
-        try:
+        with _logged("other runs of the sweep may start late"):
             if self._sweep is not None:
                 self._sweep.let_others_start(lost, ends=ends)
-        except (SlurmError, OSError, RunDirectoryError) as e:
-            _log.warning("other runs of the sweep may start late: %s", e)
 
     def postpone_pending(self, delay_s: float) -> None:
-        """Let none of the run's queued tasks start for a while."""
-        try:
-            self._tasks.postpone_pending(delay_s)
-        except _FAILURES as e:
-            _log.warning("pending tasks of the run were not postponed: %s", e)
+        """Let no pending task of the run start before `delay_s` from now."""
+        with _logged("pending tasks of the run were not postponed"):
+            self._scheduler.postpone_pending(delay_s)
 
     def clear_holds(
         self,
@@ -507,26 +508,21 @@ class RunScheduler:
         unseen: Mapping[str, str],
         failed_on: Mapping[str, Sequence[str]],
     ) -> None:
-        """Let tasks that were lost or have left come back soon, by requeue or replacement."""
-        try:
-            self._tasks.bring_back(self._run, tasks, unseen, failed_on)
-        except _FAILURES as e:
-            _log.warning("tasks of the run may come back late, or not at all: %s", e)
+        """Restart tasks that were lost or have left, by requeue or replacement."""
+        with _logged("tasks of the run may restart late, or not at all"):
+            self._scheduler.restart_tasks(tasks, unseen, failed_on)
 
     def readmit(self, tasks: Iterable[str]) -> None:
-        """Let tasks start on the nodes that they were lost with, where these are rid of them."""
-        try:
-            self._tasks.readmit(self._run, tasks)
-        except _FAILURES as e:
-            _log.warning("tasks of the run avoid nodes that may be well again: %s", e)
+        """Let lost tasks start on their last nodes again, if nothing of them runs there."""
+        with _logged("tasks of the run avoid nodes that may be usable again"):
+            self._scheduler.lift_quarantine(tasks)
 
     def exclude(self, hosts: Iterable[str], why: str) -> None:
-        """Keep the run's tasks away from nodes that are blamed for something."""
-        try:
-            self._tasks.exclude(self._run, hosts, why)
-        except _FAILURES as e:
-            _log.warning("the run may start on %s again: %s", ", ".join(hosts), e)
+        """Let no task of the run start on some nodes."""
+        hosts = list(hosts)
+        with _logged(f"the run may start on {', '.join(hosts)} again"):
+            self._scheduler.exclude_nodes(hosts, why)
 
     def log_of(self, task: str, attempt: int) -> str | None:
-        """Return where an attempt's log is."""
+        """Return the path of an attempt's log."""
         return str(self._run.attempt(task, attempt) / "agent.log")

@@ -32,7 +32,7 @@ from hpc_elastic.agent.task_context import Task
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.environment import granted_gpus
 from hpc_elastic.slurm.requeue import excluded
-from hpc_elastic.slurm.scheduler import RunTasks
+from hpc_elastic.slurm.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -266,7 +266,7 @@ def begin(task: Task) -> Preflight:
     return Preflight(task.logs, granted, shared=shared)
 
 
-def keep_away(problem: Problem, task: Task, tasks: RunTasks) -> bool:
+def keep_away(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
     """Have the run's tasks avoid this node, unless as many as it may have are avoided already.
 
     So many at once are no bad nodes: what they have in common is to be looked at.
@@ -278,7 +278,7 @@ def keep_away(problem: Problem, task: Task, tasks: RunTasks) -> bool:
     if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:
         return False
     try:
-        tasks.exclude(task.run, [host], why)
+        scheduler.exclude_nodes([host], why)
     except (HpcElasticError, OSError) as e:
         _log.warning("%s may get tasks of this run again: %s", host, e)
     return True

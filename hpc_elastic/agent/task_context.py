@@ -69,7 +69,7 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     if files.job_id is None:  # submitted by hand
         files.submitted_as(str(job_id))
     if in_gang:
-        scheduler.record(files, slurm)
+        scheduler.record_gang_nodes(files, slurm)
     run = RunDir(Path(runs[index]["dir"]))
     spec = run.load()
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks

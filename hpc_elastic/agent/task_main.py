@@ -98,15 +98,17 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
 def _leave_gang(task: Task) -> None:
     """See that the gang's job ends with its run, whatever became of the batch script."""
     try:
-        scheduler.mark_end(task.logs, task.slurm)
+        scheduler.mark_agent_ended(task.logs, task.slurm)
         has_result = is_there(task.run.result)
     except OSError as e:  # the run has ended as it has ended
         logging.getLogger(__name__).warning("the job of the gang may outlive its run: %s", e)
         return
-    if 0 < task.slurm.node_id < scheduler.DEPUTIES and has_result:
+    if 0 < task.slurm.node_id < scheduler.NUM_RECORDERS and has_result:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cancellation is sent to us as well
         first = task_name(str(task.slurm.job_id), 0, gang=True)
-        scheduler.end_if_orphaned(task.name, task.run.attempt(first, task.attempt), SlurmClient())
+        scheduler.cancel_if_orphaned(
+            task.name, task.run.attempt(first, task.attempt), SlurmClient()
+        )
 
 
 def _log_to(path: Path) -> BackgroundLog:

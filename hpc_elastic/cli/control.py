@@ -13,6 +13,7 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.errors import (
     CheckpointNotFoundError,
+    LocalQueueError,
     RunDirectoryError,
     SlurmError,
     SubmissionError,
@@ -308,12 +309,13 @@ def _only_directory(run: RunDir) -> Path:
 
 def _goes_on(run: Path) -> bool:
     """Tell whether the run may have a task; where Slurm does not say, it may."""
-    from hpc_elastic.slurm.scheduler import live_tasks
+    from hpc_elastic.slurm.scheduler import Scheduler
 
+    files = RunDir(run)
     try:
-        return bool(live_tasks(RunDir(run).load()).left())
-    except (SlurmError, RunDirectoryError) as e:
-        if not is_there(RunDir(run).spec):
+        return bool(Scheduler(files, files.load()).list_live_tasks())
+    except (SlurmError, LocalQueueError, RunDirectoryError) as e:
+        if not is_there(files.spec):
             raise
         click.echo(f"taken for a run that goes on: {e}", err=True)
         return True

@@ -19,8 +19,8 @@ from hpc_elastic.run.registry import KnownRun
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpc_elastic.cli.run_view import Queue
     from hpc_elastic.run.directory import RunSpec
+    from hpc_elastic.slurm.scheduler import QueueSnapshot
 
 _WIDE = 130
 """From so many columns on a run is one line; otherwise what was overridden stands below."""
@@ -88,7 +88,7 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
 
 
 def listed(
-    known: Sequence[KnownRun], asks: Callable[[Sequence[RunSpec]], Queue] | None = None
+    known: Sequence[KnownRun], asks: Callable[[Sequence[RunSpec]], QueueSnapshot] | None = None
 ) -> list[Listed]:
     """Return what is known of these runs; the scheduler is asked once for all that go on.
 
@@ -96,11 +96,11 @@ def listed(
         known: The runs.
         asks: Asks the scheduler; None: Slurm, and the local launchers' tables.
     """
-    from hpc_elastic.cli.run_view import ask
+    from hpc_elastic.slurm.scheduler import take_snapshot
 
     files = [_Files.read(run) for run in known]
     going = [f.spec for f in files if f.spec is not None and f.result is None]
-    queue = (asks or ask)(going)
+    queue = (asks or take_snapshot)(going)
     return [f.listed(queue) for f in files]
 
 
@@ -128,7 +128,7 @@ class _Files:
         except (HpcElasticError, OSError, ValueError) as e:
             return cls(run, None, None, {}, str(e))
 
-    def listed(self, queue: Queue) -> Listed:
+    def listed(self, queue: QueueSnapshot) -> Listed:
         """Return its line."""
         from hpc_elastic.cli.run_view import label_of, number, phase_of
         from hpc_elastic.run.directory import RunDir
@@ -138,7 +138,7 @@ class _Files:
         head = (run.run_id, str(run.path), run.submitted)
         if self.spec is None:
             return Listed(*head, "unknown", problem=self.problem)
-        states = None if self.result is not None else queue.of(self.spec)
+        states = None if self.result is not None else queue.tasks_of(self.spec)
         age_s = time.time() - (number(status.get("updated")) or run.submitted)
         cancelled = is_there(RunDir(run.path).cancelled)
         state = phase_of(states, status, self.result, age_s=age_s, cancelled=cancelled)

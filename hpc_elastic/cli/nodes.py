@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.cli.run_view import ask
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, near_miss
 from hpc_elastic.launcher.control import read_result
 from hpc_elastic.launcher.wait import COMMANDS, cancellation
@@ -20,6 +19,7 @@ from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
 from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, Phase, TaskState
+from hpc_elastic.slurm.scheduler import Scheduler, require_killable, take_snapshot
 
 _POLL_S = 0.5
 _ASK_S = 5.0
@@ -124,8 +124,8 @@ def require_goes_on(run: RunDir) -> None:
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
     """Return the run's tasks, the nodes of a gang one by one."""
-    queue = ask([spec])
-    states = queue.of(spec)
+    queue = take_snapshot([spec])
+    states = queue.tasks_of(spec)
     if states is None:
         raise SlurmError(f"the run's nodes are not known: {queue.why_unknown(spec)}")
     return states
@@ -263,13 +263,11 @@ def kill(node: NamedNode, wait_s: float, as_json: bool) -> int:
     Returns:
         0 if they are, else 1.
     """
-    from hpc_elastic.slurm.scheduler import kill_node, require_killable
-
     require_killable(node.task)
     if not as_json:
         print(f"killing {node}: nothing is saved", flush=True)
     node.note("kill")
-    kill_node(node.spec, node.task)
+    Scheduler(node.run, node.spec).kill_task(node.task)
     after_s = wait_until(node, lambda: is_lost(node, state_now(node)), wait_s)
     if after_s is not None:
         _bring_back(node)
@@ -301,11 +299,9 @@ def _bring_back(node: NamedNode) -> None:
 
     The last one may have been killed by another command at the same time.
     """
-    from hpc_elastic.slurm.scheduler import tasks_of
-
     gone = left_alone(node)
     if gone:
-        tasks_of(node.spec).bring_back(node.run, gone)
+        Scheduler(node.run, node.spec).restart_tasks(gone)
 
 
 # ---- ``hpc-elastic preempt``: take a node from a run, with notice

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,18 @@ from typing import Any
 from hpc_elastic._util import counted
 from hpc_elastic.checkpoint.store import Store, directories
 from hpc_elastic.cli.options import quoted
-from hpc_elastic.errors import RunDirectoryError, SlurmError
+from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.control import bound_s
 from hpc_elastic.launcher.wait import Cancellation, cancellation
 from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
-from hpc_elastic.run.directory import RunDir, RunSpec, Submission
+from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.event_schema import sound
 from hpc_elastic.run.events import read_events
-from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there, read_json
-from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.job_state import Phase, TaskState, job_of
+from hpc_elastic.slurm.job_state import Phase, TaskState
 from hpc_elastic.slurm.requeue import current_names
-from hpc_elastic.slurm.scheduler import moved, read_local_tasks, run_states
+from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 STALE_S = 30.0
 """A leader writes status.json about once a second; older than that, nobody leads."""
@@ -46,34 +44,7 @@ NOT_SUBMITTED = "not submitted"
 Event = Mapping[str, Any]
 
 
-# ---- What the scheduler says of runs that others have submitted, for commands that look at them
-
-
-def ask(specs: Sequence[RunSpec], client: SlurmClient | None = None) -> Queue:
-    """Ask for all tasks of these runs: Slurm once, and for local runs their own table.
-
-    Of several jobs Slurm tells the caller's own only: those of others are asked for one by one.
-    """
-    listed: dict[str, TaskState] = {}
-    damaged: dict[str, str] = {}
-    for spec in specs:
-        if not Path(spec.submission).is_dir():
-            damaged[spec.submission] = moved(spec)
-        elif spec.launcher == "local":
-            try:
-                listed |= local_tasks(Submission(Path(spec.submission)))
-            except RunDirectoryError as e:
-                damaged[spec.submission] = str(e)
-    client = client or SlurmClient()
-    try:
-        for jobs in _calls([spec for spec in specs if spec.launcher == "slurm"]):
-            listed |= client.tasks(jobs, once=True)
-    except SlurmError as e:
-        return Queue(listed, str(e), damaged)
-    return Queue(listed, None, damaged)
-
-
-def look(run: Path, asks: Callable[[Sequence[RunSpec]], Queue] = ask) -> RunFacts:
+def look(run: Path, asks: Callable[[Sequence[RunSpec]], QueueSnapshot] = take_snapshot) -> RunFacts:
     """Find out about a run.
 
     Args:
@@ -92,11 +63,11 @@ def look(run: Path, asks: Callable[[Sequence[RunSpec]], Queue] = ask) -> RunFact
     if spec is None and status is None and result is None and not events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
-    queue = Queue() if spec is None or result is not None else asks([spec])
+    queue = QueueSnapshot() if spec is None or result is not None else asks([spec])
     unknown = None if spec is None or result is not None else queue.why_unknown(spec)
     if unknown is not None:
         notes.append(f"what the tasks do now is unknown: {unknown}")
-    states = None if spec is None or result is not None else queue.of(spec)
+    states = None if spec is None or result is not None else queue.tasks_of(spec)
     mark = cancellation(files) if result is None else None
     return _facts(_Found(run, spec, status, result, events, states, mark), time.time(), notes)
 
@@ -604,38 +575,10 @@ _GONE_S = 6.0
 """A result may be on its way through a network file system so long after the last task has gone."""
 
 
-@dataclass(frozen=True)
-class Queue:
-    """What the schedulers of some runs list.
-
-    Attributes:
-        listed: The tasks, by the scheduler's names.
-        silent: Why Slurm did not answer; None if it did, or had not to be asked.
-        damaged: Why the tasks of a submission are not known: its files cannot be read, or are not
-            where they were made.
-    """
-
-    listed: Mapping[str, TaskState] = field(default_factory=dict)
-    silent: str | None = None
-    damaged: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, spec: RunSpec) -> dict[str, TaskState] | None:
-        """Return the tasks of one of these runs that are listed; None: nobody knows."""
-        if self.why_unknown(spec) is not None:
-            return None
-        return run_states(spec, self.listed)
-
-    def why_unknown(self, spec: RunSpec) -> str | None:
-        """Return why nobody knows of the tasks of one of these runs; None: they are known."""
-        if spec.launcher == "local" or spec.submission in self.damaged:
-            return self.damaged.get(spec.submission)
-        return None if self.silent is None else f"Slurm does not answer: {self.silent}"
+Asks = Callable[[Sequence[RunSpec]], QueueSnapshot]
 
 
-Asks = Callable[[Sequence[RunSpec]], Queue]
-
-
-def doing(run: RunDir, asks: Asks = ask) -> str:
+def doing(run: RunDir, asks: Asks = take_snapshot) -> str:
     """Return what a run is doing: ``it waits: 2 tasks PENDING (Resources)``.
 
     Raises:
@@ -646,7 +589,7 @@ def doing(run: RunDir, asks: Asks = ask) -> str:
     if result is not None:
         return result.sentence
     queue = asks([spec])
-    states = queue.of(spec)
+    states = queue.tasks_of(spec)
     if states is None:
         return f"it is not known what its tasks do: {queue.why_unknown(spec)}"
     if not current_names(spec):
@@ -745,7 +688,7 @@ class EndDetector:
     def __init__(
         self,
         run: RunDir,
-        asks: Asks = ask,
+        asks: Asks = take_snapshot,
         clock: Callable[[], float] = time.monotonic,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -773,7 +716,7 @@ class EndDetector:
 
     def _ask(self, now: float) -> None:
         queue = self._asks([self._spec])
-        states = queue.of(self._spec)
+        states = queue.tasks_of(self._spec)
         self._note_silence(queue.why_unknown(self._spec))
         if states is None:
             if given_up(self._spec, cancellation(self._run), time.time()):
@@ -802,26 +745,3 @@ def given_up(spec: RunSpec, mark: Cancellation | None, now: float) -> bool:
         now: Unix seconds.
     """
     return mark is not None and now - mark.time > bound_s(spec)
-
-
-def _calls(specs: Sequence[RunSpec]) -> list[list[str]]:
-    """Return the jobs to ask for in each call."""
-    me = user()
-    mine, others = dict[str, None](), dict[str, None]()
-    for spec in specs:
-        owner = spec.provenance.get("user", me)
-        (mine if owner == me else others).update(dict.fromkeys(_jobs(spec)))
-    return [jobs for jobs in (list(mine), *([job] for job in others)) if jobs]
-
-
-def _jobs(spec: RunSpec) -> Iterable[str]:
-    return dict.fromkeys(job_of(name) for name in current_names(spec))
-
-
-def local_tasks(submission: Submission) -> dict[str, TaskState]:
-    """Return a local launcher's tasks in Slurm's words.
-
-    Raises:
-        RunDirectoryError: what it has written down can not be read.
-    """
-    return {name: entry.seen_as(name) for name, entry in read_local_tasks(submission).items()}

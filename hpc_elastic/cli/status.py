@@ -16,8 +16,9 @@ from hpc_elastic.cli import options
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpc_elastic.cli.run_view import Queue, RunFacts
+    from hpc_elastic.cli.run_view import RunFacts
     from hpc_elastic.run.directory import RunSpec
+    from hpc_elastic.slurm.scheduler import QueueSnapshot
 
 _SLURM_EVERY_S, _SLURM_SELDOM_S = 10.0, 60.0
 """A watch asks Slurm no more often, or so seldom once it knows how a run trains: many users have
@@ -104,19 +105,19 @@ class PatientAsks:
 
     def __init__(self) -> None:
         self._asked_at = -math.inf
-        self._answer: Queue | None = None
+        self._answer: QueueSnapshot | None = None
         self._group: object = None
         self._changed_at = 0.0
 
-    def __call__(self, specs: Sequence[RunSpec]) -> Queue:
+    def __call__(self, specs: Sequence[RunSpec]) -> QueueSnapshot:
         """Return the queue of these runs as it was when it was asked for last."""
-        from hpc_elastic.cli.run_view import ask
+        from hpc_elastic.slurm.scheduler import take_snapshot
 
         settled = self._group is not None and self._changed_at < self._asked_at
         every_s = _SLURM_SELDOM_S if settled else _SLURM_EVERY_S
         local = all(spec.launcher == "local" for spec in specs)
         if local or self._answer is None or time.monotonic() - self._asked_at >= every_s:
-            self._asked_at, self._answer = time.monotonic(), ask(specs)
+            self._asked_at, self._answer = time.monotonic(), take_snapshot(specs)
         return self._answer
 
     def saw(self, facts: RunFacts) -> RunFacts:

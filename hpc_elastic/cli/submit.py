@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpc_elastic.cli import options
-from hpc_elastic.cli.run_view import label_of, local_tasks
+from hpc_elastic.cli.run_view import label_of
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
 from hpc_elastic.launcher.wait import SubmittedTasks, TrackedRun
 from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalQueue
 
 if TYPE_CHECKING:
     from hpc_elastic.launcher.wait import Outcome
@@ -339,7 +340,7 @@ class LocalView:
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Return the states of the launcher's tasks."""
-        return local_tasks(Submission(self.submission))
+        return LocalQueue(Submission(self.submission)).tasks(self.job_ids)
 
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""

@@ -40,7 +40,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import Phase, TaskState
-from hpc_elastic.slurm.scheduler import Tasks, live_tasks, moved
+from hpc_elastic.slurm.scheduler import Scheduler, moved
 from hpc_elastic.slurm.sweep_queue import SweepQueue
 
 _log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def look(path: Path) -> CancelTarget:
     """
     run = RunDir(path)
     spec = run.load()
-    return CancelTarget(run, spec, read_result(run), live_tasks(spec).left())
+    return CancelTarget(run, spec, read_result(run), Scheduler(run, spec).list_live_tasks())
 
 
 def read_result(run: RunDir) -> str | None:
@@ -136,7 +136,7 @@ def cancel(
     *,
     wait_s: float,
     warn: Callable[[str], None],
-    tasks: Tasks | None = None,
+    scheduler: Scheduler | None = None,
 ) -> list[TaskState]:
     """Cancel a run, and wait until its tasks are gone.
 
@@ -144,7 +144,7 @@ def cancel(
         standing: As `look` found it.
         wait_s: How long to wait, at most.
         warn: Is told what the user should know.
-        tasks: Where its tasks are; None: where its launcher has them.
+        scheduler: Holds its tasks; None: that of its launcher.
 
     Returns:
         The tasks that are left; none if all went as it should.
@@ -155,7 +155,7 @@ def cancel(
     """
     run, spec = standing.run, standing.spec
     mark(run, warn)
-    left = _end_all(tasks or live_tasks(spec), spec, wait_s, warn)
+    left = _end_all(scheduler or Scheduler(run, spec), spec, wait_s, warn)
     _let_others_start(run, spec)
     if read_result(run) is not None:
         run.cancelled.unlink(missing_ok=True)  # it came to its end meanwhile
@@ -173,24 +173,24 @@ def _let_others_start(run: RunDir, spec: RunSpec) -> None:
 
 
 def _end_all(
-    tasks: Tasks, spec: RunSpec, wait_s: float, warn: Callable[[str], None]
+    scheduler: Scheduler, spec: RunSpec, wait_s: float, warn: Callable[[str], None]
 ) -> list[TaskState]:
     """Cancel what there is until nothing is; return what is left after the time."""
     began = time.monotonic()
     kill_at = began + _local_s(spec) + _KILL_S
     told: dict[str, float] = {}
     while True:
-        now, left = time.monotonic(), _ask(tasks, warn)
+        now, left = time.monotonic(), _ask(scheduler, warn)
         if left is not None:
             if not left:
                 return []
             if now > began + wait_s:
                 return list(left.values())
             due = to_tell(left.values(), told, now)
-            tasks.end(due)
+            scheduler.cancel_tasks(due)
             told |= {task.task: now for task in due}
-            if now > kill_at:
-                tasks.kill(left.values())
+            for name in left if spec.launcher == "local" and now > kill_at else ():
+                scheduler.kill_task(name)  # Slurm does so itself
         elif now > began + wait_s:
             raise SlurmError("Slurm does not answer: whether all tasks have ended is not known")
         time.sleep(_POLL_S)
@@ -216,9 +216,9 @@ def _wait_s(task: TaskState) -> float:
     return _AGAIN_S if task.phase is Phase.RUNNING else 2 * _POLL_S
 
 
-def _ask(tasks: Tasks, warn: Callable[[str], None]) -> dict[str, TaskState] | None:
+def _ask(scheduler: Scheduler, warn: Callable[[str], None]) -> dict[str, TaskState] | None:
     try:
-        return tasks.left()
+        return scheduler.list_live_tasks()
     except SlurmError as e:
         warn(f"asking again: {e}")
         return None
@@ -325,7 +325,7 @@ def require_stopped(run: RunDir, spec: RunSpec) -> None:
     if read_result(run) == "succeeded" or _last(run)[2] == "succeeded":
         remedy = "there is nothing to resume; to train on, submit a run that loads its checkpoint"
         raise RunDirectoryError(f"{run.path} has succeeded: {remedy}")
-    left = live_tasks(spec).left()
+    left = Scheduler(run, spec).list_live_tasks()
     if left:
         names = ", ".join(f"{task.task} ({task.state})" for task in list(left.values())[:4])
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""

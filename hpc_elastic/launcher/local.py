@@ -3,7 +3,7 @@
 Each array task is one node: a process in a session of its own, with the SLURM_* variables that it
 would have in Slurm, named ``local-<slot>``. At most ``max_agents`` run at a time, started in the
 order of the array; a task whose run has ended is not started any more. Agents and commands see the
-tasks, and ask for something, by the files of `hpc_elastic.slurm.scheduler`.
+tasks, and ask for something, by the files of `hpc_elastic.slurm.local_queue`.
 
 A task goes back to the queue, and starts again as another attempt,
 
@@ -57,8 +57,8 @@ from hpc_elastic.shared_files import read_json, write_atomic
 from hpc_elastic.slurm import requeue as requeue_module
 from hpc_elastic.slurm.environment import GPUS, as_array_task, listed_gpus, outside
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalEntry, node_name, start_ticks
 from hpc_elastic.slurm.requeue import RETURN_DELAY_S
-from hpc_elastic.slurm.scheduler import LocalEntry, node_name, started
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ EXCLUDED = "Excluded"
 
 @cache
 def _launched(launcher: int) -> int | None:
-    return started(launcher)
+    return start_ticks(launcher)
 
 
 def task_command(array_file: Path) -> list[str]:
@@ -258,7 +258,7 @@ class LocalHandle:
 
     def tasks(self) -> Mapping[str, TaskState]:
         """Return all tasks, as everybody else sees them."""
-        return {task.name: task.describe().seen_as(task.name) for task in self._tasks}
+        return {task.name: task.describe().to_state(task.name) for task in self._tasks}
 
     def cancel(self) -> None:
         """End everything: SIGTERM, a bounded wait, SIGKILL."""
@@ -315,7 +315,7 @@ class LocalHandle:
             limit = self._max_agents
             for task in next_to_start(waiting, num_running=num_running, max_agents=limit):
                 task.process = self._spawn(task)
-                task.started, task.began = started(task.process.pid), now
+                task.started, task.began = start_ticks(task.process.pid), now
         finally:
             self._write()
             for file in taken:

@@ -425,7 +425,7 @@ class Submission:
 
     @property
     def local_requests(self) -> Path:
-        """Folder of what the local launcher is asked for (`hpc_elastic.slurm.scheduler`)."""
+        """Folder of what the local launcher is asked for (`hpc_elastic.slurm.local_queue`)."""
         return self.path / "local-requests"
 
     def array(self, number: int) -> ArrayFiles:

@@ -58,7 +58,7 @@ _MOST = 1000
 
 
 class CombinedRequests:
-    """The scheduler of a task that is not alone: a `requeue.Scheduler`.
+    """The scheduler of a task that is not alone: a `requeue.TaskQueue`.
 
     Args:
         folder: Of the run, for this.
@@ -150,9 +150,9 @@ class CombinedRequests:
         """Keep tasks that wait away from some nodes."""
         self._client.exclude(tasks, hosts)
 
-    def cancel(self, tasks: Sequence[str]) -> None:
+    def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
         """Cancel tasks."""
-        self._client.cancel(tasks)
+        self._client.cancel(tasks, pending_only=pending_only)
 
     # ---- through the folder -------------------------------------------------------------
 

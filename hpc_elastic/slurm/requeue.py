@@ -67,8 +67,8 @@ _COMES_BACK = (ExitAction.REQUEUE, ExitAction.REQUEUED)
 _FAILURES = (SlurmCommandError, LocalQueueError)
 
 
-class Scheduler(Protocol):
-    """What a task needs of its scheduler: `SlurmClient`, or `LocalQueue` with launcher=local."""
+class TaskQueue(Protocol):
+    """Operations of a queue: `SlurmClient`, `LocalQueue` (launcher=local), `CombinedRequests`."""
 
     def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
         """Return the tasks of these jobs by name."""
@@ -77,23 +77,23 @@ class Scheduler(Protocol):
         """Send a task back to the queue."""
 
     def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
-        """Let tasks that wait not start for so long."""
+        """Let pending tasks not start before `delay_s` from now."""
 
     def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
-        """Keep tasks that wait away from some nodes."""
+        """Let pending tasks not start on some nodes."""
 
-    def cancel(self, tasks: Sequence[str]) -> None:
-        """Cancel tasks."""
+    def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
+        """Cancel tasks; with `pending_only`, those that have no node."""
 
 
 def foresee(
-    task: str, client: Scheduler, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
+    task: str, client: TaskQueue, *, attempt: int | None = None, reason: Reason = Reason.SIGNAL
 ) -> ExitAction | None:
     """Ask Slurm what a notice means, and do nothing: how this task would go now (its agent).
 
     Args:
         task: As for `depart`.
-        client: The scheduler.
+        client: The queue.
         attempt: As for `depart`.
         reason: What the agent knows.
 
@@ -110,7 +110,7 @@ def foresee(
 
 def depart(
     task: str,
-    client: Scheduler,
+    client: TaskQueue,
     *,
     attempt: int | None = None,
     reason: Reason = Reason.SIGNAL,
@@ -127,7 +127,7 @@ def depart(
     Args:
         task: The task this process is: ``<array job id>_<index>``, a job id, or
             ``<job id>.<node id>``.
-        client: The scheduler.
+        client: The queue.
         attempt: The attempt of the task that this process is, None if unknown.
         reason: Why it goes.
         run: Its run: whether that has ended, which nodes it avoids, and where another task is
@@ -149,7 +149,7 @@ def depart(
 
 def give_back(
     task: str,
-    client: Scheduler,
+    client: TaskQueue,
     delay_s: float,
     *,
     attempt: int | None = None,
@@ -163,7 +163,7 @@ def give_back(
 
     Args:
         task: As for `depart`.
-        client: The scheduler.
+        client: The queue.
         delay_s: From now; never taken for less than `RETURN_DELAY_S`.
         attempt: As for `depart`.
         run: As for `depart`.
@@ -214,7 +214,7 @@ def _patiently(act: Callable[[], ExitAction]) -> ExitAction:
 
 def _go(
     task: str,
-    client: Scheduler,
+    client: TaskQueue,
     attempt: int | None,
     reason: Reason,
     delay_s: float,
@@ -228,7 +228,7 @@ def _go(
 
 def _ask(
     task: str,
-    client: Scheduler,
+    client: TaskQueue,
     attempt: int | None,
     reason: Reason,
     run: RunDir | None = None,
@@ -247,7 +247,7 @@ def _ask(
 
 
 def _carry_out(
-    task: str, client: Scheduler, facts: ExitFacts, delay_s: float, run: RunDir | None
+    task: str, client: TaskQueue, facts: ExitFacts, delay_s: float, run: RunDir | None
 ) -> ExitAction:
     """Do what is decided; a task that comes back is told when it may start."""
     how = decide(facts)
@@ -268,7 +268,7 @@ def _carry_out(
     return how
 
 
-def _requeue(task: str, client: Scheduler) -> bool:
+def _requeue(task: str, client: TaskQueue) -> bool:
     """Requeue a task; return False if Slurm will not."""
     try:
         client.requeue(task)
@@ -280,21 +280,21 @@ def _requeue(task: str, client: Scheduler) -> bool:
     return True
 
 
-def _take_back(task: str, client: Scheduler) -> ExitAction:
+def _take_back(task: str, client: TaskQueue) -> ExitAction:
     """Cancel a task that was requeued while its run was cancelled: it is not to come back."""
     _log.warning("%s: the run was cancelled meanwhile, so it does not come back", task)
     client.cancel([task])
     return ExitAction.EXIT
 
 
-def _start_after(task: str, client: Scheduler, delay_s: float) -> None:
+def _start_after(task: str, client: TaskQueue, delay_s: float) -> None:
     try:
         client.postpone([task], delay_s)
     except _FAILURES as e:
         _log.warning("%s may start again late, or too soon: %s", task, e)
 
 
-def _keep_away(task: str, client: Scheduler, run: RunDir | None) -> None:
+def _keep_away(task: str, client: TaskQueue, run: RunDir | None) -> None:
     """Let the next attempt avoid the nodes that the run avoids."""
     hosts = excluded(run) if run is not None else {}
     try:

@@ -17,7 +17,7 @@ from group import eventually
 from helps import not_in_help
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import read_events
-from hpc_elastic.slurm.scheduler import live_tasks
+from hpc_elastic.slurm.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
 COMMAND = str(Path(sys.executable).with_name("hpc-elastic"))
@@ -98,7 +98,8 @@ class Runs:
         """Let the run come to its end, its processes too, and return its result."""
         (self.folder / "hurry").touch()
         eventually((self.run / "result.json").exists, within_s=120)
-        eventually(lambda: not live_tasks(RunDir(self.run).load()).left(), within_s=60)
+        run = RunDir(self.run)
+        eventually(lambda: not Scheduler(run, run.load()).list_live_tasks(), within_s=60)
         return json.loads((self.run / "result.json").read_text())
 
 

@@ -14,7 +14,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.exit_action import ExitAction, ExitFacts, Reason, decide
 from hpc_elastic.slurm.job_state import Phase
 from hpc_elastic.slurm.requeue import current_names, depart
-from hpc_elastic.slurm.scheduler import SlurmTasks
+from hpc_elastic.slurm.scheduler import Scheduler
 
 DEADLINE_S = 60
 """Half of the two minutes for which Slurm would hold a requeued task."""
@@ -48,13 +48,13 @@ class Run:
         return job
 
     @property
-    def tasks(self) -> SlurmTasks:
+    def scheduler(self) -> Scheduler:
         """The tasks as the leader sees them."""
-        return SlurmTasks(self.dir.load(), self.client)
+        return Scheduler(self.dir, self.dir.load(), self.client)
 
     def states(self) -> dict[str, str]:
         """Slurm's word on each of the run's tasks."""
-        return {name: state.state for name, state in (self.tasks.view() or {}).items()}
+        return {name: state.state for name, state in (self.scheduler.poll_tasks() or {}).items()}
 
 
 @pytest.fixture
@@ -71,11 +71,11 @@ def wait_for(condition, what=lambda: "") -> None:
         time.sleep(0.2)
 
 
-def bring_back(run, names) -> None:
+def restart(run, names) -> None:
     """Do as a leader does: help again and again, until all tasks run."""
 
     def all_run():
-        run.tasks.bring_back(run.dir, [*names, *current_names(run.dir.load())])
+        run.scheduler.restart_tasks([*names, *current_names(run.dir.load())])
         return set(run.states().values()) == {"RUNNING"}
 
     wait_for(all_run, run.states)
@@ -89,10 +89,10 @@ def test_tasks_of_a_node_that_died_run_again_at_once(slurm, run):
     slurm.kill_node("node2")
     wait_for(lambda: run.states()[f"{job}_1"] == "NODE_FAIL", run.states)
     slurm.start_node("node2")
-    bring_back(run, [f"{job}_0", f"{job}_1"])
+    restart(run, [f"{job}_0", f"{job}_1"])
     kept, replaced = current_names(run.dir.load())
     assert kept == f"{job}_0" and replaced.endswith("_1") and replaced != f"{job}_1"
-    view = run.tasks.view()
+    view = run.scheduler.poll_tasks()
     assert (view[kept].restarts, view[replaced].restarts) == (1, 0)
 
 
@@ -106,8 +106,8 @@ def test_what_slurm_has_cancelled_to_preempt_it_comes_back(slurm, run):
         wait_for(lambda: run.states() == {f"{job}_0": "PREEMPTED"}, run.states)
     finally:
         slurm.run(["scontrol", "update", "partition=cancel", "gracetime=5"])
-    bring_back(run, [f"{job}_0"])
-    assert run.tasks.view()[f"{job}_0"].restarts == 1
+    restart(run, [f"{job}_0"])
+    assert run.scheduler.poll_tasks()[f"{job}_0"].restarts == 1
 
 
 def test_what_a_user_has_cancelled_does_not_come_back(run):
@@ -116,7 +116,7 @@ def test_what_a_user_has_cancelled_does_not_come_back(run):
     wait_for(lambda: run.states() == {f"{job}_0": "RUNNING"})
     run.client.cancel([f"{job}_0"])
     wait_for(lambda: run.states() == {f"{job}_0": "CANCELLED"})
-    run.tasks.bring_back(run.dir, [f"{job}_0"])
+    run.scheduler.restart_tasks([f"{job}_0"])
     assert run.states() == {f"{job}_0": "CANCELLED"}
     assert current_names(run.dir.load()) == [f"{job}_0"]
 
@@ -131,7 +131,7 @@ def test_a_suspended_task_stays_where_it_is(slurm, run):
     state = run.client.tasks([job])[name]
     assert decide(ExitFacts(Reason.SIGNAL, state, 0)) is ExitAction.STAY
     assert depart(name, run.client, attempt=0, run=run.dir) is ExitAction.STAY
-    run.tasks.bring_back(run.dir, [name])
+    run.scheduler.restart_tasks([name])
     slurm.run(["scontrol", "resume", name])
     wait_for(lambda: run.states() == {name: "RUNNING"})
     assert run.client.tasks([job])[name].restarts == 0
@@ -142,11 +142,11 @@ def test_a_node_is_avoided_from_the_moment_it_is_blamed(run):
     job = run.submit(6, "--exclusive")
     wait_for(lambda: list(run.states().values()).count("RUNNING") == 4)
     bad = run.client.tasks([job])[f"{job}_1"].node
-    run.tasks.exclude(run.dir, [bad], "CUDA error")
+    run.scheduler.exclude_nodes([bad], "CUDA error")
     assert depart(f"{job}_1", run.client, attempt=0, run=run.dir) is ExitAction.REQUEUE
     run.client.cancel([f"{job}_0", f"{job}_2", f"{job}_3"])
     wait_for(lambda: [run.states()[f"{job}_{i}"] for i in (1, 4, 5)] == ["RUNNING"] * 3, run.states)
-    assert bad not in {run.tasks.view()[f"{job}_{i}"].node for i in (1, 4, 5)}
+    assert bad not in {run.scheduler.poll_tasks()[f"{job}_{i}"].node for i in (1, 4, 5)}
     avoided = {
         task: record.excluded for record in run.client._records(job) for task in record.tasks
     }
@@ -160,6 +160,6 @@ def test_replacements_go_with_their_run(run):
     name = requeue.resubmit(run.dir, f"{job}_0", run.client)
     assert name is not None
     assert run.states() == {name: "PENDING"}  # its node is busy
-    run.tasks.cancel_pending()
+    run.scheduler.cancel_pending()
     wait_for(lambda: run.states().get(name, "CANCELLED") == "CANCELLED", run.states)
     assert run.client.tasks([job])[f"{job}_0"].phase is Phase.RUNNING

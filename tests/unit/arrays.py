@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm.scheduler import started
+from hpc_elastic.slurm.local_queue import start_ticks
 
 GONE = 2**22 + 1
 """No process has this pid."""
-ME = {"pid": os.getpid(), "started": started(os.getpid())}
+ME = {"pid": os.getpid(), "started": start_ticks(os.getpid())}
 """A process that lives."""
 
 

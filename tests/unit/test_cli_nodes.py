@@ -13,8 +13,8 @@ from hpc_elastic.cli.nodes import NodeName
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run.directory import Submission
 from hpc_elastic.run.events import EventLog, read_events
-from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import Scheduler
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_sweep_that_was_moved_meanwhile_is_not_taken_for_lost(run, tmp_path, c
     there = str(moved / run.path.name)
     assert main(["status", there, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["phase"] == "training" and "is not there any more" in told["notes"][0]
+    assert told["phase"] == "training" and "does not exist" in told["notes"][0]
     for command in (["cancel", "--yes"], ["kill"], ["preempt"]):
         node = [] if command[0] == "cancel" else ["local-0"]
         assert main([*command, there, *node]) == 1
@@ -104,20 +104,9 @@ def test_a_notice_that_nobody_takes_is_withdrawn(run, capsys):
 def test_a_node_that_does_not_go_is_told_of(run, monkeypatch, capsys):
     """And the processes that are killed are those of its task."""
     killed = []
-    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: killed.append(task))
+    monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: killed.append(task))
     assert main(["kill", str(run.path), "local-1", "--wait-s", "0"]) == 1
     assert killed == ["7_1"] and "local-1 is still there after 0 s" in capsys.readouterr().err
-
-
-class Brought:
-    """Takes note of the tasks that are to come back."""
-
-    def __init__(self) -> None:
-        self.tasks: list[str] = []
-
-    def bring_back(self, run, tasks):
-        """Keep their names."""
-        self.tasks += tasks
 
 
 @pytest.mark.parametrize(
@@ -128,14 +117,14 @@ def test_tasks_that_leave_no_leader_are_brought_back_by_the_command(
 ):
     """Two nodes may be killed at the same time: then nobody of the run is left to do so."""
     found = killing.find_node(run.path, "local-1")
-    back = Brought()
-    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: None)
-    monkeypatch.setattr("hpc_elastic.slurm.scheduler.tasks_of", lambda spec: back)
+    back: list[str] = []
+    monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
+    monkeypatch.setattr(Scheduler, "restart_tasks", lambda self, tasks: back.extend(tasks))
     after = {"7_0": other, "7_1": "FAILED", "7_2": "PENDING"}
     states = {task: TaskState(task, state, restarts=2) for task, state in after.items()}
     monkeypatch.setattr(killing, "_states", lambda spec: states)
     assert killing.kill(found, 5.0, as_json=False) == 0
-    assert back.tasks == brought
+    assert back == brought
     assert "its task starts again as soon as a node is free" in capsys.readouterr().out
 
 
@@ -143,7 +132,7 @@ def test_a_task_that_may_not_be_requeued_is_said_not_to_come_back(run, monkeypat
     """It has been in the queue twice already."""
     found = killing.find_node(run.path, "local-1")
     found = replace(found, spec=replace(found.spec, max_requeues=2))
-    monkeypatch.setattr(scheduler, "kill_node", lambda spec, task: None)
+    monkeypatch.setattr(Scheduler, "kill_task", lambda self, task: None)
     monkeypatch.setattr(killing, "wait_until", lambda *_: 0.5)
     assert killing.kill(found, 5.0, as_json=False) == 0
     assert "its task does not come back, by launcher.max_requeues=2" in capsys.readouterr().out
@@ -169,10 +158,10 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
     lives = {"state": "RUNNING", **ME}
     write_table(submission, **{"7_0": {**lives, "node": "local-0"}, "7_1": lives})
 
-    def kill(spec, name):
+    def kill(self, name):
         write_table(submission, **{"7_0": {"node": "local-0", **task}, "7_1": lives})
 
-    monkeypatch.setattr(scheduler, "kill_node", kill)
+    monkeypatch.setattr(Scheduler, "kill_task", kill)
     assert main(["kill", str(run.path), "local-0"]) == 0
     assert says in capsys.readouterr().out
 
@@ -180,7 +169,7 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
 def test_a_node_of_a_gang_is_not_killed(run, capsys):
     """Slurm would kill all of them. Nothing is said to be killed, nor written down so."""
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
-        scheduler.kill_node(run.load(), "7.1")
+        Scheduler(run, run.load()).kill_task("7.1")
     found = replace(killing.find_node(run.path, "local-1"), task="7.1")
     with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
         killing.kill(found, 5.0, as_json=False)

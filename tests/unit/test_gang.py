@@ -10,12 +10,12 @@ from hpc_elastic.run.directory import ArrayFiles
 from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import (
-    DEPUTIES,
+    NUM_RECORDERS,
     GangNodes,
-    end_if_orphaned,
-    mark_end,
-    record,
-    recorded,
+    cancel_if_orphaned,
+    mark_agent_ended,
+    read_gang_nodes,
+    record_gang_nodes,
     states_of,
 )
 
@@ -95,12 +95,12 @@ def environment(node_id: int, restarts: int = 0, nodes: str = "n[1-3]") -> Slurm
 def test_the_first_nodes_record_what_the_gang_was_given(tmp_path):
     """Several, lest one be lost; not all, for the file is shared by thousands."""
     files = ArrayFiles(tmp_path / "array-0")
-    record(files, environment(DEPUTIES))
-    assert recorded(files) is None
-    record(files, environment(DEPUTIES - 1))
-    assert recorded(files) == GangNodes(0, ("n1", "n2", "n3"))
-    record(files, environment(0, restarts=1, nodes="n[4-6]"))
-    assert recorded(files) == GangNodes(1, ("n4", "n5", "n6"))
+    record_gang_nodes(files, environment(NUM_RECORDERS))
+    assert read_gang_nodes(files) is None
+    record_gang_nodes(files, environment(NUM_RECORDERS - 1))
+    assert read_gang_nodes(files) == GangNodes(0, ("n1", "n2", "n3"))
+    record_gang_nodes(files, environment(0, restarts=1, nodes="n[4-6]"))
+    assert read_gang_nodes(files) == GangNodes(1, ("n4", "n5", "n6"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": "x", "hosts": []}', '{"attempt"'])
@@ -108,13 +108,13 @@ def test_a_record_that_is_no_record_is_none(tmp_path, text):
     """The node names are then those that squeue gives."""
     files = ArrayFiles(tmp_path / "array-0")
     files.nodes.write_text(text)
-    assert recorded(files) is None
+    assert read_gang_nodes(files) is None
 
 
 def test_a_node_list_that_does_not_parse_is_refused(tmp_path):
     """With the variable's name and value."""
     with pytest.raises(SlurmEnvironmentError, match=r"SLURM_STEP_NODELIST is 'n\[1-'"):
-        record(ArrayFiles(tmp_path / "array-0"), environment(0, nodes="n[1-"))
+        record_gang_nodes(ArrayFiles(tmp_path / "array-0"), environment(0, nodes="n[1-"))
 
 
 class FakeClient:
@@ -134,28 +134,28 @@ class FakeClient:
 def test_a_gang_whose_first_agent_has_ended_ends_by_itself(tmp_path):
     """Its batch script was there to see it."""
     client = FakeClient()
-    mark_end(tmp_path, environment(0))
-    assert not end_if_orphaned("8.1", tmp_path, client, wait_s=0)
+    mark_agent_ended(tmp_path, environment(0))
+    assert not cancel_if_orphaned("8.1", tmp_path, client, wait_s=0)
     assert client.cancelled == []
 
 
 def test_a_gang_whose_first_agent_never_ends_is_cancelled(tmp_path):
     """Slurm would keep its nodes for as long as its time limit allows."""
     client = FakeClient()
-    mark_end(tmp_path, environment(1))
-    assert end_if_orphaned("8.1", tmp_path, client, wait_s=0)
+    mark_agent_ended(tmp_path, environment(1))
+    assert cancel_if_orphaned("8.1", tmp_path, client, wait_s=0)
     assert client.cancelled == ["8"]
 
 
 def test_a_gang_that_can_not_be_cancelled_is_told(tmp_path, caplog):
     """The run's result does not depend on it."""
     client = FakeClient(SlurmCommandError(["scancel"], 1, "no answer"))
-    assert not end_if_orphaned("8.1", tmp_path / "never made", client, wait_s=0)
+    assert not cancel_if_orphaned("8.1", tmp_path / "never made", client, wait_s=0)
     assert "holds its nodes" in caplog.text
 
 
 def test_the_record_is_plain_json(tmp_path):
     """No pickle lies in the shared directory."""
     files = ArrayFiles(Path(tmp_path / "array-0"))
-    record(files, environment(0))
+    record_gang_nodes(files, environment(0))
     assert json.loads(files.nodes.read_text()) == {"attempt": 0, "hosts": ["n1", "n2", "n3"]}

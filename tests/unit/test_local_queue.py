@@ -15,11 +15,11 @@ from ended import is_gone
 from hpc_elastic.errors import LocalQueueError
 from hpc_elastic.launcher import local
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
-from hpc_elastic.slurm import scheduler
 from hpc_elastic.slurm.exit_action import ExitAction, Reason
 from hpc_elastic.slurm.job_state import Phase
+from hpc_elastic.slurm.local_queue import LocalQueue, start_ticks
 from hpc_elastic.slurm.requeue import depart, give_back
-from hpc_elastic.slurm.scheduler import LocalQueue, LocalTasks
+from hpc_elastic.slurm.scheduler import Scheduler
 
 DEADLINE_S = 60.0
 TASK = """
@@ -63,8 +63,8 @@ class Queue:
             tasks, submission.path, max_agents=places, stop_after_s=1,
             command=lambda _: [sys.executable, "-c", TASK, str(folder), plot],
         )  # fmt: skip
-        self.asks = LocalQueue(submission)
-        self.tasks = LocalTasks(self.spec)
+        self.queue = LocalQueue(submission)
+        self.scheduler = Scheduler(self.run, self.spec)
         self.handle.start()
 
     def attempt(self, number: int) -> tuple[int, int, str]:
@@ -76,7 +76,7 @@ class Queue:
 
     def state(self, task: str = "7_0"):
         """How others see a task."""
-        return self.asks.tasks(["7"])[task]
+        return self.queue.tasks(["7"])[task]
 
 
 def until(condition) -> None:
@@ -115,16 +115,16 @@ def test_a_task_that_goes_back_to_the_queue_starts_again(queue):
     q = queue()
     pid, child, node = q.attempt(0)
     assert node == "local-0" and q.state().node == node
-    assert depart("7_0", q.asks, attempt=0, reason=Reason.ASKED, run=q.run) is ExitAction.REQUEUE
+    assert depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run) is ExitAction.REQUEUE
     state = q.state()
     assert (state.phase, state.restarts) == (Phase.LEAVING, 1)
-    again = depart("7_0", q.asks, attempt=0, reason=Reason.ASKED, run=q.run)
+    again = depart("7_0", q.queue, attempt=0, reason=Reason.ASKED, run=q.run)
     assert again is ExitAction.REQUEUED and q.state().restarts == 1
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().phase is Phase.PENDING)
     assert q.state().is_held and 3 < q.state().starts_in_s < 10
     assert is_gone(child), "what an agent has left behind is ended"
-    q.asks.postpone(["7_0"], 0.0)
+    q.queue.postpone(["7_0"], 0.0)
     assert q.attempt(1)[2] == "local-0"
     assert (q.state().phase, q.state().restarts) == (Phase.RUNNING, 1)
 
@@ -133,8 +133,8 @@ def test_a_task_that_does_not_end_is_killed(queue):
     """It was to go back to the queue."""
     q = queue()
     pid, _, _ = q.attempt(0)
-    assert give_back("7_0", q.asks, 0.0, attempt=0, run=q.run) is ExitAction.REQUEUE
-    q.asks.postpone(["7_0"], 0.0)
+    assert give_back("7_0", q.queue, 0.0, attempt=0, run=q.run) is ExitAction.REQUEUE
+    q.queue.postpone(["7_0"], 0.0)
     q.attempt(1)
     assert is_gone(pid)
 
@@ -154,7 +154,7 @@ def test_a_task_that_is_killed_at_each_start_has_failed(queue):
     until(lambda: q.state().phase is Phase.ENDED)
     assert (q.state().state, q.state().reason) == ("FAILED", "killed by signal 9")
     assert len(list(q.folder.glob("attempt-*"))) == 3
-    q.tasks.bring_back(q.run, ["7_0"])
+    q.scheduler.restart_tasks(["7_0"])
     q.attempt(3)
 
 
@@ -162,11 +162,11 @@ def test_a_task_that_has_failed_is_brought_back_by_the_leader(queue):
     """But for one whose run is over."""
     q = queue("fail")
     until(lambda: q.state().state == "FAILED")
-    q.tasks.bring_back(q.run, ["7_0", "8_0"])
+    q.scheduler.restart_tasks(["7_0", "8_0"])
     q.attempt(1)
     until(lambda: q.state().state == "FAILED")
     q.run.cancelled.touch()
-    q.tasks.bring_back(q.run, ["7_0"])
+    q.scheduler.restart_tasks(["7_0"])
     assert q.state().state == "FAILED"
 
 
@@ -175,10 +175,10 @@ def test_a_task_comes_back_as_often_as_it_may(queue):
     q = queue(max_requeues=1)
     os.kill(q.attempt(0)[0], signal.SIGKILL)
     pid, _, _ = q.attempt(1)
-    assert depart("7_0", q.asks, attempt=1, run=q.run) is ExitAction.EXIT
+    assert depart("7_0", q.queue, attempt=1, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "FAILED")
-    q.tasks.bring_back(q.run, ["7_0"])
+    q.scheduler.restart_tasks(["7_0"])
     assert q.state().state == "FAILED"
 
 
@@ -188,12 +188,12 @@ def test_the_place_of_a_task_that_is_away_goes_to_the_next(queue):
     pid, _, _ = q.attempt(0)
     assert q.state("7_1").reason == "Resources"
     (q.folder / "attempt-0").unlink()
-    q.asks.requeue("7_0")
-    q.asks.postpone(["7_0"], 600)
+    q.queue.requeue("7_0")
+    q.queue.postpone(["7_0"], 600)
     os.kill(pid, signal.SIGKILL)
     other, _, node = q.attempt(0)
     assert node == "local-1" and q.state("7_0").reason == "BeginTime"
-    q.tasks.postpone_pending(0.0)
+    q.scheduler.postpone_pending(0.0)
     assert q.state("7_0").reason == "Resources"
     os.kill(other, signal.SIGKILL)
     until(lambda: q.state("7_0").phase is Phase.RUNNING)
@@ -202,7 +202,7 @@ def test_the_place_of_a_task_that_is_away_goes_to_the_next(queue):
 def test_a_task_does_not_start_on_a_node_that_its_run_avoids(queue):
     """The node is bad, and the task has no other."""
     q = queue()
-    q.tasks.exclude(q.run, ["local-0"], "two strikes")
+    q.scheduler.exclude_nodes(["local-0"], "two strikes")
     os.kill(q.attempt(0)[0], signal.SIGKILL)
     until(lambda: q.state().reason == "Excluded")
     assert q.state().phase is Phase.PENDING
@@ -215,7 +215,7 @@ def test_no_task_of_a_cancelled_run_comes_back(queue):
     q = queue()
     pid, _, _ = q.attempt(0)
     q.run.cancelled.touch()
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
+    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     os.kill(pid, signal.SIGKILL)
     until(lambda: q.state().state == "CANCELLED")
 
@@ -230,7 +230,7 @@ def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):
     (task,) = q.handle._tasks
     task.is_leaving = True
     q.handle._write()
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
+    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     del q.handle._settle
     ends.start()
     ends.join()
@@ -242,16 +242,16 @@ def test_without_its_launcher_a_task_does_not_come_back(tmp_path, queue, monkeyp
     q = queue()
     pid, _, _ = q.attempt(0)
     q.handle._stop_queue()
-    made = scheduler.started(pid)
+    made = start_ticks(pid)
     dead = {"launcher": GONE, "launcher_started": 1}
     write_table(
         Submission(tmp_path / ".hpc_elastic"),
         **{"7_0": {"state": "RUNNING", "pid": pid, "started": made, **dead}},
     )
     assert q.state().reason == "its launcher has ended"
-    assert depart("7_0", q.asks, attempt=0, run=q.run) is ExitAction.EXIT
+    assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
     with pytest.raises(LocalQueueError, match="its launcher has ended"):
-        q.asks.requeue("7_0")
+        q.queue.requeue("7_0")
     assert not list((tmp_path / ".hpc_elastic" / "local-requests").iterdir())
 
 
@@ -275,5 +275,5 @@ def test_what_is_no_request_of_its_own_is_left_alone(queue):
     (folder / "1.json").write_text(json.dumps({"do": "requeue", "task": "8_0", "restarts": 0}))
     (folder / "2.json").write_text("{")
     (folder / "3.json").write_text('["requeue"]')
-    q.asks.postpone(["7_0"], 1.0)
+    q.queue.postpone(["7_0"], 1.0)
     assert sorted(file.name for file in folder.iterdir()) == ["1.json", "2.json", "3.json"]

@@ -212,16 +212,17 @@ def test_the_nodes_own_problem_comes_first(tmp_path, monkeypatch):
     assert Preflight(tmp_path, [], shared=True).problems() == [own, theirs]
 
 
-class Tasks:
-    """Takes note of who is to be avoided, as `SlurmTasks` would."""
+class Excluding:
+    """Records the excluded nodes, as `Scheduler` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
         self.asked: list[str] = []
 
-    def exclude(self, run, hosts, why) -> None:
-        """Write it down."""
+    def exclude_nodes(self, hosts, why) -> None:
+        """Write them to the run directory."""
         self.asked += hosts
-        (run.path / "excluded.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
+        (self.run.path / "excluded.json").write_text(json.dumps(dict.fromkeys(hosts, why)))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +236,8 @@ def test_a_node_is_avoided_unless_too_many_are(tmp_path, launcher, known, goes):
         slurm=SimpleNamespace(node_name="n7"), run=RunDir(tmp_path),
         spec=SimpleNamespace(launcher=launcher, max_nodes=2),
     )  # fmt: skip
-    tasks = Tasks()
-    assert keep_away(Problem("gpus", "lost"), task, tasks) is goes
-    assert tasks.asked == (["n7"] if goes else [])
+    excluding = Excluding(task.run)
+    assert keep_away(Problem("gpus", "lost"), task, excluding) is goes
+    assert excluding.asked == (["n7"] if goes else [])
     if goes:
         assert json.loads((tmp_path / "excluded.json").read_text())["n7"] == "preflight: lost"

@@ -10,13 +10,15 @@ from arrays import GONE, ME, write_table
 
 from hpc_elastic.cli import status
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_view import EndDetector, Queue, ask, doing, given_up, local_tasks, look
-from hpc_elastic.errors import RunDirectoryError, SlurmCommandError
+from hpc_elastic.cli.run_view import EndDetector, doing, given_up, look
+from hpc_elastic.errors import LocalQueueError, SlurmCommandError
 from hpc_elastic.launcher import wait
 from hpc_elastic.launcher.wait import Cancellation
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalQueue
+from hpc_elastic.slurm.scheduler import QueueSnapshot, take_snapshot
 
 RUNS, ENDS = TaskState("17_0", "RUNNING"), TaskState("17_0", "COMPLETING")
 WAITS = TaskState("17_0", "PENDING", "Resources")
@@ -41,10 +43,10 @@ class Scheduler:
         self.states, self.silent, self.asked = states, silent, 0
         self.now = 100.0
 
-    def __call__(self, specs) -> Queue:
+    def __call__(self, specs) -> QueueSnapshot:
         """Return what there is."""
         self.asked += 1
-        return Queue({state.task: state for state in self.states}, self.silent)
+        return QueueSnapshot({state.task: state for state in self.states}, self.silent)
 
     def clock(self) -> float:
         """Return the time."""
@@ -219,7 +221,7 @@ def local(folder, **entry) -> RunDir:
 def test_what_a_local_launcher_left_behind_is_seen_through(tmp_path, entry, state):
     """It may have been killed; another process may have its pid by now."""
     run = local(tmp_path, **entry)
-    found = ask([run.load()]).of(run.load())["17_0"]
+    found = take_snapshot([run.load()]).tasks_of(run.load())["17_0"]
     assert found.state == state and ("killed by" in found.reason) == (state == "FAILED")
 
 
@@ -239,11 +241,11 @@ def test_a_table_that_is_damaged_is_told_as_such(tmp_path, text):
     submission = Submission(tmp_path / ".hpc_elastic")
     submission.local_tasks.write_text(text)
     if text == "[]":
-        assert local_tasks(submission) == {}
+        assert LocalQueue(submission).tasks(["17"]) == {}
         return
-    with pytest.raises(RunDirectoryError, match=r"local-tasks\.json can not be read"):
-        local_tasks(submission)
-    assert ask([run.load()]).of(run.load()) is None
+    with pytest.raises(LocalQueueError, match=r"local-tasks\.json cannot be read"):
+        LocalQueue(submission).tasks(["17"])
+    assert take_snapshot([run.load()]).tasks_of(run.load()) is None
     assert any("local-tasks.json" in note for note in look(run.path).notes)
 
 
@@ -267,9 +269,9 @@ def test_of_somebody_else_each_job_is_asked_for_by_itself(tmp_path):
     Submission(tmp_path / "1" / ".hpc_elastic").array(0).submitted_as("18")
     own = made(tmp_path / "own").load()
     client = Client()
-    ask([*runs, own], client)
+    take_snapshot([*runs, own], client)
     assert client.asked == [["17"], ["17"], ["18"]]
-    assert ask([own], Client("out of order")).why_unknown(own).endswith("out of order")
+    assert take_snapshot([own], Client("out of order")).why_unknown(own).endswith("out of order")
 
 
 # ---- what was meant --------------------------------------------------------------------------

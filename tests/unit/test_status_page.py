@@ -15,7 +15,7 @@ from helps import not_in_help
 from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_view import Queue, look, phase_of
+from hpc_elastic.cli.run_view import look, phase_of
 from hpc_elastic.cli.status import PatientAsks
 from hpc_elastic.cli.status_text import clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
@@ -23,6 +23,7 @@ from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import QueueSnapshot
 
 NOW = 1_900_000_000.0
 FAILURE = {
@@ -47,7 +48,7 @@ def made(folder: Path, num_tasks: int = 2, **fields) -> RunDir:
 
 def slurm(*states: TaskState, silent: str | None = None):
     """What Slurm says."""
-    return lambda specs: Queue({state.task: state for state in states}, silent)
+    return lambda specs: QueueSnapshot({state.task: state for state in states}, silent)
 
 
 def training(run: RunDir, now: float, step: int = 400) -> None:
@@ -292,7 +293,7 @@ def test_a_list_asks_once_for_all_that_go_on(tmp_path):
 
     def asks(specs):
         asked.append(len(specs))
-        return Queue({"17_0": RUNS, "17_1": WAITS})
+        return QueueSnapshot({"17_0": RUNS, "17_1": WAITS})
 
     known = [registry.KnownRun(f"r{i}", run.path, time.time()) for i, run in enumerate(runs)]
     found = listed(known, asks)
@@ -362,7 +363,8 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
     spec = SimpleNamespace(launcher="slurm")
     monkeypatch.setattr("hpc_elastic.cli.status.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(
-        "hpc_elastic.cli.run_view.ask", lambda specs: asked.append(now[0]) or Queue()
+        "hpc_elastic.slurm.scheduler.take_snapshot",
+        lambda specs: asked.append(now[0]) or QueueSnapshot(),
     )
     asks = PatientAsks()
 

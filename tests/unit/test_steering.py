@@ -37,7 +37,8 @@ from hpc_elastic.slurm import requeue
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task
 from hpc_elastic.slurm.exit_action import ExitAction
 from hpc_elastic.slurm.job_state import Phase, TaskState
-from hpc_elastic.slurm.scheduler import LocalProcesses, started
+from hpc_elastic.slurm.local_queue import start_ticks
+from hpc_elastic.slurm.scheduler import Scheduler
 
 BEFORE = {
     "nodes": "2",
@@ -227,38 +228,40 @@ def table(folder, **entry):
     """Return the processes of a run with one task that has this entry."""
     run = run_of(folder, "7", [(0, 0)], launcher="local")
     write_table(Submission(folder / ".hpc_elastic"), **{"7_0": entry})
-    return LocalProcesses(run.load())
+    return Scheduler(run, run.load())
 
 
 def test_a_process_is_known_by_the_time_of_its_start(tmp_path, sleeper):
     """One that has its pid by chance is left alone."""
-    made = started(sleeper.pid)
+    made = start_ticks(sleeper.pid)
     tasks = table(tmp_path, state="RUNNING", pid=sleeper.pid, started=made)
-    assert list(tasks.left()) == ["7_0"]
+    assert list(tasks.list_live_tasks()) == ["7_0"]
     (tmp_path / "other").mkdir()
     others = table(tmp_path / "other", state="RUNNING", pid=sleeper.pid, started=made - 60)
-    assert others.left()["7_0"].phase is Phase.LEAVING, "its launcher sees to it"
-    others.end([TaskState("7_0", "RUNNING")])
-    others.kill([TaskState("7_0", "RUNNING")])
+    assert others.list_live_tasks()["7_0"].phase is Phase.LEAVING, "its launcher sees to it"
+    others.cancel_tasks([TaskState("7_0", "RUNNING")])
+    others.kill_task("7_0")
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.5)
-    tasks.end(tasks.left().values())
+    tasks.cancel_tasks(tasks.list_live_tasks().values())
     sleeper.wait(20)
-    assert tasks.left()["7_0"].phase is Phase.LEAVING
+    assert tasks.list_live_tasks()["7_0"].phase is Phase.LEAVING
 
 
 def test_what_waits_for_a_launcher_that_is_dead_waits_for_nothing(tmp_path):
     """Else a run whose launcher was killed could never be resumed."""
-    assert not table(tmp_path, state="PENDING", launcher=GONE, launcher_started=1.0).left()
+    assert not table(
+        tmp_path, state="PENDING", launcher=GONE, launcher_started=1.0
+    ).list_live_tasks()
     (tmp_path / "two").mkdir()
-    mine = {"launcher": os.getpid(), "launcher_started": started(os.getpid())}
-    assert table(tmp_path / "two", state="PENDING", **mine).left()
+    mine = {"launcher": os.getpid(), "launcher_started": start_ticks(os.getpid())}
+    assert table(tmp_path / "two", state="PENDING", **mine).list_live_tasks()
 
 
 def test_processes_of_another_machine_are_told_as_such(tmp_path):
     """Its pids mean nothing here."""
     with pytest.raises(RunDirectoryError, match="call this command on login7"):
-        table(tmp_path, state="RUNNING", pid=1, started=1.0, host="login7").left()
+        table(tmp_path, state="RUNNING", pid=1, started=1.0, host="login7").list_live_tasks()
 
 
 # ---- checkpoints ------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
     asked = []
     monkeypatch.setattr(start_module.signal, "signal", lambda *args: None)
     monkeypatch.setattr(
-        start_module.scheduler, "end_if_orphaned", lambda *args: asked.append(args[:2])
+        start_module.scheduler, "cancel_if_orphaned", lambda *args: asked.append(args[:2])
     )
     tasks = [
         find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))

@@ -16,7 +16,7 @@ from ended import sleeping
 from helps import not_in_help
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import RunDir, Submission
-from hpc_elastic.slurm.scheduler import started
+from hpc_elastic.slurm.local_queue import start_ticks
 
 COLOUR = re.compile(r"\x1b\[(\d+;)*(3[0-8]|4[0-8]|9[0-7]|10[0-7])(;\d+)*m")
 ASKED = "[y/N]"
@@ -56,7 +56,7 @@ def agent():
 def run(tmp_path, agent) -> RunDir:
     """Its run, whose launcher has ended."""
     left = {"node": "local-0", "launcher": None}
-    return local_run(tmp_path, pid=agent.pid, started=started(agent.pid), **left)
+    return local_run(tmp_path, pid=agent.pid, started=start_ticks(agent.pid), **left)
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n\r", 1), ("\r", 1), (f"{CTRL_C}\r", 130)])

@@ -1,21 +1,27 @@
-"""The tasks of a run as its leader sees them: by squeue, or by the local launcher's table."""
+"""The scheduler of a run: what it lists and what it does, in Slurm and in the local queue."""
+
+from pathlib import Path
 
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
-from hpc_elastic.cli.run_view import Queue
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.run.directory import Entry, RunSpec, Submission
+from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import requeue as requeue_module
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.requeue import current_names
-from hpc_elastic.slurm.scheduler import LocalTasks, SlurmTasks, tasks_of
+from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler
 
 
 def spec(submission, tasks, **fields) -> RunSpec:
     """A run with these slots."""
     entry = Entry("function", "f", "f.py")
     return RunSpec("r", 2, 4, 1, 0, entry, str(submission), tasks, **fields)
+
+
+def of_spec(run: RunSpec, client=None) -> Scheduler:
+    """The scheduler of a run whose directory is not needed."""
+    return Scheduler(RunDir(Path("/nowhere")), run, client)
 
 
 class FakeClient:
@@ -60,14 +66,14 @@ def test_a_run_sees_its_own_tasks_over_all_its_arrays(tmp_path):
     submitted(tmp_path, a0="70", a1="80")
     listed = {"70_1": "RUNNING", "70_2": "RUNNING", "70_3": "PENDING", "80_0": "RUNNING"}
     client = FakeClient([TaskState(t, w, "Priority") for t, w in listed.items()])
-    tasks = SlurmTasks(spec(tmp_path, [(0, 1), (0, 3), (1, 0), (2, 0)]), client)
-    view = tasks.view()
+    scheduler = of_spec(spec(tmp_path, [(0, 1), (0, 3), (1, 0), (2, 0)]), client)
+    view = scheduler.poll_tasks()
     assert words(view) == {"70_1": "RUNNING", "70_3": "PENDING", "80_0": "RUNNING"}
     assert view["70_3"].reason == "Priority"
     assert client.asked == [["70", "80"]]
-    assert tasks.is_running("80_0") and not tasks.is_running("70_3")
-    assert tasks.is_running("70_2") is False
-    tasks.cancel_pending()
+    assert scheduler.is_running("80_0") and not scheduler.is_running("70_3")
+    assert scheduler.is_running("70_2") is False
+    scheduler.cancel_pending()
     assert client.cancelled == ["70_1", "70_3", "80_0"]
 
 
@@ -78,11 +84,15 @@ def test_a_gang_is_seen_by_its_nodes(tmp_path):
     listed = [TaskState("70", "RUNNING", node="n2", restarts=1), TaskState("80_0", "PENDING")]
     run = spec(tmp_path, [(0, 0), (0, 1), (1, 0)], coallocate_min=True)
     client = FakeClient(listed)
-    tasks = SlurmTasks(run, client)
+    scheduler = of_spec(run, client)
     assert current_names(run) == ["70.0", "70.1", "80_0"]
-    assert words(tasks.view()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING", "80_0": "PENDING"}
-    assert tasks.is_running("70.0") is False and tasks.is_running("70.1") is True
-    tasks.postpone_pending(30)
+    assert words(scheduler.poll_tasks()) == {
+        "70.0": "NODE_FAIL",
+        "70.1": "RUNNING",
+        "80_0": "PENDING",
+    }
+    assert scheduler.is_running("70.0") is False and scheduler.is_running("70.1") is True
+    scheduler.postpone_pending(30)
     assert client.postponed == [(["80_0"], 30)]
 
 
@@ -97,7 +107,10 @@ def test_a_gang_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path)
     files.nodes.write_text('{"attempt": 0, "hosts": ["n3", "n4"]}')
     now = TaskState("90", "RUNNING", node="n4")
     expected = {"90.0": ("NODE_FAIL", "n3"), "90.1": ("RUNNING", "n4")}
-    for seen in (SlurmTasks(run, FakeClient([now])).view(), Queue({"90": now}).of(run)):
+    for seen in (
+        of_spec(run, FakeClient([now])).poll_tasks(),
+        QueueSnapshot({"90": now}).tasks_of(run),
+    ):
         assert {name: (state.state, state.node) for name, state in seen.items()} == expected
 
 
@@ -105,7 +118,7 @@ def test_nothing_is_postponed_where_nothing_waits(tmp_path):
     """Slurm is not asked to do anything for no task."""
     submitted(tmp_path, a0="70")
     client = FakeClient([TaskState("70_0", "RUNNING")])
-    SlurmTasks(spec(tmp_path, [(0, 0)]), client).postpone_pending(30)
+    of_spec(spec(tmp_path, [(0, 0)]), client).postpone_pending(30)
     assert client.postponed == []
 
 
@@ -113,25 +126,23 @@ def test_a_slurm_that_does_not_answer_is_no_answer(tmp_path, caplog):
     """Nobody knows what runs, and the log says so once an outage."""
     submitted(tmp_path, a0="70")
     client = FakeClient(None)
-    tasks = SlurmTasks(spec(tmp_path, [(0, 0)]), client)
-    assert tasks.view() is None and tasks.is_running("70_0") is None
-    assert caplog.text.count("Slurm does not answer") == 1
+    scheduler = of_spec(spec(tmp_path, [(0, 0)]), client)
+    assert scheduler.poll_tasks() is None and scheduler.is_running("70_0") is None
+    assert caplog.text.count("the scheduler does not answer") == 1
     client.states = []
-    assert tasks.view() == {} and tasks.is_running("70_0") is False
+    assert scheduler.poll_tasks() == {} and scheduler.is_running("70_0") is False
     client.states = None
-    assert tasks.view() is None
-    assert caplog.text.count("Slurm does not answer") == 2
+    assert scheduler.poll_tasks() is None
+    assert caplog.text.count("the scheduler does not answer") == 2
 
 
 NO_LAUNCHER = {"launcher": GONE, "launcher_started": 1.0}
 
 
-def local(folder, slots, table) -> LocalTasks:
+def local(folder, slots, table) -> Scheduler:
     """The tasks of a local run whose launcher has written this table."""
     write_table(Submission(folder), **table)
-    tasks = tasks_of(spec(folder, slots, launcher="local"))
-    assert isinstance(tasks, LocalTasks)
-    return tasks
+    return of_spec(spec(folder, slots, launcher="local"))
 
 
 def test_a_local_task_runs_while_its_process_does(tmp_path):
@@ -147,33 +158,33 @@ def test_a_local_task_runs_while_its_process_does(tmp_path):
         "9_7": {"state": "PENDING", **NO_LAUNCHER},
         "9_8": {"state": "ENDED", **ME, "exit_code": -9},
     }
-    tasks = local(tmp_path, [(0, n) for n in (0, 1, 2, 4, 5, 6, 7, 8)], table)
-    view = tasks.view()
+    scheduler = local(tmp_path, [(0, n) for n in (0, 1, 2, 4, 5, 6, 7, 8)], table)
+    view = scheduler.poll_tasks()
     assert words(view) == {
         "9_0": "RUNNING", "9_1": "COMPLETING", "9_2": "PENDING", "9_4": "COMPLETED",
         "9_6": "CANCELLED", "9_7": "CANCELLED", "9_8": "FAILED",
     }  # fmt: skip
     assert (view["9_0"].node, view["9_0"].restarts) == ("local-0", 2)
     assert view["9_6"].reason == "its launcher has ended"
-    assert tasks.is_running("9_0") is True and tasks.is_running("9_1") is False
-    tasks.cancel_pending()
+    assert scheduler.is_running("9_0") is True and scheduler.is_running("9_1") is False
+    scheduler.cancel_pending()
 
 
 def test_a_local_run_is_found_in_whichever_array_it_was_laid_out(tmp_path):
     """Runs of a sweep whose settings differ, or of a later batch, are not in the first array."""
     submitted(tmp_path, a0="9", a1="10")
     lives = {"state": "RUNNING", **ME}
-    tasks = local(tmp_path, [(1, 0)], {"9_0": lives, "10_0": lives})
-    assert words(tasks.view()) == {"10_0": "RUNNING"}
+    scheduler = local(tmp_path, [(1, 0)], {"9_0": lives, "10_0": lives})
+    assert words(scheduler.poll_tasks()) == {"10_0": "RUNNING"}
 
 
 def test_without_the_launchers_table_nobody_knows(tmp_path):
     """It is written before the first task starts; a disk error is no word on the tasks."""
     submitted(tmp_path, a0="9")
-    tasks = tasks_of(spec(tmp_path, [(0, 0)], launcher="local"))
-    assert tasks.view() is None and tasks.is_running("9_0") is None
+    scheduler = of_spec(spec(tmp_path, [(0, 0)], launcher="local"))
+    assert scheduler.poll_tasks() is None and scheduler.is_running("9_0") is None
     (tmp_path / "local-tasks.json").write_text("{")
-    assert tasks.view() is None
+    assert scheduler.poll_tasks() is None
 
 
 class LeadersClient(FakeClient):
@@ -231,8 +242,8 @@ def test_tasks_that_are_to_come_back_are_helped_as_each_needs(tmp_path):
         TaskState("70_6", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0),
     ]
     client = LeadersClient(states, refuses=["70_3"])
-    tasks = SlurmTasks(run.load(), client)
-    tasks.bring_back(run, [f"70_{i}" for i in range(6)] + ["70_99"])
+    scheduler = Scheduler(run, run.load(), client)
+    scheduler.restart_tasks([f"70_{i}" for i in range(6)] + ["70_99"])
     assert client.requeued == ["70_2"]
     assert client.submitted == [3]
     assert client.postponed == [(["70_0", "70_2"], 2)]
@@ -250,8 +261,8 @@ def test_a_task_whose_end_nobody_has_seen_does_not_start_where_it_may_run(tmp_pa
     ]
     client = LeadersClient(states)
     client.avoided["70_3"] = ("n3",)
-    tasks = SlurmTasks(run.load(), client)
-    tasks.bring_back(run, [f"70_{i}" for i in range(4)], {f"70_{i}": f"n{i}" for i in range(4)})
+    scheduler = Scheduler(run, run.load(), client)
+    scheduler.restart_tasks([f"70_{i}" for i in range(4)], {f"70_{i}": f"n{i}" for i in range(4)})
     assert client.excluded_nodes == [(["70_0"], ["n0"]), (["70_1"], ["n1"])]
     assert client.postponed == [([f"70_{i}" for i in range(4)], 2)]
     assert sorted(file.name for file in run.avoided.iterdir()) == ["70_0@n0", "70_1@n1"]
@@ -266,7 +277,7 @@ def test_a_task_that_can_not_be_kept_away_is_not_brought_back(tmp_path):
     ]
     client = LeadersClient(states, mute=["70_0"])
     with pytest.raises(SlurmCommandError, match="no answer"):
-        SlurmTasks(run.load(), client).bring_back(run, ["70_0", "70_1"], {"70_0": "n0"})
+        Scheduler(run, run.load(), client).restart_tasks(["70_0", "70_1"], {"70_0": "n0"})
     assert client.postponed == [(["70_1"], 2)]
 
 
@@ -275,7 +286,7 @@ def test_a_task_for_which_slurm_does_not_answer_costs_the_others_nothing(tmp_pat
     run = run_of(tmp_path, "70", [(0, i) for i in range(3)])
     client = LeadersClient([TaskState(f"70_{i}", "NODE_FAIL") for i in range(3)], fails=["70_1"])
     with pytest.raises(SlurmCommandError, match="no answer"):
-        SlurmTasks(run.load(), client).bring_back(run, ["70_0", "70_1", "70_2"])
+        Scheduler(run, run.load(), client).restart_tasks(["70_0", "70_1", "70_2"])
     assert client.requeued == ["70_0", "70_2"]
     assert client.postponed == [(["70_0", "70_2"], 2)]
 
@@ -285,7 +296,7 @@ def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):
     run = run_of(tmp_path, "70", [(0, 0)])
     run.result.write_text("{}")
     client = LeadersClient([TaskState("70_0", "NODE_FAIL")])
-    SlurmTasks(run.load(), client).bring_back(run, ["70_0"])
+    Scheduler(run, run.load(), client).restart_tasks(["70_0"])
     assert (client.requeued, client.submitted, client.postponed) == ([], [], [])
 
 
@@ -295,12 +306,12 @@ def test_a_gang_is_not_requeued_because_it_has_lost_a_node(tmp_path):
     files = Submission(tmp_path / ".hpc_elastic").array(0)
     files.nodes.write_text('{"attempt": 0, "hosts": ["n1", "n2"]}')
     client = LeadersClient([TaskState("70", "RUNNING", node="n2", restarts=0)])
-    tasks = SlurmTasks(run.load(), client)
-    assert words(tasks.view()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING"}
-    tasks.bring_back(run, ["70.0"])
+    scheduler = Scheduler(run, run.load(), client)
+    assert words(scheduler.poll_tasks()) == {"70.0": "NODE_FAIL", "70.1": "RUNNING"}
+    scheduler.restart_tasks(["70.0"])
     assert client.requeued == []
     client.states = [TaskState("70", "NODE_FAIL", restarts=0)]
-    tasks.bring_back(run, ["70.0", "70.1"])
+    scheduler.restart_tasks(["70.0", "70.1"])
     assert (client.requeued, client.postponed) == (["70"], [(["70"], 2)])
 
 
@@ -309,7 +320,7 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
     run = run_of(tmp_path, "70", [(0, 0), (0, 1)])
     held = TaskState("70_0", "PENDING", "BeginTime", restarts=1, starts_in_s=110.0)
     client = LeadersClient([held, TaskState("70_1", "COMPLETED")])
-    tasks = SlurmTasks(run.load(), client)
-    tasks.exclude(run, ["n3"], "CUDA error")
-    tasks.bring_back(run, ["70_0"])
+    scheduler = Scheduler(run, run.load(), client)
+    scheduler.exclude_nodes(["n3"], "CUDA error")
+    scheduler.restart_tasks(["70_0"])
     assert client.excluded_nodes == [(["70_0"], ["n3"])] * 2

@@ -1,0 +1,273 @@
+"""The queue of ``launcher=local``, as agents and commands see it: a table, and requests.
+
+The launcher (`hpc_elastic.launcher.local`) is a small scheduler. It writes a table of its tasks,
+and carries out the requests of agents and commands in the order of their file names:
+
+    <sweep>/.hpc_elastic/local-tasks.json
+        {task name: {"state": "PENDING|RUNNING|COMPLETING|ENDED", "node", "restarts", "begin",
+                     "reason", "pid", "started", "exit_code", "host", "launcher",
+                     "launcher_started"}}
+    <sweep>/.hpc_elastic/local-requests/<n>.json   {"do": "requeue|postpone", "task", ...}
+
+The launcher removes a request when the table shows the result. A pid can be reused, so the table
+holds the start time of each process beside it, in clock ticks since boot: Unix seconds would change
+with the clock. A launcher that was killed cannot update the table. A reader on the same machine
+therefore looks for the processes; a reader elsewhere relies on the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpc_elastic.errors import LocalQueueError, RunDirectoryError
+from hpc_elastic.run.directory import Submission
+from hpc_elastic.shared_files import is_there, read_json, write_atomic
+from hpc_elastic.slurm.job_state import LAUNCHER_ENDED, TaskState, job_of
+
+if TYPE_CHECKING:
+    import psutil
+
+_START_TIME = 19
+"""Index of the start time in /proc/<pid>/stat, counted from the field after the process name;
+field 22 of proc(5)."""
+_ANSWER_POLL_S = 0.02
+_request_numbers = itertools.count()
+
+
+def node_name(slot: int) -> str:
+    """Return the name of a run's node on this machine (pure)."""
+    return f"local-{slot}"
+
+
+@dataclass(frozen=True)
+class LocalEntry:
+    """One task in the launcher's table.
+
+    Attributes:
+        state: ``PENDING``; ``RUNNING``; ``COMPLETING``: its processes are being ended; ``ENDED``.
+        pid: Its process; None while it is pending.
+        started: Start time of that process, see `start_ticks`.
+        exit_code: Exit code of the process, or minus the number of the signal that ended it; None
+            if the task never started.
+        host: The machine.
+        launcher: Process of the launcher, which starts pending tasks.
+        launcher_started: Start time of that process.
+        node: Name of its node.
+        restarts: Number of its requeues.
+        begin: Monotonic seconds of this machine before which it does not start; None: at once.
+        reason: Why it is pending, other than for a place.
+    """
+
+    state: str
+    pid: int | None
+    started: int | None
+    exit_code: int | None
+    host: str
+    launcher: int | None
+    launcher_started: int | None
+    node: str = ""
+    restarts: int = 0
+    begin: float | None = None
+    reason: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether its processes are on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """Return its process; None if it has ended, or is on another machine."""
+        return find_process(self.pid, self.started) if self.is_here else None
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Return whether its launcher has ended, so that nothing starts the task again."""
+        return self.is_here and find_process(self.launcher, self.launcher_started) is None
+
+    def to_state(self, name: str) -> TaskState:
+        """Return its state in Slurm's terms."""
+        orphaned = self.is_orphaned
+        match self.state:
+            case "ENDED":
+                return self._ended(name)
+            case "PENDING" if not orphaned:
+                return self._pending(name)
+            case "RUNNING" | "COMPLETING" if not self.is_here or self.process is not None:
+                reason = LAUNCHER_ENDED if orphaned else ""
+                return TaskState(name, self.state, reason, self.node, self.restarts)
+            case _ if orphaned:
+                return TaskState(name, "CANCELLED", LAUNCHER_ENDED, restarts=self.restarts)
+        # the process has ended, and its launcher has not noticed yet
+        return TaskState(name, "COMPLETING", node=self.node, restarts=self.restarts)
+
+    def _ended(self, name: str) -> TaskState:
+        if self.exit_code is None:
+            return TaskState(name, "CANCELLED", restarts=self.restarts)
+        if self.exit_code == 0:
+            return TaskState(name, "COMPLETED", restarts=self.restarts)
+        code = self.exit_code
+        why = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return TaskState(name, "FAILED", why, restarts=self.restarts)
+
+    def _pending(self, name: str) -> TaskState:
+        in_s = None if self.begin is None or not self.is_here else self.begin - time.monotonic()
+        if in_s is not None and in_s > 0:
+            return TaskState(name, "PENDING", "BeginTime", restarts=self.restarts, starts_in_s=in_s)
+        return TaskState(name, "PENDING", self.reason or "Resources", restarts=self.restarts)
+
+
+class LocalQueue:
+    """The queue of a local launcher, as agents and commands see it.
+
+    Methods raise `LocalQueueError` if the table cannot be read, or the launcher has ended or does
+    not answer.
+
+    Args:
+        submission: The sweep's ``.hpc_elastic``.
+        timeout_s: Seconds within which the launcher carries out a request.
+    """
+
+    def __init__(self, submission: Submission, timeout_s: float = 10.0) -> None:
+        self._submission = submission
+        self._timeout_s = timeout_s
+
+    def tasks(self, job_ids: Iterable[str]) -> dict[str, TaskState]:
+        """Return all tasks of these jobs by name; none before the first task has started."""
+        wanted = set(job_ids)
+        entries = self._entries().items()
+        return {name: entry.to_state(name) for name, entry in entries if job_of(name) in wanted}
+
+    def require_this_machine(self, tasks: Iterable[str]) -> None:
+        """Refuse tasks whose processes cannot be observed from here.
+
+        Raises:
+            RunDirectoryError: A task is a process on another machine.
+        """
+        entries = self._entries()
+        for name in tasks:
+            entry = entries.get(name)
+            if entry is not None and entry.state != "ENDED" and not entry.is_here:
+                where = f"{name} is a process on {entry.host}, not on this machine"
+                raise RunDirectoryError(f"{where}: call this command on {entry.host}")
+
+    def requeue(self, task: str) -> None:
+        """Send a task back to the queue: it starts again when its process has ended.
+
+        A second request is no error. A process that does not end in time is killed.
+        """
+        entry = self._entries().get(task)
+        if entry is not None:
+            self._request([{"do": "requeue", "task": task, "restarts": entry.restarts}])
+
+    def postpone(self, tasks: Sequence[str], delay_s: float) -> None:
+        """Let tasks that wait, or are being requeued, not start before `delay_s` from now.
+
+        It replaces the delay of an earlier call.
+        """
+        begin = time.monotonic() + delay_s
+        self._request([{"do": "postpone", "task": task, "begin": begin} for task in tasks])
+
+    def exclude(self, tasks: Sequence[str], hosts: Iterable[str]) -> None:
+        """Do nothing: the launcher reads the excluded nodes of a run itself."""
+
+    def cancel(self, tasks: Sequence[str], *, pending_only: bool = False) -> None:
+        """Send SIGTERM to agents. The launcher starts no task of a run that has ended."""
+        for process in () if pending_only else self._processes(tasks):
+            _send_signal(process, signal.SIGTERM)
+
+    def kill(self, task: str) -> None:
+        """Send SIGKILL to an agent and to its descendants."""
+        import psutil
+
+        for process in self._processes([task]):
+            family = [process]
+            with contextlib.suppress(psutil.Error):
+                family += process.children(recursive=True)
+            for member in family:
+                _send_signal(member, signal.SIGKILL)
+
+    def _entries(self) -> dict[str, LocalEntry]:
+        table = self._submission.local_tasks
+        try:
+            return {name: LocalEntry(**entry) for name, entry in (read_json(table) or {}).items()}
+        except (OSError, ValueError, TypeError) as e:
+            raise LocalQueueError(f"{table} cannot be read: {e}") from e
+
+    def _processes(self, tasks: Iterable[str]) -> Iterator[psutil.Process]:
+        entries = self._entries()
+        for task in tasks:
+            process = entries[task].process if task in entries else None
+            if process is not None:
+                yield process
+
+    def _request(self, requests: Sequence[dict[str, Any]]) -> None:
+        """Write requests, and wait until the launcher has carried them out."""
+        folder = self._submission.local_requests
+        files: list[Path] = []
+        try:
+            folder.mkdir(exist_ok=True)
+            for request in requests:
+                number = f"{time.time_ns():020}-{os.getpid()}-{next(_request_numbers)}"
+                files.append(folder / f"{number}.json")
+                write_atomic(files[-1], json.dumps(request))
+        except OSError as e:
+            raise LocalQueueError(f"no request to the launcher can be written: {e}") from e
+        deadline = time.monotonic() + self._timeout_s
+        while any(map(is_there, files)):
+            entry = self._entries().get(str(requests[0]["task"]))
+            if entry is not None and entry.is_orphaned:
+                self._withdraw(files, LAUNCHER_ENDED)
+            if time.monotonic() > deadline:
+                self._withdraw(files, f"the launcher has not answered for {self._timeout_s:g} s")
+            time.sleep(_ANSWER_POLL_S)
+
+    @staticmethod
+    def _withdraw(files: Iterable[Path], why: str) -> None:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise LocalQueueError(why)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a process in clock ticks since boot; None if it does not exist."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[_START_TIME])
+
+
+def find_process(pid: int | None, started: int | None) -> psutil.Process | None:
+    """Return the process with this pid and start time; None if it has ended."""
+    if pid is None or started is None or start_ticks(pid) != started:
+        return None
+    import psutil  # agents in Slurm do without
+
+    try:
+        process = psutil.Process(pid)
+        return process if process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+def _send_signal(process: psutil.Process, number: signal.Signals) -> None:
+    import psutil
+
+    try:
+        process.send_signal(number)  # psutil checks the start time again
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.AccessDenied as e:
+        whose = f"process {process.pid} belongs to another user"
+        raise RunDirectoryError(f"{whose}: only that user, or root, can end it") from e

@@ -20,9 +20,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hpc_elastic.config import schema
-from hpc_elastic.report.attempts import Size
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
-from hpc_elastic.report.node_time import Interval, NodeTime
+from hpc_elastic.report.node_time import Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import VERSION as REPORT_VERSION
 from hpc_elastic.report.report import About, Change, Configuration, Report, SavedCheckpoints, Spent

@@ -232,16 +232,22 @@ def read_json(path: Path, read: Callable[[Path], str] = Path.read_text) -> dict[
     return value if isinstance(value, dict) else None
 
 
-def read_undelegated(path: Path) -> str:
+def read_undelegated(path: Path, num_bytes: int | None = None) -> str:
     """Return the text of a file that another node removes or appends to after this one's death.
 
     A server of NFS 4 gives a delegation of what is read. It would have to recall that from the dead
     node, which takes 100 s; the other node waits for that, and if it removes the file, so do all
     who use its folder there. So this client gives it back at once: Linux's does so before it
     changes a mode.
+
+    Args:
+        path: The file.
+        num_bytes: Number of bytes to read from its end; None: the whole file.
     """
-    with path.open(errors="replace") as file:
-        text = file.read()
+    with path.open("rb") as file:
+        if num_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
+        text = file.read().decode(errors="replace")
         with contextlib.suppress(OSError):  # it is somebody else's, or the disk is read-only
             os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
     return text

@@ -56,11 +56,12 @@ def events_command(run: Path, as_json: bool, raw: bool, follow: bool) -> int:
 
 
 def _tell(run: Path, *, as_json: bool) -> int:
+    from hpc_elastic.report.attempts import EventIndex
     from hpc_elastic.report.sentences import lines
-    from hpc_elastic.report.timeline import episodes
+    from hpc_elastic.report.timeline import build_timeline
     from hpc_elastic.run.event_schema import sound
 
-    found = episodes(sound(EventReader(RunDir(run).event_logs).new()))
+    found = build_timeline(EventIndex(sound(EventReader(RunDir(run).event_logs).new())))
     if as_json:
         print(json.dumps([_as_json(episode) for episode in found], indent=2))
     elif not found:
@@ -147,9 +148,10 @@ class _Told:
 
     def tell(self, events: list[Event], now: float) -> None:
         """Print what is new, and will not change any more."""
-        from hpc_elastic.report.timeline import episodes
+        from hpc_elastic.report.attempts import EventIndex
+        from hpc_elastic.report.timeline import build_timeline
 
-        found = episodes(events)
+        found = build_timeline(EventIndex(events))
         settled = list(takewhile(lambda episode: now - _over_at(episode) >= _SETTLED_S, found))
         self.waits = len(settled) < len(found)
         for episode in settled:

@@ -144,12 +144,12 @@ def report_of(run: Path) -> Report:
     """
     from hpc_elastic.cli.run_view import look
     from hpc_elastic.report.report import report
-    from hpc_elastic.report.timeline import episodes
+    from hpc_elastic.report.timeline import build_timeline
 
     facts = look(run)
     notes = list(facts.notes)
     return report(
-        _about(facts), facts.account, facts.points, episodes(facts.events), made=time.time(),
+        _about(facts), facts.account, facts.points, build_timeline(facts.history), made=time.time(),
         kept=_kept(run, notes), configuration=_configuration(facts, notes), notes=notes,
     )  # fmt: skip
 

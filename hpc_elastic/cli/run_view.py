@@ -21,6 +21,7 @@ from hpc_elastic.cli.options import quoted
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.launcher.control import bound_s
 from hpc_elastic.launcher.wait import Cancellation, cancellation
+from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.node_time import Account, account
 from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
 from hpc_elastic.run.directory import RunDir, RunSpec
@@ -59,8 +60,8 @@ def look(run: Path, asks: Callable[[Sequence[RunSpec]], QueueSnapshot] = take_sn
     spec = _spec(files, notes)
     status = _object(files.status, notes)
     result = _object(files.result, notes)
-    events = _events(run, notes)
-    if spec is None and status is None and result is None and not events:
+    history = EventIndex(_events(run, notes))
+    if spec is None and status is None and result is None and not history.events:
         remedy = "give a run directory, or an id of `hpc-elastic list`"
         raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
     queue = QueueSnapshot() if spec is None or result is not None else asks([spec])
@@ -69,7 +70,7 @@ def look(run: Path, asks: Callable[[Sequence[RunSpec]], QueueSnapshot] = take_sn
         notes.append(f"what the tasks do now is unknown: {unknown}")
     states = None if spec is None or result is not None else queue.tasks_of(spec)
     mark = cancellation(files) if result is None else None
-    return _facts(_Found(run, spec, status, result, events, states, mark), time.time(), notes)
+    return _facts(_Found(run, spec, status, result, history, states, mark), time.time(), notes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Found:
     spec: RunSpec | None
     status: Mapping[str, Any] | None
     result: Mapping[str, Any] | None
-    events: Sequence[dict[str, Any]]
+    history: EventIndex
     states: Mapping[str, TaskState] | None
     mark: Cancellation | None
 
@@ -103,8 +104,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> RunFacts:
     until = now if ended is None else ended.time
     running, waiting = _by_phase(found.states, named)
     spent = account(
-        found.events, points, now=until, running=running, waiting=waiting, submitted=submitted,
-        ft=spec is not None and spec.ft,
+        found.history, points, now=until, running=running, waiting=waiting, submitted=submitted,
     )  # fmt: skip
     lives = phase == "training" and ended is None
     stale = updated is not None and now - updated > STALE_S
@@ -134,7 +134,7 @@ def _facts(found: _Found, now: float, notes: list[str]) -> RunFacts:
         ended=ended,
         notes=notes,
         spec=spec,
-        events=found.events,
+        history=found.history,
         points=points,
         stragglers=_stragglers(status) if lives else (),
     )
@@ -320,7 +320,7 @@ def _ended(found: _Found, phase: str, points: Sequence[Point]) -> EndedTask | No
         return EndedTask(phase, number(result.get("ended")) or 0.0, _why(failure), failure)
     if phase not in (LOST, CANCELLED):
         return None
-    heard = [*(float(e["time"]) for e in found.events), *(p.time for p in points)]
+    heard = [*(float(e["time"]) for e in found.history.events), *(p.time for p in points)]
     if found.mark is not None:
         at = max(found.mark.time, max(heard, default=0.0))
         return EndedTask(phase, at, f"it was cancelled{found.mark.by_whom}", None)
@@ -357,7 +357,7 @@ def _tasks(
     found: _Found, named: Sequence[str], ended_by: Mapping[str, str | None]
 ) -> list[RunTask]:
     """Return the run's tasks by slot; what is only known by its events where nothing else is."""
-    begun = {e["task"]: e for e in found.events if e["kind"] == "task"}
+    begun = {e["task"]: e for e in found.history.of("task")}
     ranks = _ranks(found)
     states = found.states or {}
     return [
@@ -442,7 +442,7 @@ class RunTask:
         task: Its name.
         slot: Its place in the run, from 0.
         state: Slurm's word; None: Slurm does not list it, or does not answer.
-        reason: Why it is in it; without a state, how its last attempt ended (`spans.Attempt`).
+        reason: Why it is in it; without a state, how its last attempt ended (`NodeTime`).
             None if there is nothing to say.
         last_known: Where Slurm does not answer, what the task was at as far as the run knows:
             ``running``, ``never started``, or how its last attempt ended; else None.
@@ -513,14 +513,14 @@ class RunFacts:
     pace: Rates
     saved: SavedCheckpoint | None
     departures: Mapping[str, int]
-    """How many attempts of tasks ended how (`report.attempts.Attempt`)."""
+    """How many attempts of tasks ended how (`report.node_time.NodeTime`)."""
     account: Account
     ended: EndedTask | None
     notes: Sequence[str]
     spec: RunSpec | None
     """As it was submitted; None: that can not be read."""
-    events: Sequence[dict[str, Any]]
-    """Those of all tasks that are whole, in order of time."""
+    history: EventIndex
+    """The valid events of all tasks."""
     points: Sequence[Point]
     """Its progress, in order of time, up to now."""
     stragglers: Sequence[Mapping[str, Any]] = ()

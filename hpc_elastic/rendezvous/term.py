@@ -382,8 +382,9 @@ class RunFiles:
         """
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         path = self.run.progress
-        before = read_listed(path, read_undelegated) if maybe_torn else None
-        if before and not before.endswith("\n"):
+        read_last = partial(read_undelegated, num_bytes=1)
+        last = read_listed(path, read_last) if maybe_torn else None
+        if last and last != "\n":
             text = f"\n{text}"
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpc_elastic.report.attempts import EventIndex, TaskAttempt, first_of
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt, first_of
 from hpc_elastic.run.events import Event
 
 
@@ -132,11 +132,11 @@ def _resumed(after: list[Event]) -> int | None:
     return max(0, min(steps) - 1) if steps else None
 
 
-def ready_s(lives: Iterable[TaskAttempt], round_: Event) -> float | None:
-    """Return the seconds from a round to the first step of those that it started."""
-    number, formed = int(round_["number"]), float(round_["time"])
-    times = [float(li.trains[number]["time"]) for li in lives if number in li.trains]
-    return round(max(0.0, max(times) - formed), 1) if times else None
+def ready_s(members: Iterable[TaskAttempt], round_: Round) -> float | None:
+    """Return the seconds from a round to the first step of the workers that it started."""
+    events = [m.first_steps[round_.number] for m in members if round_.number in m.first_steps]
+    times = [float(event["time"]) for event in events]
+    return round(max(0.0, max(times) - round_.time), 1) if times else None
 
 
 # ---- Why a node left a run, or came (pure)

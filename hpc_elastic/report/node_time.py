@@ -1,41 +1,39 @@
 """Where the node-seconds of a run went, and which share of them was useful training (pure).
 
-Each attempt of each task has a node from its start to its end, and every moment of that is one of
+An attempt of a task has its node from its start to its end. Each moment of that is one of
 
-    start       the task's process starts and imports, until it asks for a place in a round
-    rendezvous  the group is being formed
-    import      the workers start, import and get ready, until their first step
-    restore     of that, what the `Checkpointer` takes to look for a checkpoint and to load it
-    useful      steps that nobody made before
+    start       the process of the task starts and imports, until it asks to join a round
+    rendezvous  the group forms
+    import      workers start and import, until their first step
+    restore     of that, the time in which the `Checkpointer` finds and loads a checkpoint
+    useful      steps that were not made before
     replayed    steps that had been made before, and were lost with a node or a worker
-    checkpoint  the training stands still for a checkpoint
-    idle        others train, and this node does not
+    checkpoint  the training waits for a checkpoint
+    idle        other nodes train, and this one does not
 
-What goes on in the queue, before and between the attempts, is counted apart: no node stands still.
-*Goodput* is the share of ``useful`` in all node-seconds. A lost step counts twice: as useful when
-it was first made, as replayed when it is made again; so what was once said of a moment holds.
+Time in the queue, before and between attempts, is counted apart: no node is held. *Goodput* is the
+share of ``useful`` in all node-seconds. A lost step counts twice: as useful when it is first made,
+as replayed when it is made again. So what was once said of a moment does not change.
 
-The times are the events': ``task`` (a node begins), ``joined``, ``round`` and
-``round_stopped`` or a new ``leader`` (who is in a group, from when to when), ``first_step``,
-``node_lost``, ``task_exited`` and ``end``; and of progress.jsonl, by which steps and checkpoints
-are found in between. Clocks of nodes differ: whatever would end before it begins counts as nothing.
+The times are those of the events: ``task`` (a node starts), ``joined``, ``round`` and
+``round_stopped`` or a new ``leader`` (members of a group, from when to when), ``first_step``,
+``node_lost``, ``task_exited`` and ``end``. Lines of progress.jsonl show steps and checkpoints in
+between. Clocks of nodes differ: an interval that would end before it begins is dropped.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
-from typing import Any
+from itertools import islice, pairwise, zip_longest
 
-from hpc_elastic.report.attempts import Attempt, Round, Size, attempts_of, rounds_of, sizes_of
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.report.progress_log import Point
 
-KINDS = (*("useful", "replayed", "checkpoint", "restore", "import", "rendezvous", "start", "idle"),)
-"""What a node can be at, the best first."""
-
-Event = Mapping[str, Any]
+KINDS = ("useful", "replayed", "checkpoint", "restore", "import", "rendezvous", "start", "idle")
+"""What node time is spent on, the best first."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Interval:
     Attributes:
         begin: Unix seconds.
         end: Unix seconds.
-        kind: What a node was at: one of `KINDS`, as above.
+        kind: What the node time was spent on: one of `KINDS`.
     """
 
     begin: float
@@ -60,15 +58,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class NodeTime:
-    """One attempt of one task: where its time went.
+    """One attempt of one task, and where its time went.
 
     Attributes:
         task: Its name.
-        attempt: How often it had been requeued.
+        attempt: Number of requeues before it.
         host: Its node.
-        begin: Unix seconds.
-        end: Unix seconds; now, if it has not ended.
-        ended_by: What ended it, as in `Attempt`; None if it goes on.
+        begin: Start of its process, in Unix seconds.
+        end: Unix seconds; now, if it goes on.
+        ended_by: ``preempted``, ``requeued``, ``cancelled`` or what else SIGTERM meant (`means` of
+            the event `task_exited`; ``signal`` if unknown); ``time_limit``, ``asked``;
+            ``agent_failed``; ``nodes_requeued``; ``node_lost``: the group lost it; ``silence``: no
+            event of its end; ``end``: of the run. None: it goes on.
         intervals: In order, without gaps.
     """
 
@@ -79,6 +80,21 @@ class NodeTime:
     end: float
     ended_by: str | None
     intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of the group from some time on.
+
+    Attributes:
+        time: From when on, in Unix seconds.
+        nodes: Its nodes; 0 while it forms again, or is over.
+        world_size: Its workers.
+    """
+
+    time: float
+    nodes: int
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -124,43 +140,236 @@ class Account:
 
 
 def account(
-    events: Sequence[Event],
+    history: EventIndex,
     points: Sequence[Point],
     *,
     now: float,
     running: Collection[str] | None = None,
     waiting: Collection[str] = (),
     submitted: float | None = None,
-    ft: bool = False,
 ) -> Account:
     """Return where the time of a run went, so far.
 
     Args:
-        events: Of all tasks, in order of time.
-        points: Its progress, in order of time; without them replays and checkpoints are not seen.
-        now: Unix seconds; for a run that has ended, when it did.
-        running: Tasks that have a node, as the scheduler says; None: it was not asked, or did not
-            answer. A task that it does not name has ended when it was last heard of.
-        waiting: Tasks that wait for one.
-        submitted: When the run was submitted; None: nothing is known of its first wait.
-        ft: Each node is a replica that lives on when others come and go (`RunSpec.ft`).
+        history: The events of all tasks.
+        points: Progress in order of time; without it replays and checkpoints are not found.
+        now: Unix seconds; for a run that has ended, its end.
+        running: Tasks that have a node, as the scheduler lists them; None if unknown. Another task
+            has ended at the last sign of the run.
+        waiting: Pending tasks.
+        submitted: When the run was submitted; None: its first wait is unknown.
     """
-    attempts = attempts_of(events, points, now=now, running=running)
-    rounds = rounds_of(events, now=now, ft=ft)
+    attempts = _attempts(history, points, now=now, running=running)
+    rounds = _rounds(history, now)
     courses = _courses(rounds, points)
     trained = [Interval(r.trains_from, r.end, "idle") for r in rounds if r.trains_from is not None]
     nodes = tuple(_node_time(attempt, rounds, courses, trained) for attempt in attempts)
-    resumed = [float(e["time"]) for e in events if e["kind"] == "resume"]
+    resumed = [float(e["time"]) for e in history.of("resume")]
     queued = _queued(attempts, waiting, now=now, submitted=submitted, resumed=resumed)
-    sizes = tuple(sizes_of(rounds, attempts, ft=ft))
+    sizes = tuple(_sizes(rounds, attempts, has_replicas=history.has_replicas))
     return Account(nodes, queued, sizes, counted=any(r.begun for r in rounds))
+
+
+# ---- attempts: from when to when they had their nodes --------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The time for which an attempt had its node; see `NodeTime`."""
+
+    attempt: TaskAttempt
+    begin: float
+    joined: float | None
+    end: float
+    ended_by: str | None
+
+
+def _attempts(
+    history: EventIndex,
+    points: Sequence[Point],
+    *,
+    now: float,
+    running: Collection[str] | None,
+) -> list[_Held]:
+    """Return the attempts whose start is known, in order of time."""
+    signs = sorted([float(e["time"]) for e in history.events] + [point.time for point in points])
+    found = []
+    for of_task in history.by_task():
+        for attempt, following in zip_longest(of_task, of_task[1:]):
+            next_begin = math.inf if following is None else following.begin or 0.0
+            over, run_ended = _latest_end(attempt, history)
+            is_last = over == next_begin == math.inf
+            found.append(
+                _held(
+                    attempt,
+                    min(now, over, next_begin),
+                    signs,
+                    may_run=is_last and (running is None or attempt.task in running),
+                    run_ended=run_ended and over <= next_begin,
+                )
+            )
+    return sorted(found, key=lambda held: held.begin)
+
+
+def _latest_end(attempt: TaskAttempt, history: EventIndex) -> tuple[float, bool]:
+    """Return the latest time at which an attempt was over, and whether the run had ended then.
+
+    Infinity: nothing shows that it is over. A run that has ended may be resumed in new tasks, which
+    may start a moment before the event `resume`; older tasks write nothing after it.
+    """
+    begin = attempt.begin or 0.0
+    ends = [float(e["time"]) for e in history.of("end")]
+    ended = min((end for end in ends if end >= begin), default=math.inf)
+    resumes = [float(e["time"]) for e in history.of("resume")]
+    over = min([ended, *(math.nextafter(t, 0.0) for t in resumes if t > attempt.last)])
+    return over, over == ended < math.inf
+
+
+def _held(
+    attempt: TaskAttempt, limit: float, signs: Sequence[float], *, may_run: bool, run_ended: bool
+) -> _Held:
+    """Return for how long an attempt had its node.
+
+    Args:
+        attempt: It.
+        limit: When it was over at the latest.
+        signs: Times of all events and points of the run.
+        may_run: Nothing shows that it has ended.
+        run_ended: It is the last of its task, and the run has ended.
+    """
+    begin = attempt.begin or 0.0
+    end, why = _reported_end(attempt)
+    if end is None and not may_run:
+        at = bisect_right(signs, limit)
+        end = signs[at - 1] if at else limit
+        why = "end" if run_ended else "silence"
+    end = max(begin, min(limit, limit if end is None else end))
+    joined = None if attempt.joined is None else min(attempt.joined, end)
+    return _Held(attempt, begin, joined, end, why)
+
+
+def _reported_end(attempt: TaskAttempt) -> tuple[float | None, str | None]:
+    """Return when an attempt reported its end, or was reported lost for good; and why."""
+    exits = attempt.exits
+    if not exits:
+        return attempt.lost_at, None if attempt.lost_at is None else "node_lost"
+    reason = str(exits[-1].get("reason") or exits[-1]["kind"])
+    means = exits[-1].get("means") if reason == "signal" else None
+    return float(exits[0]["time"]), str(means or reason)
+
+
+# ---- rounds: when they trained -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FirstStep:
+    """First step of a node's workers: its time and number, and the restore before it."""
+
+    time: float
+    step: int
+    restored: int | None
+    restore_s: float
+    counted: bool
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """One round, and when it trained.
+
+    Attributes:
+        round: The round.
+        members: Its members.
+        end: When it was over; now, if it goes on.
+        begun: The first step of each member whose workers have made one.
+        going_on: Members whose workers trained in the round before, and go on (``ft``).
+        still_trains: Whether there are such members.
+    """
+
+    round: Round
+    members: frozenset[TaskAttempt]
+    end: float
+    begun: Mapping[TaskAttempt, _FirstStep]
+    going_on: frozenset[TaskAttempt] = frozenset()
+    still_trains: bool = False
+
+    @property
+    def trains_from(self) -> float | None:
+        """When its first node made a step; None if none did."""
+        if self.still_trains:
+            return self.round.time
+        return min((begun.time for begun in self.begun.values()), default=None)
+
+    @property
+    def counted(self) -> bool:
+        """Whether its steps are unknown: each worker counts them from 0."""
+        return any(begun.counted and begun.restored is None for begun in self.begun.values())
+
+
+def _rounds(history: EventIndex, now: float) -> list[_Trained]:
+    found: list[_Trained] = []
+    for round_ in history.rounds:
+        members, end = frozenset(round_.members), max(round_.time, min(round_.over, now))
+        begun = _begun(round_, end, has_replicas=history.has_replicas)
+        before = found[-1] if history.has_replicas and found else None
+        going_on: frozenset[TaskAttempt] = frozenset()
+        if before is not None and before.end >= round_.time:
+            at_work = {*before.begun, *before.going_on}
+            going_on = frozenset(m for m in members if m in at_work and m not in begun)
+        trained = bool(going_on) and before is not None and before.trains_from is not None
+        found.append(_Trained(round_, members, end, begun, going_on, trained))
+    return found
+
+
+def _begun(
+    round_: Round, end: float, *, has_replicas: bool
+) -> dict[TaskAttempt, _FirstStep]:  # fmt: skip
+    """Return the first steps in a round; of a replica, the last that it made during the round."""
+    found = {}
+    for member in round_.members:
+        events = member.first_steps
+        made = [events[round_.number]] if round_.number in events else []
+        if has_replicas:
+            made = [e for e in events.values() if round_.time <= float(e["time"]) <= end]
+        for event in made[-1:]:
+            found[member] = _FirstStep(
+                float(event["time"]), int(event["step"]), event.get("restored"),
+                float(event.get("restore_s") or 0.0), bool(event.get("counted")),
+            )  # fmt: skip
+    return found
+
+
+def _sizes(
+    rounds: Sequence[_Trained], attempts: Sequence[_Held], *, has_replicas: bool
+) -> Iterator[Size]:
+    """Yield how the size of the group changed; a group is over with the last of its members."""
+    ends = {held.attempt: held.end for held in attempts if held.ended_by is not None}
+    for one, following in zip_longest(rounds, rounds[1:]):
+        members = one.round.members
+        yield Size(one.round.time, len(members), one.round.world_size)
+        end = min(one.end, max((ends.get(m, one.end) for m in members), default=one.end))
+        if has_replicas:
+            yield from _departures(one, ends, end)
+        goes_on = any if has_replicas else all
+        stays = following is None and goes_on(member not in ends for member in members)
+        if not stays and (following is None or following.round.time > end):
+            yield Size(end, 0, 0)
+
+
+def _departures(one: _Trained, ends: Mapping[TaskAttempt, float], end: float) -> Iterator[Size]:
+    """Yield how a group of replicas shrinks, all of one size, while the others go on."""
+    members, world_size = one.round.members, one.round.world_size
+    left = len(members)
+    for time in sorted(ends[member] for member in members if member in ends):
+        if one.round.time < time < end:
+            left -= 1
+            yield Size(time, left, world_size * left // len(members))
 
 
 # ---- one round, the same for all of its nodes ----------------------------------------------
 
 
-def _courses(rounds: Sequence[Round], points: Sequence[Point]) -> dict[int, list[Interval]]:
-    """Return what each round was at, by its number: useful, replayed, checkpoint."""
+def _courses(rounds: Sequence[_Trained], points: Sequence[Point]) -> dict[int, list[Interval]]:
+    """Return what the time of each round was spent on, by its number."""
     high, courses = 0, {}
     by_round: dict[int, list[Point]] = {}
     for point in points:
@@ -168,23 +377,22 @@ def _courses(rounds: Sequence[Round], points: Sequence[Point]) -> dict[int, list
     for one in rounds:
         if one.trains_from is None:
             continue
-        seen = [p for p in by_round.get(one.number, ()) if one.trains_from <= p.time <= one.end]
+        seen = [
+            p for p in by_round.get(one.round.number, ()) if one.trains_from <= p.time <= one.end
+        ]
         known = -1 if one.counted else high
         made = _steps(one, seen)
-        goes_on = one.still_trains or not made  # replicas that live on lose no step
+        goes_on = one.still_trains or not made  # surviving replicas lose no step
         fresh_from = one.trains_from if goes_on else _passes(made, known)
         kinds = _replayed_first(one.trains_from, one.end, fresh_from)
-        courses[one.number] = _under(_blocked(seen), kinds)
+        courses[one.round.number] = _under(_blocked(seen), kinds)
         saved = (p.checkpoint for p in seen if p.checkpoint is not None)
         high = max([high, *(step for _, step in made), *saved])
     return courses
 
 
-def _steps(one: Round, seen: Sequence[Point]) -> list[tuple[float, int]]:
-    """Return when which step was made.
-
-    A leader's first looks may still show what was heard of the round before: nothing beyond that.
-    """
+def _steps(one: _Trained, seen: Sequence[Point]) -> list[tuple[float, int]]:
+    """Return when each known step was made; the first is that of the first member."""
     first = min(one.begun.values(), key=lambda begun: begun.time, default=None)
     told = [(p.time, p.step) for p in seen if p.step is not None]
     return told if first is None else [(first.time, first.step), *told]
@@ -201,14 +409,14 @@ def _passes(made: Sequence[tuple[float, int]], high: int) -> float | None:
 
 
 def _replayed_first(begin: float, end: float, fresh_from: float | None) -> list[Interval]:
-    """Return what was replayed, up to a moment (None: all of it), and what was useful then."""
+    """Return what was replayed, until a moment (None: to the end), and what was useful then."""
     middle = end if fresh_from is None else min(max(begin, fresh_from), end)
     both = (Interval(begin, middle, "replayed"), Interval(middle, end, "useful"))
     return [interval for interval in both if interval.length_s > 0]
 
 
 def _blocked(seen: Sequence[Point]) -> Iterator[Interval]:
-    """Yield when the training stood still for checkpoints, as it was known at the next point."""
+    """Yield when the training waited for checkpoints, by what the next point shows."""
     for p, q in pairwise(seen):
         if q.blocked_s > p.blocked_s:
             yield Interval(max(p.time, q.time - q.blocked_s + p.blocked_s), q.time, "checkpoint")
@@ -234,34 +442,35 @@ def _under(above: Iterable[Interval], below: Sequence[Interval]) -> list[Interva
 
 
 def _node_time(
-    attempt: Attempt,
-    rounds: Sequence[Round],
+    held: _Held,
+    rounds: Sequence[_Trained],
     courses: Mapping[int, list[Interval]],
     trained: Sequence[Interval],
 ) -> NodeTime:
-    at = attempt.end if attempt.joined is None else max(attempt.begin, attempt.joined)
-    found = [Interval(attempt.begin, at, "start")]
+    attempt = held.attempt
+    at = held.end if held.joined is None else max(held.begin, held.joined)
+    found = [Interval(held.begin, at, "start")]
     for one in rounds:
-        if attempt.key not in one.members or one.end <= at or one.begin >= attempt.end:
+        if attempt not in one.members or one.end <= at or one.round.time >= held.end:
             continue
-        begin, end = max(at, one.begin), min(one.end, attempt.end)
+        begin, end = max(at, one.round.time), min(one.end, held.end)
         found += _waited(at, begin, trained)
-        found += _in_round(attempt, one, courses.get(one.number, []), begin, end)
+        found += _in_round(attempt, one, courses.get(one.round.number, []), begin, end)
         at = max(at, end)
-    found += _waited(at, attempt.end, trained)
+    found += _waited(at, held.end, trained)
     intervals = tuple(_joined(interval for interval in found if interval.length_s > 0))
     return NodeTime(
-        attempt.task, attempt.number, attempt.host, attempt.begin, attempt.end, attempt.ended_by,
+        attempt.task, attempt.attempt, attempt.host, held.begin, held.end, held.ended_by,
         intervals,
     )  # fmt: skip
 
 
 def _in_round(
-    attempt: Attempt, one: Round, course: Sequence[Interval], begin: float, end: float
+    attempt: TaskAttempt, one: _Trained, course: Sequence[Interval], begin: float, end: float
 ) -> Iterator[Interval]:
-    """Yield what a member of a round was at."""
-    begun = one.begun.get(attempt.key)
-    if begun is None and attempt.key in one.going_on:
+    """Yield what the time of a member of a round was spent on."""
+    begun = one.begun.get(attempt)
+    if begun is None and attempt in one.going_on:
         trains = begin
     elif begun is None or begun.time >= end:
         yield Interval(begin, end, "import")
@@ -284,13 +493,13 @@ def _cut(intervals: Sequence[Interval], begin: float, end: float) -> Iterator[In
 
 
 def _waited(begin: float, end: float, trained: Sequence[Interval]) -> Iterator[Interval]:
-    """Yield what a node was at outside a round: idle while others train, else it is formed."""
+    """Yield the time of a node outside a round: idle while others train, else rendezvous."""
     idle = list(_cut(trained, begin, end)) if begin < end else []
     yield from _under(idle, [Interval(begin, end, "rendezvous")] if begin < end else [])
 
 
 def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Yield intervals in order, neighbours of one kind as one."""
+    """Yield intervals in order; neighbours of one kind are one."""
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda i: i.begin):
         if last is not None and last.kind == interval.kind and interval.begin <= last.end + 1e-6:
@@ -303,28 +512,28 @@ def _joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
         yield last
 
 
-_NOTED_WITHIN_S = 5.0
-"""A run that is resumed is noted right after the first of its new tasks may have started."""
+_RESUMED_WITHIN_S = 5.0
+"""The event `resume` is written up to this long after the first of the new tasks has started."""
 
 
 def _queued(
-    attempts: Sequence[Attempt],
+    attempts: Sequence[_Held],
     waiting: Collection[str],
     *,
     now: float,
     submitted: float | None,
     resumed: Sequence[float],
 ) -> dict[str, tuple[Interval, ...]]:
-    """Return when each task waited for a node: one of a resumed run from then on."""
-    by_task: dict[str, list[Attempt]] = {task: [] for task in waiting}
-    for attempt in attempts:
-        by_task.setdefault(attempt.task, []).append(attempt)
+    """Return when each task waited for a node; tasks of a resumed run from then on."""
+    by_task: dict[str, list[_Held]] = {task: [] for task in waiting}
+    for held in attempts:
+        by_task.setdefault(held.attempt.task, []).append(held)
     queued = {}
     for task, its in by_task.items():
-        begins = [*(attempt.begin for attempt in its), now if task in waiting else None]
+        begins = [*(held.begin for held in its), now if task in waiting else None]
         first = its[0].begin if its else now
-        began = [time for time in resumed if time <= first + _NOTED_WITHIN_S]
-        ends = [max(began, default=submitted), *(attempt.end for attempt in its)]
+        began = [time for time in resumed if time <= first + _RESUMED_WITHIN_S]
+        ends = [max(began, default=submitted), *(held.end for held in its)]
         queued[task] = tuple(
             Interval(end, begin, "queue")
             for end, begin in zip(ends, begins, strict=True)

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from hpc_elastic.report.attempts import Size
 from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.node_time import Account, Interval, NodeTime
+from hpc_elastic.report.node_time import Account, Interval, NodeTime, Size
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.sentences import sentence
 

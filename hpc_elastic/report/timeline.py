@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hpc_elastic.report.attempts import EventIndex, TaskAttempt
+from hpc_elastic.report.attempts import EventIndex, Round, TaskAttempt
 from hpc_elastic.report.causes import (
     Cause,
     Cost,
@@ -22,16 +22,14 @@ from hpc_elastic.report.causes import (
 from hpc_elastic.run.events import Event
 
 
-def episodes(events: Iterable[Event]) -> list[TimelineEntry]:
-    """Return the episodes of a run, in order of time.
+def build_timeline(run: EventIndex) -> list[TimelineEntry]:
+    """Return the timeline of a run, in order of time.
 
     Args:
-        events: Of all its tasks. Those of unknown kinds are passed over; where a field or a kind
-            is missing, because the run is of another version, less is told.
+        run: Its events. Where some are missing, entries have less detail.
     """
-    run = EventIndex(events)
-    tell = replica_episodes if run.has_replicas else group_episodes
-    found = [*_started(run), *tell(run), *_asides(run), *_never_members(run), *_ended(run)]
+    of_group = _of_replicas if run.has_replicas else _of_group
+    found = [*_started(run), *of_group(run), *_asides(run), *_never_members(run), *_ended(run)]
     return sorted(found, key=lambda e: (run.generation_at(e.time), e.kind == "ended", e.time))
 
 
@@ -156,13 +154,13 @@ _ASIDES: dict[str, Callable[[EventIndex, Event], TimelineEntry | None]] = {
 
 def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield the attempts that ended without having been in a group."""
-    members = {(li.task, li.attempt) for round_ in run.rounds for li in run.members(round_)}
-    for life in run.lives:
-        if (life.task, life.attempt) not in members:
-            yield from _came_for_nothing(run, life)
+    members = {member for round_ in run.rounds for member in round_.members}
+    for attempt in run.attempts:
+        if attempt not in members:
+            yield from _never_member(run, attempt)
 
 
-def _came_for_nothing(run: EventIndex, life: TaskAttempt) -> Iterator[TimelineEntry]:
+def _never_member(run: EventIndex, life: TaskAttempt) -> Iterator[TimelineEntry]:
     end = run.ends.get(run.generation_at(life.started or 0.0))
     if end is not None and (life.started or 0.0) > float(end["time"]):
         return
@@ -182,47 +180,47 @@ _AT_ONCE_S = 1.0
 """A leader that gives up a member stops the round in the same moment."""
 
 
-def group_episodes(run: EventIndex) -> Iterator[TimelineEntry]:
+def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield what happened to the group, in order."""
     if not run.rounds:
         return
-    yield formed(run, run.rounds[0])
+    yield _formed(run, run.rounds[0])
     for before, after in pairwise(run.rounds):
         yield from _Change(run, before, after).episodes()
     yield from _since(run, run.rounds[-1])
 
 
-def formed(run: EventIndex, round_: Event) -> TimelineEntry:
+def _formed(run: EventIndex, round_: Round) -> TimelineEntry:
     """Return the episode of the first group."""
-    members = run.members(round_)
+    members = round_.members
     return TimelineEntry(
-        "formed", float(round_["time"]), nodes_after=len(members), workers=round_["world_size"],
-        round=int(round_["number"]), leader=_leads(run, round_),
-        facts={"hosts": [life.host for life in members], "ready_s": ready_s(members, round_)},
+        "formed", round_.time, nodes_after=len(members), workers=round_.world_size,
+        round=round_.number, leader=_leads(run, round_),
+        facts={"hosts": [member.host for member in members], "ready_s": ready_s(members, round_)},
     )  # fmt: skip
 
 
-def _leads(run: EventIndex, round_: Event) -> str | None:
+def _leads(run: EventIndex, round_: Round) -> str | None:
     """Return the host that leads when a round has closed."""
     leader = _leader_of(run, round_)
     return run.host_at(leader["task"], float(leader["time"])) if leader is not None else None
 
 
-def _leader_of(run: EventIndex, round_: Event) -> Event | None:
-    return next((e for e in run.leaders if int(e["epoch"]) == int(round_["epoch"])), None)
+def _leader_of(run: EventIndex, round_: Round) -> Event | None:
+    return next((e for e in run.leaders if int(e["epoch"]) == round_.epoch), None)
 
 
 class _Change:
     """The way from one round to the next."""
 
-    def __init__(self, run: EventIndex, before: Event, after: Event) -> None:
+    def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
         self._run = run
         self._before, self._after = before, after
-        was, is_ = run.members(before), run.members(after)
-        self._was, self._is = was, is_
-        self._departed = [life for life in was if life not in is_]
-        self._arrived = [life for life in is_ if life not in was]
-        self._stop = stop_of(run, before, until=float(after["time"]))
+        self._was, self._is = before.members, after.members
+        was, is_ = set(self._was), set(self._is)
+        self._departed = [member for member in self._was if member not in is_]
+        self._arrived = [member for member in self._is if member not in was]
+        self._stop = stop_of(run, before, until=after.time)
         self._excluded = excluded_hosts(run)
 
     def episodes(self) -> Iterator[TimelineEntry]:
@@ -238,21 +236,21 @@ class _Change:
 
     def _has_ended(self) -> bool:
         """Tell whether the run had ended in between, which is told by itself."""
-        times = float(self._before["time"]), float(self._after["time"])
-        return any(times[0] <= float(end["time"]) <= times[1] for end in self._run.ends.values())
+        ends = [float(end["time"]) for end in self._run.ends.values()]
+        return any(self._before.time <= end <= self._after.time for end in ends)
 
     # ---- causes -------------------------------------------------------------------------
 
     def _left(self, life: TaskAttempt) -> Cause:
         led = self._led(life)
         return why_left(
-            life, self._excluded, since=float(self._before["time"]), led=led,
+            life, self._excluded, since=self._before.time, led=led,
             without_it=self._without(life, led=led),
         )  # fmt: skip
 
     def _without(self, life: TaskAttempt, *, led: bool) -> float:
         """Return when a member that had not said why was given up, or, if it led, replaced."""
-        after, until = float(self._before["time"]), float(self._after["time"])
+        after, until = self._before.time, self._after.time
         for event in self._run.of("node_lost", after=after, until=until):
             if event["task"] == life.task and not _is_told(event):
                 return float(event["time"])
@@ -269,7 +267,7 @@ class _Change:
         return cause if cause.time else replace(cause, time=self._broke_at)
 
     def _came(self, life: TaskAttempt) -> Cause:
-        return why_came(life, self._run, float(self._after["time"]))
+        return why_came(life, self._run, self._after.time)
 
     def _failures(self) -> list[Cause]:
         """Return why the round broke, if not because somebody left or came."""
@@ -280,7 +278,7 @@ class _Change:
         return [Cause("other", self._broke_at, detail=str(self._stop.get("reason", "")))]
 
     def _known_failures(self) -> Iterator[Cause]:
-        after, until = float(self._before["time"]), float(self._after["time"])
+        after, until = self._before.time, self._after.time
         for event in self._run.of("restart", after=after, until=until):
             hosts = (str(event["host"]),) if event.get("host") else ()
             yield Cause("worker_failed", self._broke_at, hosts, str(event.get("failure", "")))
@@ -323,7 +321,7 @@ class _Change:
 
     @property
     def _stopped_events(self) -> list[Event]:
-        number = int(self._before["number"])
+        number = self._before.number
         return [life.stopped[number] for life in self._was if number in life.stopped]
 
     @property
@@ -332,22 +330,22 @@ class _Change:
         if self._stop is not None:
             return float(self._stop["time"])
         times = [float(e["time"]) for e in self._stopped_events]
-        return min(times, default=float(self._after["time"]))
+        return min(times, default=self._after.time)
 
     def _cost(self) -> Cost:
-        number = int(self._after["number"])
-        trains = [life.trains[number] for life in self._is if number in life.trains]
+        number = self._after.number
+        first_steps = [m.first_steps[number] for m in self._is if number in m.first_steps]
         saved = (self._stop or {}).get("step")
         return cost(
-            self._stopped_events, trains, saved=saved, since=self._broke_at,
-            until=float(self._after["time"]),
+            self._stopped_events, first_steps, saved=saved, since=self._broke_at,
+            until=self._after.time,
         )  # fmt: skip
 
     def _changed(self, causes: tuple[Cause, ...]) -> TimelineEntry:
         known = [c.time for c in causes if c.what not in ("arrived", "returned")]
         return TimelineEntry(
             kind_of(self._departed, self._arrived), min([*known, self._broke_at]), causes,
-            len(self._was), len(self._is), self._after["world_size"], int(self._after["number"]),
+            len(self._was), len(self._is), self._after.world_size, self._after.number,
             self._new_leader, self._cost(),
         )  # fmt: skip
 
@@ -360,8 +358,8 @@ class _Change:
 
     def _resumed(self, causes: tuple[Cause, ...]) -> TimelineEntry:
         return TimelineEntry(
-            "resumed", float(self._after["time"]), causes, 0, len(self._is),
-            self._after["world_size"], int(self._after["number"]), _leads(self._run, self._after),
+            "resumed", self._after.time, causes, 0, len(self._is),
+            self._after.world_size, self._after.number, _leads(self._run, self._after),
             replace(self._cost(), saved_step=None),
         )  # fmt: skip
 
@@ -371,23 +369,21 @@ def _is_told(gone: Event) -> bool:
     return str(gone.get("why", "")).startswith(_ANNOUNCED)
 
 
-def stop_of(run: EventIndex, round_: Event, until: float = float("inf")) -> Event | None:
+def stop_of(run: EventIndex, round_: Round, until: float = float("inf")) -> Event | None:
     """Return the event that ended a round; None: there is none, for its leader died with it."""
-    stops = run.of("round_stopped", after=float(round_["time"]), until=until)
-    number = int(round_["number"])
-    return next((e for e in stops if e.get("round", number) == number), None)
+    stops = run.of("round_stopped", after=round_.time, until=until)
+    return next((e for e in stops if e.get("round", round_.number) == round_.number), None)
 
 
 # ---- what has no next round ---------------------------------------------------------------
 
 
-def _since(run: EventIndex, last: Event) -> Iterator[TimelineEntry]:
+def _since(run: EventIndex, last: Round) -> Iterator[TimelineEntry]:
     """Yield what goes on still, or what the run has ended by: nodes leave, no round follows."""
     if run.end is not None and run.end["status"] == "succeeded":
         return
-    members, stop = run.members(last), stop_of(run, last)
-    since = float(last["time"])
-    leaving = [li for li in members if li.notice is not None or li.ends_after(since)]
+    members, stop, since = last.members, stop_of(run, last), last.time
+    leaving = [m for m in members if m.notice is not None or m.ends_after(since)]
     if not leaving and (stop is None or run.end is not None):
         return
     causes = together(why_left(life, excluded_hosts(run), since=since) for life in leaving)
@@ -413,11 +409,11 @@ _LEFT_S = 30.0
 """A leader that left in good order was a replica no longer than this before the next one."""
 
 
-def replica_episodes(run: EventIndex) -> Iterator[TimelineEntry]:
+def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
     """Yield what happened to the replicas, in order."""
     if not run.rounds:
         return
-    yield formed(run, run.rounds[0])
+    yield _formed(run, run.rounds[0])
     for group in _together(_departed(run)):
         yield _gone(run, group)
     for round_ in run.rounds[1:]:
@@ -507,32 +503,34 @@ def _other_leaders(run: EventIndex) -> Iterator[TimelineEntry]:
 def _who(run: EventIndex, departed: Event) -> TaskAttempt:
     """Return the attempt that departed: the last that was a member by then."""
     task, time = departed["task"], float(departed["time"])
-    rounds = [r for r in run.rounds if float(r["time"]) <= time]
-    attempts = [m["attempt"] for r in rounds for m in r["members"] if m["task"] == task]
-    return run.life(task, int(max(attempts, default=0)))
+    rounds = [round_ for round_ in run.rounds if round_.time <= time]
+    attempts = [m.attempt for round_ in rounds for m in round_.members if m.task == task]
+    return run.attempt(task, max(attempts, default=0))
 
 
-def _placed(run: EventIndex, round_: Event) -> TimelineEntry:
+def _placed(run: EventIndex, round_: Round) -> TimelineEntry:
     """Return what is to be told of a round: replicas that come, or that start again."""
-    time, number = float(round_["time"]), int(round_["number"])
-    before = _members_before(run, round_)
-    members = run.members(round_)
-    arrived = [li for li in members if li not in before and li.task in round_["placed"]]
-    again = [li for li in members if li in before and li.task in round_["placed"]]
-    causes = [*(_failed(run, li, time) for li in again), *(_came(run, li, time) for li in arrived)]
+    time, members, before = round_.time, round_.members, _members_before(run, round_)
+    placed = [member for member in members if member.task in (round_.placed or ())]
+    arrived = [member for member in placed if member not in before]
+    again = [member for member in placed if member in before]
+    causes = [
+        *(_failed(run, member, time) for member in again),
+        *(why_came(member, run, time) for member in arrived),
+    ]
     return TimelineEntry(
         "resumed" if not before else kind_of((), arrived), time, together(causes),
-        len(before), len(members), round_["world_size"], number,
-        cost=_cost_of_return(run, round_, members) if not before else Cost(),
+        len(before), len(members), round_.world_size, round_.number,
+        cost=_cost_of_return(run, round_) if not before else Cost(),
         facts={"ready_s": ready_s(members, round_)}, has_replicas=True,
     )  # fmt: skip
 
 
-def _members_before(run: EventIndex, round_: Event) -> list[TaskAttempt]:
-    earlier = [r for r in run.rounds if int(r["number"]) < int(round_["number"])][-1]
-    gone = run.of("replica_left", after=float(earlier["time"]), until=float(round_["time"]))
-    departed = [_who(run, e) for e in gone]
-    return [life for life in run.members(earlier) if life not in departed]
+def _members_before(run: EventIndex, round_: Round) -> list[TaskAttempt]:
+    earlier = [other for other in run.rounds if other.number < round_.number][-1]
+    gone = run.of("replica_left", after=earlier.time, until=round_.time)
+    departed = [_who(run, event) for event in gone]
+    return [member for member in earlier.members if member not in departed]
 
 
 def _failed(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
@@ -541,15 +539,11 @@ def _failed(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
     return Cause("worker_failed", time, (life.host,), detail)
 
 
-def _came(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
-    return why_came(life, run, time)
-
-
-def _cost_of_return(run: EventIndex, round_: Event, members: list[TaskAttempt]) -> Cost:
+def _cost_of_return(run: EventIndex, round_: Round) -> Cost:
     """Return what it cost that no replica was left for a while."""
-    number, time = int(round_["number"]), float(round_["time"])
-    trains = [li.trains[number] for li in members if number in li.trains]
-    stopped = [e for li in run.lives for e in li.stopped.values() if float(e["time"]) <= time]
+    number, time = round_.number, round_.time
+    first_steps = [m.first_steps[number] for m in round_.members if number in m.first_steps]
+    stopped = [e for a in run.attempts for e in a.stopped.values() if float(e["time"]) <= time]
     gone = run.of("replica_left", until=time)
     since = float(gone[-1]["time"]) if gone else time
-    return cost(stopped, trains, saved=None, since=since, until=time)
+    return cost(stopped, first_steps, saved=None, since=since, until=time)

@@ -427,7 +427,8 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
         listed: What the queue lists, by queue name; also of other runs.
     """
     gangs: dict[str, GangNodes] = {}
-    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None  # the first slots are the gang's
+    # the first slots are the gang's
+    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None
     if job is not None:
         nodes = read_gang_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
         gangs = {job: nodes} if nodes else {}

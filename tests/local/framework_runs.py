@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 from local_runs import LocalRun
 
+from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import episodes
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.events import read_events
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +31,7 @@ class FrameworkRun(LocalRun):
 
     def story(self) -> list[TimelineEntry]:
         """What `hpc-elastic events` tells of it."""
-        return episodes(read_events(self.path / "events"))
+        return build_timeline(EventIndex(read_events(self.path / "events")))
 
     def lost_at_notice(self) -> int:
         """How many steps were made twice because a node was told to go, the only one."""

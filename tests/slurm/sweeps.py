@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import episodes
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.event_schema import problems
 from hpc_elastic.run.events import read_events
 
@@ -112,7 +113,7 @@ class Sweep:
 
     def story(self, number: int = 0) -> list[TimelineEntry]:
         """What `hpc-elastic events` tells of a run."""
-        return episodes(read_events(self.run(number) / "events"))
+        return build_timeline(EventIndex(read_events(self.run(number) / "events")))
 
     def event_problems(self) -> list[str]:
         """What is wrong with the events that its runs have written."""

@@ -1,6 +1,11 @@
 """Events of small runs, as their tasks would have written them."""
 
+from collections.abc import Iterable
 from typing import Any
+
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.causes import TimelineEntry
+from hpc_elastic.report.timeline import build_timeline
 
 Event = dict[str, Any]
 
@@ -71,3 +76,8 @@ def left(
 def gone(time: float, slot: int, why: str) -> Event:
     """A node was lost."""
     return event(time, "node_lost", slot, host=f"node{slot}", why=why)
+
+
+def timeline(events: Iterable[Event]) -> list[TimelineEntry]:
+    """The timeline of these events."""
+    return build_timeline(EventIndex(events))

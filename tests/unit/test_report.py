@@ -20,18 +20,19 @@ from story_events import (
     notice,
     stop,
     stopped,
+    timeline,
     trains,
 )
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import render, report_of
 from hpc_elastic.report import charts as charts_module
+from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
 from hpc_elastic.report.node_time import KINDS, account
 from hpc_elastic.report.page import MEANINGS, by_cause, packed, spec
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import About, Report, changes, redact, redact_argument, report
-from hpc_elastic.report.timeline import episodes
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
@@ -56,9 +57,9 @@ POINTS = [
 
 def reported(events=LOST, points=POINTS, until: float = 30.0, **more) -> Report:
     """The report of a run that goes on."""
-    spent = account(events, points, now=until)
+    spent = account(EventIndex(events), points, now=until)
     about = About("run-1", "/runs/1", until=until, phase="training")
-    return report(about, spent, points, episodes(events), made=until, **more)
+    return report(about, spent, points, timeline(events), made=until, **more)
 
 
 # ---- costs --------------------------------------------------------------------------------
@@ -114,12 +115,12 @@ def test_the_loss_of_all_nodes_costs_until_they_train_again():
 
 def test_a_node_that_left_outside_of_a_group_has_no_cost_of_its_own():
     """The others did not notice."""
-    told = episodes([
+    told = timeline([
         *LOST, node(22.0, 2),
         event(25.0, "preemption_notice", 2, reason="time_limit", left_s=3.0),
         event(26.0, "task_exited", 2, reason="time_limit", how="requeue"),
     ])  # fmt: skip
-    _, found = changes(told, account(LOST, POINTS, now=30.0).nodes)
+    _, found = changes(told, account(EventIndex(LOST), POINTS, now=30.0).nodes)
     assert [(c.kind, c.cause) for c in found] == [
         ("shrank", "node_lost"),
         ("task_exited", "time_limit"),
@@ -136,8 +137,8 @@ def test_replicas_that_live_on_lose_no_time():
         group(2.0, 1, 0, 1, placed=tasks), trains(4.0, 0, 1, 0), trains(4.0, 1, 1, 0),
         gone(14.0, 1, ""), event(14.0, "replica_left", 1, host="node1", nodes=1),
     ]  # fmt: skip
-    spent = account(lost, [], now=24.0, ft=True)
-    found = report(About("r", "/r", ft=True), spent, [], episodes(lost), made=24.0)
+    spent = account(EventIndex(lost), [], now=24.0)
+    found = report(About("r", "/r", ft=True), spent, [], timeline(lost), made=24.0)
     (fault,) = found.changes
     assert (fault.kind, fault.cause, fault.node_s, fault.pause_s) == (
         "shrank",

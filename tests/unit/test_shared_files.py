@@ -115,6 +115,7 @@ def test_the_mode_of_what_others_remove_is_set_again_once_it_is_read(tmp_path, m
     file.chmod(0o640)
     monkeypatch.setattr(os, "fchmod", lambda fd, mode: modes.append(mode))
     assert shared_files.read_undelegated(file) == "30" and modes == [0o640]
+    assert [shared_files.read_undelegated(file, n) for n in (0, 1, 9)] == ["", "0", "30"]
 
     def refused(fd: int, mode: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))

@@ -15,11 +15,11 @@ from story_events import (
     notice,
     stop,
     stopped,
+    timeline,
     trains,
 )
 
 from hpc_elastic.report.sentences import lines, sentence
-from hpc_elastic.report.timeline import episodes
 from hpc_elastic.run.event_schema import problems
 
 RECORDED = Path(__file__).parent / "data" / "story"
@@ -47,7 +47,7 @@ NAMES = sorted(path.stem for path in RECORDED.glob("*.jsonl"))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_run_is_told(name):
     """Growth, preemption, dead nodes and leaders, failed workers: every line as it is printed."""
-    told = "\n".join(lines(episodes(recorded(name)))) + "\n"
+    told = "\n".join(lines(timeline(recorded(name)))) + "\n"
     assert told == (RECORDED / f"{name}.txt").read_text()
 
 
@@ -60,7 +60,7 @@ def test_real_events_are_as_documented(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_episode_is_json(name):
     """For scripts."""
-    for episode in episodes(recorded(name)):
+    for episode in timeline(recorded(name)):
         assert json.loads(json.dumps(episode.to_json()))["kind"] == episode.kind
 
 
@@ -69,7 +69,7 @@ def test_a_story_that_is_cut_short_is_told_as_far_as_it_goes(name):
     """Whoever looks at a run that goes on sees any beginning of it."""
     events = recorded(name)
     for end in range(len(events)):
-        assert all(sentence(e) for e in episodes(events[:end]))
+        assert all(sentence(e) for e in timeline(events[:end]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,17 +78,17 @@ def test_a_story_that_is_cut_short_is_told_as_far_as_it_goes(name):
 )
 def test_a_kind_that_is_missing_costs_detail_only(name, without):
     """A node's file may be lost; an older version did not write all kinds."""
-    found = episodes(e for e in recorded(name) if e["kind"] != without)
+    found = timeline(e for e in recorded(name) if e["kind"] != without)
     assert found[-1].kind == "ended" and all(sentence(e) for e in found)
 
 
 def test_what_a_newer_version_writes_is_passed_over():
     """Kinds and fields that nobody knows here."""
     events = recorded("mixed")
-    known = [sentence(e) for e in episodes(events)]
+    known = [sentence(e) for e in timeline(events)]
     later = [{**e, "v": 2, "new": 1} for e in events]
     news = event(events[3]["time"], "news", text="good")
-    assert [sentence(e) for e in episodes([*later, news])] == known
+    assert [sentence(e) for e in timeline([*later, news])] == known
 
 
 TWO = [*begun(0, 1), group(2.0, 1, 0, 1), trains(3.0, 0, 1, 0)]
@@ -369,7 +369,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
 )  # fmt: skip
 def test_what_happens_to_two_nodes(events, told):
     """The last thing that is told of a run of two nodes."""
-    assert sentence(episodes([*TWO, *events])[-1]) == told
+    assert sentence(timeline([*TWO, *events])[-1]) == told
     assert [problem for e in events for problem in problems(e)] == []
 
 
@@ -379,7 +379,7 @@ def test_a_run_that_was_gone_comes_back():
             left(11.0, 1), stopped(11.0, 0, 1, 20)]  # fmt: skip
     back = [node(30.0, 0, 1), node(31.0, 1, 1), event(31.1, "leader", epoch=2),
             group(31.5, 2, 10, 11, epoch=2), trains(33.0, 0, 2, 20, attempt=1)]  # fmt: skip
-    stood, again = episodes([*TWO, *away, *back])[-2:]
+    stood, again = timeline([*TWO, *away, *back])[-2:]
     assert (stood.kind, stood.nodes_after, stood.cost.pause_s) == ("stopped", 0, None)
     assert sentence(again) == (
         "node0 and node1 came back after up to 20 s away; again a group of 2 nodes; lost 0 steps, "
@@ -392,7 +392,7 @@ def test_a_leader_that_stood_still_takes_nobody_for_lost():
     lost = [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2)]
     wakes = [gone(20.0, 1, "silent"), event(20.5, "joined", 0, host="node0")]
     again = [stop(21.0, 2, "regroup", 30), group(22.0, 3, 1, 0, epoch=2)]
-    *_, left, came = episodes([*TWO, *lost, *wakes, *again])
+    *_, left, came = timeline([*TWO, *lost, *wakes, *again])
     assert sentence(left).startswith("node0, the leader, was lost (it did not answer any more)")
     assert sentence(came).startswith("node0 came back after 12 s away; all ranks saved step 30")
 
@@ -402,7 +402,7 @@ def test_how_long_a_node_was_away_counts_from_its_group():
     lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(11.0, 2, 0)]
     late = [notice(60.0, 1), left(61.0, 1), node(70.0, 1, 1), notice(100.0, 1), left(101.0, 1)]
     again = [node(181.0, 1, 2), stop(182.0, 2, "regroup", 30), group(183.0, 3, 0, 21)]
-    told = [sentence(e) for e in episodes([*TWO, *lost, *late, *again])]
+    told = [sentence(e) for e in timeline([*TWO, *lost, *late, *again])]
     assert told[-1].startswith("node1 came back after 2 min 51 s away; all ranks saved step 30")
 
 
@@ -421,7 +421,7 @@ def test_a_node_comes_back_and_not_a_task(task, attempt, host, told):
     both = group(22.0, 3, 0, task + 10 * attempt)
     both["members"][1]["host"] = host
     again = [started, stop(21.0, 2, "regroup", 30), both]
-    said = sentence(episodes([*TWO, *away, *again])[-1])
+    said = sentence(timeline([*TWO, *away, *again])[-1])
     assert said.startswith(f"{told}; all ranks saved step 30; group 1 -> 2 nodes"), said
 
 
@@ -429,7 +429,7 @@ def test_two_that_fall_silent_together_are_told_together():
     """Of a group of three, the leader is left."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]
     lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "node_lost")]
-    assert sentence(episodes([*three, *lost, group(12.0, 2, 0)])[-1]) == (
+    assert sentence(timeline([*three, *lost, group(12.0, 2, 0)])[-1]) == (
         "node1 and node2 were lost (nothing was heard of them any more); group 3 -> 1 node; "
         "formed anew after 2 s"
     )
@@ -440,7 +440,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
     lost = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
             group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
-    assert [sentence(episode) for episode in episodes([*TWO, *lost])[-2:]] == [
+    assert [sentence(episode) for episode in timeline([*TWO, *lost])[-2:]] == [
         "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
         "formed anew after 2 s",
         "node1 is not used any more: fell silent; 1 other host left",
@@ -451,7 +451,7 @@ def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
     """It joins again in the same attempt, and nobody has left."""
     back = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
-    assert sentence(episodes([*TWO, *back])[-1]) == (
+    assert sentence(timeline([*TWO, *back])[-1]) == (
         "node1 was out of reach for a while; group still 2 nodes; formed anew after 5 s"
     )
 
@@ -459,7 +459,7 @@ def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
 def replicas(*events: dict) -> list[str]:
     """What is told of a run of three replicas, but for its beginning."""
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2, placed=["7_0", "7_1", "7_2"])]
-    found = episodes([*three, *events])
+    found = timeline([*three, *events])
     assert [episode.kind for episode in found[:2]] == ["started", "formed"]
     return [sentence(episode) for episode in found[2:]]
 
@@ -526,7 +526,7 @@ def test_a_replica_comes_back_and_another_starts_again():
 def test_the_date_stands_where_the_day_changes():
     """Times are local."""
     day = 86400.0
-    found = episodes([node(day + 7200, 0), event(2 * day + 60, "tasks_restarted", tasks=["7_1"]),
+    found = timeline([node(day + 7200, 0), event(2 * day + 60, "tasks_restarted", tasks=["7_1"]),
                       event(2 * day + 90, "tasks_restarted", tasks=["7_2"])])  # fmt: skip
     told = [line[:11] for line in lines(found)]
     assert told == ["1970-01-02:", "02:00:00 th", "1970-01-03:", "00:01:00 ta", "00:01:30 ta"]
@@ -543,8 +543,8 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
     first = [*begun(0, 1), group(2.0, 1, 0, 1), failed(9.0),
              event(9.5, "node_lost", 1, host="node1", why="its connection closed")]  # fmt: skip
     again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
-    told = [sentence(e) for e in episodes([*first, let_go_on, *again, failed(30.0)])]
+    told = [sentence(e) for e in timeline([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
     assert "it took 8 s" in told[2] and "ada let the run go on" in told[3]
     assert "it took 10 s" in told[-1] and not any("nobody trains" in text for text in told)
-    assert "the run failed" not in sentence(episodes([*first, let_go_on, *again])[-1])
+    assert "the run failed" not in sentence(timeline([*first, let_go_on, *again])[-1])

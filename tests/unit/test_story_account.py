@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from hpc_elastic.report.node_time import KINDS, Account, account
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.node_time import KINDS, Account
+from hpc_elastic.report.node_time import account as account_of
 from hpc_elastic.report.progress_log import Point
 
 A, B = "7_0", "7_1"
@@ -40,6 +42,14 @@ def trains(time: float, round_: int, step: int, name: str = A, attempt: int = 0,
 def point(time: float, round_: int, step: int | None, blocked_s: float = 0.0, **more) -> Point:
     """A line of the progress."""
     return Point(time, round=round_, nodes=1, step=step, blocked_s=blocked_s, **more)
+
+
+def account(events: list[dict], points: list[Point], *, ft: bool = False, **more) -> Account:
+    """The account of these events; with ``ft`` each node is a replica."""
+    placed = {"placed": []} if ft else {}
+    return account_of(
+        EventIndex([e | placed if e["kind"] == "round" else e for e in events]), points, **more
+    )
 
 
 def spent(found: Account) -> dict[str, float]:

@@ -17,7 +17,7 @@ from hpc_elastic.checkpoint.manifest import MANIFEST
 from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.causes import TimelineEntry
-from hpc_elastic.report.timeline import episodes
+from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import Event, EventReader
 from hpc_elastic.shared_files import read_json
@@ -83,7 +83,7 @@ class RunMonitor:
     def timeline(self) -> list[TimelineEntry]:
         """The entries of `hpc-elastic events`, as of the last `refresh`."""
         if self._timeline is None:
-            self._timeline = episodes(self._events)
+            self._timeline = build_timeline(self._index)
         return self._timeline
 
     @property
@@ -105,7 +105,7 @@ class RunMonitor:
     def hosts(self) -> list[str]:
         """The nodes of the last group, in rank order, as of the last `refresh`."""
         rounds = self._index.rounds
-        return [life.host for life in self._index.members(rounds[-1])] if rounds else []
+        return [member.host for member in rounds[-1].members] if rounds else []
 
     @property
     def leader(self) -> str:
@@ -121,8 +121,8 @@ class RunMonitor:
 
     def attempt_on(self, host: str) -> tuple[str, int] | None:
         """Return the task of the last group on a node, and its attempt; None if there is none."""
-        members = self._index.rounds[-1]["members"]
-        return next(((m["task"], int(m["attempt"])) for m in members if m["host"] == host), None)
+        members = self._index.rounds[-1].members
+        return next(((m.task, m.attempt) for m in members if m.host == host), None)
 
     def is_healthy(self, since: int) -> bool:
         """Return whether the run trains on all usable nodes, and has saved since.
@@ -134,15 +134,13 @@ class RunMonitor:
         if not events.rounds:
             return False
         last = events.rounds[-1]
-        number, members = int(last["number"]), events.members(last)
-        stops = [
-            e for e in events.of("round_stopped", after=float(last["time"])) if e["round"] == number
-        ]
+        number, members = last.number, last.members
+        stops = [e for e in events.of("round_stopped", after=last.time) if e["round"] == number]
         if stops or len(members) < self.num_usable:
             return False
-        if not all(number in life.trains for life in members):
+        if not all(number in member.first_steps for member in members):
             return False
-        first = max(int(life.trains[number]["step"]) for life in members)
+        first = max(int(member.first_steps[number]["step"]) for member in members)
         return self.saved_step > max(since, first)
 
 

@@ -1,20 +1,19 @@
-"""A Slurm that is none: job arrays as processes on this machine, for users' own tests.
+"""A fake Slurm for users' own tests: job arrays as processes on this machine.
 
     with FakeSlurm(nodes=4) as slurm:
         training = slurm.start([..., "-m", "launcher=slurm", "nodes=1:4"])
         slurm.wait_running(4)
         slurm.preempt("node2")
 
-No root and no Slurm is needed. What it does is held against a real Slurm by one suite of tests that
-runs on both; what it does not do, it refuses: ``FakeSlurm does not know --x``.
+It needs no root and no Slurm. One suite of tests runs on the fake and on a real Slurm, so that both
+behave alike. The fake refuses what it does not support: ``FakeSlurm does not know --x``.
 
-How it fits together. `FakeSlurm` starts one controller (`controller`), which is slurmctld and every
-slurmd in one process. The commands on PATH (`client`) hand it their arguments through a Unix
-socket. Each command is read by a module of its own (`squeue`, `scontrol`, `cancelling`, `sinfo`,
-`srun`, and `commands` for sbatch). `scheduling` decides, purely, what starts where; `cluster` lets
-jobs live and die. Each task of a job runs under a small process of its own (`stepd`) which adopts
-whatever descends from it, so that a node can be killed with all that runs on it, and nothing is
-left at the end.
+How it fits together: `FakeSlurm` starts one process, the `controller`, which is slurmctld and every
+slurmd. The commands on PATH (`client`) send it their arguments through a Unix socket. `queries` and
+`scontrol` are Slurm's commands, `submit_options` their options. `scheduling` decides what starts
+where; `cluster` is the life of jobs. `steps` starts batch scripts and steps. Each task runs under a
+small process of its own (`stepd`), which adopts all its descendants, so that a node can be killed
+with everything on it, and nothing is left at the end.
 """
 
 from hpc_elastic.testing.fake_slurm.config import FakeCommandError, FakeConfig, FakeSlurmError

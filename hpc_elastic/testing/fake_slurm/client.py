@@ -1,9 +1,9 @@
 """The commands on PATH: ``client.py SOCKET COMMAND ARGUMENTS...``.
 
-Hands its arguments, environment, directory and the three standard files to the controller, prints
-what that answers, and ends as it says. What is sent to an srun is handed on.
+A client sends its arguments, environment, directory and three standard files to the controller,
+prints the answer, and exits with its code. Signals to an srun are forwarded.
 
-Standard library only: it is started without site-packages, to be there at once.
+Standard library only: it runs without site-packages, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _FORWARDED = (
 
 
 def main() -> None:
-    """Be one command; does not return."""
+    """Run one command; does not return."""
     path, command, *argv = sys.argv[1:]
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(path)
         if command == "srun":
             _forward_signals(connection)
-        _ask(connection, {"command": command, "argv": argv})
+        _send_request(connection, {"command": command, "argv": argv})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        answer = _receive(connection)
+        answer = _receive_answer(connection)
     except OSError as e:
         print(
             f"{command}: error: Unable to contact slurm controller (connect failure): {e}",
@@ -46,12 +46,12 @@ def main() -> None:
     sys.exit(answer["code"])
 
 
-def _ask(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send_request(connection: socket.socket, message: dict[str, Any]) -> None:
     body = json.dumps({**message, "env": dict(os.environ), "cwd": str(Path.cwd())}).encode() + b"\n"
     with Path(os.devnull).open("r+b") as nothing:
         fds = [_open_fd(fd, nothing.fileno()) for fd in (0, 1, 2)]
         sent = socket.send_fds(connection, [body], fds)
-    if body[sent:]:  # of nothing, too, the kernel says that the other end has gone
+    if body[sent:]:  # sending nothing would fail if the other end is closed
         connection.sendall(body[sent:])
 
 
@@ -63,12 +63,12 @@ def _open_fd(fd: int, instead: int) -> int:
     return fd
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _receive_answer(connection: socket.socket) -> dict[str, Any]:
     received = b""
     while not received.endswith(b"\n"):
         part = connection.recv(65536)
         if not part:
-            raise ConnectionError("it has gone")
+            raise ConnectionError("it closed the connection")
         received += part
     answer: dict[str, Any] = json.loads(received)
     return answer

@@ -1,22 +1,30 @@
-"""What a fake cluster is like: its nodes, its partitions, and how long things take on it."""
+"""Settings and errors of a fake cluster, and what a command is given and prints."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+SOCKET = "controller"
+"""The controller's socket in the cluster's directory."""
+CONFIG = "config.json"
+"""The controller's settings in the cluster's directory."""
+COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo", "sacct", "srun")
 MAX_NODES = 100
+_UNKNOWN_OPTION = {"sbatch": 255, "srun": 255}
+"""Exit codes; 1 elsewhere."""
 
 
 @dataclass(frozen=True)
-class Partition:
-    """One partition; all have all nodes.
+class FakePartition:
+    """One partition; every partition has all nodes.
 
     Attributes:
         name: Its name.
-        tier: A job takes nodes from jobs of lower tiers.
-        preempt_mode: What becomes of a job that is taken: ``REQUEUE``, ``CANCEL``, or ``OFF``: it
-            can not be.
-        is_default: Whether jobs that name none are in it.
+        tier: A job preempts jobs of lower tiers.
+        preempt_mode: Fate of a preempted job: ``REQUEUE``, ``CANCEL``, or ``OFF`` if its jobs
+            cannot be preempted.
+        is_default: Whether it is the partition of jobs that name none.
     """
 
     name: str
@@ -27,19 +35,19 @@ class Partition:
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """What a fake cluster should be like; times are in seconds.
+    """Settings of a fake cluster; times are in seconds.
 
     Attributes:
         nodes: Number of nodes, 1 to 100: ``node1``, ``node2`` and so on.
         cpus_per_node: CPUs that each node claims, whatever the machine has.
         memory_mb: Memory that each node claims; a job that asks for more is refused.
-        grace_s: Between a preemption's SIGTERM and its end (GraceTime).
+        grace_s: Between a preemption's SIGTERM and the end of the job (GraceTime).
         kill_wait_s: Between the SIGTERM of a job that is ended and SIGKILL (KillWait).
-        requeue_hold_s: How long a requeued job has to wait unless it is told otherwise. Slurm's
-            own time is 120 s.
-        node_timeout_s: How long a node may be dead before the controller says so.
+        requeue_hold_s: How long a requeued job is held unless it has a start time. Slurm's own
+            time is 120 s.
+        node_timeout_s: Time until the controller marks a dead node down.
         max_array_size: The largest index of an array is one less.
-        min_job_age_s: How long a job that has ended is remembered.
+        min_job_age_s: How long a job is remembered after its end.
     """
 
     nodes: int = 4
@@ -67,15 +75,15 @@ class FakeConfig:
         return tuple(f"node{number}" for number in range(1, self.nodes + 1))
 
     @property
-    def partitions(self) -> tuple[Partition, ...]:
-        """The partitions: ``low`` is preempted by ``high`` and requeued, ``cancel`` is not."""
+    def partitions(self) -> tuple[FakePartition, ...]:
+        """The partitions: ``high`` preempts ``low``, whose jobs are requeued, and ``cancel``."""
         return (
-            Partition("low", is_default=True),
-            Partition("cancel", preempt_mode="CANCEL"),
-            Partition("high", tier=10, preempt_mode="OFF"),
+            FakePartition("low", is_default=True),
+            FakePartition("cancel", preempt_mode="CANCEL"),
+            FakePartition("high", tier=10, preempt_mode="OFF"),
         )
 
-    def partition(self, name: str) -> Partition:
+    def partition(self, name: str) -> FakePartition:
         """Return a partition by its name, which must exist."""
         return next(p for p in self.partitions if p.name == name)
 
@@ -83,7 +91,7 @@ class FakeConfig:
         """Return the name of a node given as ``2``, ``"2"`` or ``"node2"``.
 
         Raises:
-            ValueError: there is no such node.
+            ValueError: There is no such node.
         """
         text = str(node)
         name = f"node{text}" if text.isdecimal() else text
@@ -92,11 +100,8 @@ class FakeConfig:
         return name
 
 
-# ---- What can go wrong with a fake Slurm, on either side of its socket
-
-
 class FakeSlurmError(RuntimeError):
-    """The fake Slurm does not run, does not answer, or never came to what was waited for."""
+    """The fake Slurm does not run or answer, or a wait has timed out."""
 
 
 class FakeCommandError(FakeSlurmError):
@@ -105,7 +110,7 @@ class FakeCommandError(FakeSlurmError):
     Attributes:
         argv: The command line.
         exit_code: Its exit code.
-        stderr: What it wrote.
+        stderr: Its standard error.
     """
 
     def __init__(self, argv: list[str], exit_code: int, stderr: str) -> None:
@@ -113,11 +118,11 @@ class FakeCommandError(FakeSlurmError):
         super().__init__(f"{' '.join(argv)}: exit code {exit_code}: {stderr.strip()}")
 
 
-class Refusal(Exception):  # noqa: N818 (an answer of the command, no error of the program)
-    """A command can not do what it was asked; raised inside the controller only.
+class Refusal(Exception):  # noqa: N818 (a result of the command, not a defect)
+    """A command refuses its arguments; raised inside the controller only.
 
     Attributes:
-        stderr: What the command writes, its own name left out.
+        stderr: The command's message, without its name.
         exit_code: Its exit code.
     """
 
@@ -127,5 +132,46 @@ class Refusal(Exception):  # noqa: N818 (an answer of the command, no error of t
 
 
 def unknown(what: str) -> Refusal:
-    """Return the refusal of something that Slurm may know and the fake does not."""
+    """Return the refusal of something that the fake does not support."""
     return Refusal(f"FakeSlurm does not know {what}")
+
+
+@dataclass(frozen=True)
+class CommandCall:
+    """One call of a command.
+
+    Attributes:
+        command: Its name.
+        argv: Its arguments.
+        env: Its environment.
+        cwd: Its directory.
+        stdin: Reads its standard input.
+        now: When it was called.
+    """
+
+    command: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    stdin: Callable[[], str]
+    now: float
+
+
+@dataclass(frozen=True)
+class CommandOutput:
+    """The output of a command, and its exit code."""
+
+    stdout: str = ""
+    stderr: str = ""
+    code: int = 0
+
+
+def refused(command: str, why: Refusal) -> CommandOutput:
+    """Return the output of a command that refuses its arguments."""
+    if why.stderr.startswith("FakeSlurm does not know"):
+        return CommandOutput(
+            stderr=f"{command}: {why.stderr}\n", code=_UNKNOWN_OPTION.get(command, 1)
+        )
+    prefix = f"{command}: error: " if command in ("sbatch", "srun", "scancel") else ""
+    lines = [prefix + line for line in why.stderr.splitlines()]
+    return CommandOutput(stderr="".join(f"{line}\n" for line in lines), code=why.exit_code)

@@ -22,19 +22,24 @@ from typing import Any, Self
 import pytest
 
 from hpc_elastic.testing.fake_slurm import jobs
-from hpc_elastic.testing.fake_slurm.config import FakeCommandError, FakeConfig, FakeSlurmError
-from hpc_elastic.testing.fake_slurm.controller import CONFIG, SOCKET
-from hpc_elastic.testing.fake_slurm.queries import COMMANDS
+from hpc_elastic.testing.fake_slurm.config import (
+    COMMANDS,
+    CONFIG,
+    SOCKET,
+    FakeCommandError,
+    FakeConfig,
+    FakeSlurmError,
+)
 from hpc_elastic.transport import interface as interface_module
 
 _POLL_S = 0.05
-_PATIENCE_S = 180.0
-"""How long is waited, unless one says; programs import torch on machines that have other work."""
+_WAIT_S = 180.0
+"""Default of waits; programs import torch on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """What a command wrote, and how it ended."""
+    """The output of a command, and its exit code."""
 
     stdout: str
     stderr: str
@@ -42,23 +47,23 @@ class Completed:
 
 
 class FakeSlurm:
-    """A Slurm cluster of processes on this machine, for the length of a ``with`` block.
+    """A Slurm cluster of processes on this machine, for the duration of a ``with`` block.
 
     Its commands (sbatch, squeue, scontrol, scancel, srun, sinfo, sacct) are on the PATH of `env`.
-    At the end of the block every process of every job is killed, whatever happened, and so are
-    programs that `start` has started; with the jobs' that happens too if this process dies.
+    At the end of the block every process of every job is killed, and every program that `start`
+    has started. The jobs' processes are killed even if this process dies.
 
     Args:
         nodes: Number of nodes.
-        **settings: Others of `FakeConfig`: ``grace_s=10``.
+        **settings: Other fields of `FakeConfig`, such as ``grace_s=10``.
 
     Raises:
-        ValueError: a setting makes no sense.
+        ValueError: A setting is out of range.
     """
 
     def __init__(self, nodes: int = 4, **settings: Any) -> None:
         self.config = FakeConfig(nodes=nodes, **settings)
-        self._host: Host | None = None
+        self._host: ControllerProcess | None = None
         self._preempting: list[str] = []
         self._started: list[subprocess.Popen[str]] = []
 
@@ -66,9 +71,9 @@ class FakeSlurm:
         """Start the cluster.
 
         Raises:
-            FakeSlurmError: it does not start; says what its controller wrote.
+            FakeSlurmError: It does not start; the text has the controller's output.
         """
-        self._host = Host.start(self.config)
+        self._host = ControllerProcess.start(self.config)
         return self
 
     def __exit__(
@@ -81,7 +86,7 @@ class FakeSlurm:
         self.close()
 
     def close(self) -> None:
-        """End the cluster, and everything that runs on it; may be repeated."""
+        """End the cluster and everything that runs on it; a second call does nothing."""
         while self._started:
             with self._started.pop() as program:
                 program.kill()
@@ -91,7 +96,7 @@ class FakeSlurm:
 
     @property
     def folder(self) -> Path:
-        """The cluster's directory; it goes with it."""
+        """The cluster's directory, removed with it."""
         if self._host is None:
             raise FakeSlurmError("the fake Slurm is not up: use it in its `with` block")
         return self._host.folder
@@ -108,15 +113,15 @@ class FakeSlurm:
         return self.config.node_names
 
     def log(self) -> str:
-        """Return what the controller has written; nothing, if all went well."""
+        """Return the controller's output; empty without problems."""
         return (self.folder / "controller.log").read_text(errors="replace")
 
     def run(self, argv: Sequence[str], *, check: bool = True, timeout_s: float = 60.0) -> Completed:
         """Run a command against the cluster.
 
         Raises:
-            FakeCommandError: it failed and `check` is set.
-            FakeSlurmError: it did not end in time.
+            FakeCommandError: It failed and `check` is set.
+            FakeSlurmError: It did not end in time.
         """
         env = self.env
         words = list(map(str, argv))
@@ -135,15 +140,15 @@ class FakeSlurm:
     def start(self, argv: Sequence[str], cwd: Path | str | None = None) -> subprocess.Popen[str]:
         """Start a program that uses the cluster: your script, which submits a run and waits for it.
 
-        It writes where this process does. What runs still when the block ends is killed: a test
-        that fails does not wait for it.
+        Its output goes where that of this process goes. It is killed at the end of the block, so
+        that a failed test does not wait for it.
 
         Args:
-            argv: The program, and its arguments.
-            cwd: Where it works; by default where this process does.
+            argv: The program and its arguments.
+            cwd: Its working directory; by default that of this process.
 
         Raises:
-            OSError: it can not be started.
+            OSError: It cannot be started.
         """
         program = subprocess.Popen(
             list(map(str, argv)), cwd=cwd, env=self.env, stdin=subprocess.DEVNULL, text=True
@@ -155,7 +160,7 @@ class FakeSlurm:
         """Return the names of all jobs and array elements in some states, as squeue prints them.
 
         Args:
-            *states: ``RUNNING`` and so on; none: all that have not ended.
+            *states: ``RUNNING`` and so on; by default all but those that have ended.
         """
         chosen = ["-t", ",".join(states)] if states else []
         return self.run(["squeue", "-h", "-r", *chosen, "-o", "%i"]).stdout.split()
@@ -166,17 +171,17 @@ class FakeSlurm:
         return dict(line.split() for line in shown.splitlines())
 
     def preempt(self, nodes: str | int | Sequence[str | int], for_s: float = 3.0) -> str:
-        """Take nodes from whoever has them, as a job of higher priority does.
+        """Preempt nodes by a job of higher priority.
 
-        Their jobs get SIGTERM, and ``grace_s`` seconds; the nodes are free again ``for_s`` seconds
-        after they have been left.
+        The jobs on them get SIGTERM, and ``grace_s`` seconds. The nodes are free again ``for_s``
+        seconds after those jobs have ended.
 
         Args:
             nodes: One node or several, by name or number.
-            for_s: How long they are kept.
+            for_s: How long the job keeps them.
 
         Returns:
-            The id of the job that takes them; cancel it to give them back early.
+            The id of that job; cancel it to free the nodes early.
         """
         wanted = [nodes] if isinstance(nodes, str | int) else nodes
         names = [self.config.node_name(node) for node in wanted]
@@ -187,29 +192,29 @@ class FakeSlurm:
         return self._preempting[-1]
 
     def kill_node(self, node: str | int) -> None:
-        """End a node at once with every process on it, as a power cut.
+        """Kill every process of a node at once, as a power cut does.
 
-        The controller says so after ``node_timeout_s`` seconds, and requeues its jobs then.
+        The controller marks it down after ``node_timeout_s`` seconds, and requeues its jobs then.
         """
-        self._administer("kill", node)
+        self._send_request("kill", node)
 
     def restore_node(self, node: str | int) -> None:
-        """Put a node back into service that was killed or paused."""
-        self._administer("restore", node)
+        """Put a killed or paused node back into service."""
+        self._send_request("restore", node)
 
     def pause_node(self, node: str | int) -> None:
-        """Stop every process of a node, as a machine that hangs, until it is restored.
+        """Stop every process of a node, as on a machine that hangs, until it is restored.
 
-        The controller does not find out by itself.
+        The controller does not notice by itself.
         """
-        self._administer("pause", node)
+        self._send_request("pause", node)
 
     def hold_queue(self) -> None:
-        """Let no job start until the queue is released; those that run go on."""
+        """Start no job until the queue is released; running jobs go on."""
         self._set_partitions("down")
 
     def release_queue(self) -> None:
-        """Let jobs start again."""
+        """Start jobs again."""
         self._set_partitions("up")
 
     def _set_partitions(self, state: str) -> None:
@@ -217,26 +222,26 @@ class FakeSlurm:
             name = f"partitionname={partition.name}"
             self.run(["scontrol", "update", name, f"state={state}"])
 
-    def wait_running(self, num_tasks: int, timeout_s: float = _PATIENCE_S) -> list[str]:
-        """Wait until so many tasks run, those of `preempt` not counted; return their names.
+    def wait_running(self, num_tasks: int, timeout_s: float = _WAIT_S) -> list[str]:
+        """Wait until this number of tasks runs, without the jobs of `preempt`; return their names.
 
         Raises:
-            FakeSlurmError: they do not in time.
+            FakeSlurmError: The wait timed out.
         """
         found: list[str] = []
 
-        def so_many_run() -> bool:
+        def are_running() -> bool:
             found[:] = [t for t in self.tasks("RUNNING") if t not in self._preempting]
             return len(found) == num_tasks
 
-        self.wait_until(so_many_run, f"{num_tasks} tasks run", timeout_s=timeout_s)
+        self.wait_until(are_running, f"{num_tasks} tasks run", timeout_s=timeout_s)
         return found
 
-    def wait_idle(self, timeout_s: float = _PATIENCE_S) -> None:
+    def wait_idle(self, timeout_s: float = _WAIT_S) -> None:
         """Wait until every node is idle.
 
         Raises:
-            FakeSlurmError: some are not in time.
+            FakeSlurmError: The wait timed out.
         """
         self.wait_until(
             lambda: set(self.node_states().values()) == {"idle"}, "all nodes are idle",
@@ -244,17 +249,17 @@ class FakeSlurm:
         )  # fmt: skip
 
     def wait_until(
-        self, condition: Callable[[], object], what: str, *, timeout_s: float = _PATIENCE_S
+        self, condition: Callable[[], object], what: str, *, timeout_s: float = _WAIT_S
     ) -> None:
         """Wait until a condition holds.
 
         Args:
-            condition: What is asked again and again.
-            what: What it says, for the error.
-            timeout_s: How long to wait.
+            condition: Polled until it is true.
+            what: Its meaning in words, for the error.
+            timeout_s: Longest wait in seconds.
 
         Raises:
-            FakeSlurmError: it does not hold in time; shows the queue.
+            FakeSlurmError: The wait timed out; the text shows the queue.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -269,16 +274,13 @@ class FakeSlurm:
 
     def heal_all(self) -> None:
         """Cancel all jobs at once, restore all nodes, and wait until every node is idle."""
-        self._administer("heal")
+        self._send_request("heal")
         self.wait_idle()
 
-    def _administer(self, what: str, node: str | int | None = None) -> None:
+    def _send_request(self, what: str, node: str | int | None = None) -> None:
         name = None if node is None else self.config.node_name(node)
         assert self.folder and self._host is not None
-        self._host.administer(what, name)
-
-
-# ---- The controller's process, as the test's process has it: started, asked, and surely ended
+        self._host.send_request(what, name)
 
 
 _START_S = 60.0
@@ -287,12 +289,12 @@ _MAX_SOCKET_PATH = 100
 _CLIENT = Path(__file__).with_name("client.py")
 
 
-class Host:
-    """One controller and its directory.
+class ControllerProcess:
+    """The process of one controller, and its directory.
 
     Args:
         folder: Its directory.
-        controller: Its process, whose standard input keeps it alive.
+        controller: Its process, which lives as long as its standard input is open.
     """
 
     def __init__(self, folder: Path, controller: subprocess.Popen[bytes]) -> None:
@@ -303,7 +305,7 @@ class Host:
         """Start a controller, and wait until it answers.
 
         Raises:
-            FakeSlurmError: it does not; says what it wrote.
+            FakeSlurmError: It does not; the text has its output.
         """
         folder = _new_folder()
         settings = {"config": dataclasses.asdict(config), "address": _address()}
@@ -322,17 +324,17 @@ class Host:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and self._controller.poll() is None:
             with contextlib.suppress(OSError):
-                return self.administer("ping")
+                return self.send_request("ping")
             time.sleep(_POLL_S)
         log = (self.folder / "controller.log").read_text(errors="replace")
         raise FakeSlurmError(f"the fake Slurm did not start within {_START_S:g} s: {log}")
 
-    def administer(self, what: str, node: str | None = None) -> None:
-        """Ask the controller for what no command of Slurm's does.
+    def send_request(self, what: str, node: str | None = None) -> None:
+        """Send the controller a request for which Slurm has no command.
 
         Raises:
-            FakeSlurmError: it can not do it.
-            OSError: it is not there.
+            FakeSlurmError: The request failed.
+            OSError: The controller is not running.
         """
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_STOP_S)
@@ -344,7 +346,7 @@ class Host:
             raise FakeSlurmError(reply["stderr"])
 
     def stop(self) -> None:
-        """End the controller and everything that it has started, and remove its directory."""
+        """End the controller and all its processes, and remove its directory."""
         assert self._controller.stdin is not None
         self._controller.stdin.close()
         try:
@@ -357,7 +359,7 @@ class Host:
 
 
 def _start(folder: Path) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "hpc_elastic.testing.fake_slurm", str(folder)]
+    argv = [sys.executable, "-m", "hpc_elastic.testing.fake_slurm.controller", str(folder)]
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with (folder / "controller.log").open("wb") as log:
@@ -386,19 +388,18 @@ def _write_commands(folder: Path) -> None:
 
 
 def _address() -> str:
-    """Return the address that all nodes have: this machine's own."""
+    """Return the address of all nodes: this machine's own."""
     try:
         return interface_module.choose("node1", None, interface_module.interfaces(), ()).address
     except ValueError:
         return interface_module.LOOPBACK.address
 
 
-# ---- The pytest fixture ``fake_slurm``
-# A conftest.py asks for it by ``pytest_plugins = ["hpc_elastic.testing.fake_slurm.fake"]``.
-
-
 @pytest.fixture
 def fake_slurm() -> Iterator[FakeSlurm]:
-    """Yield a fake cluster of four idle nodes, with nothing left of it after the test."""
+    """Yield a fake cluster of four idle nodes; nothing of it is left after the test.
+
+    Enable it in a conftest.py: ``pytest_plugins = ["hpc_elastic.testing.fake_slurm.fake"]``.
+    """
     with FakeSlurm() as slurm:
         yield slurm

@@ -1,4 +1,4 @@
-"""What the controller knows of a job, of its steps and of their tasks."""
+"""Jobs, their steps and tasks, the processes of the tasks, and the nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +19,7 @@ import psutil
 
 from hpc_elastic.slurm import nodelist
 from hpc_elastic.testing.fake_slurm.config import Refusal
-from hpc_elastic.testing.fake_slurm.submit_options import Request
+from hpc_elastic.testing.fake_slurm.submit_options import JobRequest
 
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED, CANCELLED = "COMPLETED", "FAILED", "CANCELLED"
@@ -29,18 +28,30 @@ COMPACT = {
     **{PENDING: "PD", RUNNING: "R", COMPLETED: "CD", FAILED: "F", CANCELLED: "CA"},
     **{TIMEOUT: "TO", NODE_FAIL: "NF", PREEMPTED: "PR", "COMPLETING": "CG"},
 }
+SHORT = {
+    **{"idle": "idle", "mixed": "mix", "allocated": "alloc", "completing": "comp"},
+    **{"down": "down", "down*": "down*", "draining": "drng", "drained": "drain"},
+}
+"""The short forms of the states."""
+MARKER = "HPC_ELASTIC_FAKE_SLURM"
+"""Variable with the cluster's directory, in the environment of every process of its jobs."""
+INVALID = "Invalid job id specified"
+_STEPD = Path(__file__).with_name("stepd.py")
+_KILL_S = 5.0
+"""A process that hangs in the kernel is left alone after that."""
+_NAME = re.compile(r"(\d+)(?:_(?:(\d+)|\[(.+)\]|(\*)))?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Exit:
-    """How a task ended: its exit code, or the signal that ended it."""
+class TaskExit:
+    """The end of a task: its exit code, or the signal that ended it."""
 
     code: int = 0
     signal: int = 0
 
     @property
     def as_shell(self) -> int:
-        """One number, as a shell has it."""
+        """The exit code that a shell reports."""
         return 128 + self.signal if self.signal else self.code
 
     def __str__(self) -> str:
@@ -48,91 +59,22 @@ class Exit:
 
 
 @dataclass
-class Task:
-    """One task of a step.
-
-    Attributes:
-        rank: Its number in the step.
-        node: Where it runs.
-        process: The process that looks after it.
-        exit: How it ended; None: it has not.
-        lost: Whether its node has died, and the controller does not know yet.
-    """
-
-    rank: int
-    node: str
-    process: Process
-    exit: Exit | None = None
-    lost: bool = False
-
-
-@dataclass
-class Step:
-    """A job step; the batch script is one without a number.
-
-    Attributes:
-        number: Its number; None: the batch script.
-        tasks: Its tasks, by rank.
-        no_kill: Whether it outlives the loss of a node.
-        kills_on_bad_exit: Whether a task that fails ends the others.
-    """
-
-    number: int | None
-    tasks: list[Task] = field(default_factory=list)
-    no_kill: bool = False
-    kills_on_bad_exit: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of its tasks have ended."""
-        return all(task.exit is not None for task in self.tasks)
-
-    @property
-    def exit(self) -> Exit:
-        """The worst end of its tasks."""
-        exits = [task.exit for task in self.tasks if task.exit is not None]
-        return max(exits, key=lambda e: e.as_shell, default=Exit())
-
-
-class Then(Enum):
-    """What becomes of a job whose processes are being ended."""
-
-    REQUEUE = "requeue"
-    END = "end"
-
-
-@dataclass
-class Ending:
-    """A job whose processes are being ended.
-
-    Attributes:
-        then: Whether it goes back to the queue.
-        state: Its state after that.
-        kill_at: When what is left of it is killed, in epoch seconds.
-    """
-
-    then: Then
-    state: str
-    kill_at: float
-
-
-@dataclass
 class Job:
     """One job, or one element of an array.
 
     Attributes:
-        request: What it asks for.
+        request: Its options.
         submitted: When, in epoch seconds.
         order: Its place in the queue.
-        number: Its job id; None: it waits in its array's record, and has none yet.
-        array: The array's job id; None: it is no element.
+        number: Its job id; None for an element that still waits in its array's record.
+        array: The array's job id; None for a job that is no element.
         index: Its index in the array.
-        limit: How many elements of the array may run at a time; None: all.
-        num_in_array: How many elements the array has.
+        limit: Number of elements that may run at a time; None for all.
+        num_in_array: Number of elements of the array.
         bounds: The lowest and the highest index of the array.
     """
 
-    request: Request
+    request: JobRequest
     submitted: float
     order: int
     number: int | None = None
@@ -155,31 +97,31 @@ class Job:
     ended: float | None = None
     preempted: float | None = None
     ending: Ending | None = None
-    noticed: bool = False
-    exit: Exit = field(default_factory=Exit)
-    steps: list[Step] = field(default_factory=list)
+    was_warned: bool = False
+    exit: TaskExit = field(default_factory=TaskExit)
+    steps: list[JobStep] = field(default_factory=list)
     num_steps: int = 0
 
     @property
     def name(self) -> str:
-        """What squeue calls it."""
+        """Its name in squeue."""
         return f"{self.array}_{self.index}" if self.array is not None else str(self.number)
 
     @property
     def shown_state(self) -> str:
-        """Slurm's word, COMPLETING included."""
+        """Slurm's name of the state, COMPLETING included."""
         return "COMPLETING" if self.ending is not None else self.state
 
     @property
-    def waits(self) -> bool:
-        """Whether it waits for nodes, or will once its processes have ended."""
+    def is_queued(self) -> bool:
+        """Whether it is in the queue, or will be once its processes have ended."""
         if self.ending is not None:
-            return self.ending.then is Then.REQUEUE
+            return self.ending.requeue
         return self.state == PENDING
 
     @property
     def has_nodes(self) -> bool:
-        """Whether it runs, or its processes are being ended."""
+        """Whether it holds nodes: it runs, or is being ended."""
         return self.state == RUNNING or self.ending is not None
 
     @property
@@ -189,57 +131,224 @@ class Job:
 
     @property
     def ends_at(self) -> float | None:
-        """When its time is up; None: it has no limit, or does not run."""
+        """When its time limit is reached; None without a limit, or if it does not run."""
         if self.started is None or self.limit_s is None:
             return None
         return self.started + self.limit_s
 
     @property
-    def batch(self) -> Step | None:
+    def batch(self) -> JobStep | None:
         """The step of its batch script."""
         return next((step for step in self.steps if step.number is None), None)
 
-    def all_tasks(self) -> Iterator[Task]:
+    def all_tasks(self) -> Iterator[StepTask]:
         """Yield the tasks of all its steps."""
         for step in self.steps:
             yield from step.tasks
 
 
-# ---- The processes of the tasks: started, signalled and killed with all that descends from them
+@dataclass
+class JobStep:
+    """A job step; the batch script is a step without a number.
+
+    Attributes:
+        number: Its number; None for the batch script.
+        tasks: Its tasks, by rank.
+        no_kill: Whether it outlives the loss of a node.
+        kills_on_bad_exit: Whether a failed task ends the others.
+    """
+
+    number: int | None
+    tasks: list[StepTask] = field(default_factory=list)
+    no_kill: bool = False
+    kills_on_bad_exit: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all tasks have ended."""
+        return all(task.exit is not None for task in self.tasks)
+
+    @property
+    def exit(self) -> TaskExit:
+        """The worst exit of its tasks."""
+        exits = [task.exit for task in self.tasks if task.exit is not None]
+        return max(exits, key=lambda e: e.as_shell, default=TaskExit())
 
 
-MARKER = "HPC_ELASTIC_FAKE_SLURM"
-"""Names the cluster's directory in the environment of every process of its jobs."""
+@dataclass
+class StepTask:
+    """One task of a step.
 
-_STEPD = Path(__file__).with_name("stepd.py")
-_KILL_S = 5.0
-"""What hangs in the kernel is left alone after that."""
+    Attributes:
+        rank: Its number in the step.
+        node: Its node.
+        process: Its process.
+        exit: Its exit; None while it runs.
+        lost: Whether its node has died unknown to the controller.
+    """
+
+    rank: int
+    node: str
+    process: TaskProcess
+    exit: TaskExit | None = None
+    lost: bool = False
 
 
-class Process:
-    """One task: its stepd, and all that descends from it."""
+@dataclass
+class Ending:
+    """The end of a job whose processes have been signalled.
+
+    Attributes:
+        requeue: Whether it goes back to the queue.
+        state: Its state after that.
+        kill_at: When its remaining processes are killed, in epoch seconds.
+    """
+
+    requeue: bool
+    state: str
+    kill_at: float
+
+
+@dataclass
+class FakeNode:
+    """One node.
+
+    Attributes:
+        name: Its name.
+        died: When it died, in epoch seconds; None while it lives.
+        is_down: Whether the controller knows that it is dead.
+        is_drained: Whether it takes no further jobs.
+        is_paused: Whether all its processes are stopped.
+    """
+
+    name: str
+    died: float | None = None
+    is_down: bool = False
+    is_drained: bool = False
+    is_paused: bool = False
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Whether jobs may start on it."""
+        return self.died is None and not (self.is_down or self.is_drained or self.is_paused)
+
+    def state(self, jobs: Iterable[Job], num_cpus: int) -> str:
+        """Return its state in Slurm's long form, such as ``idle`` or ``down*``."""
+        here = [job for job in jobs if job.has_nodes and self.name in job.nodes]
+        if self.is_down:
+            return "down*" if self.died is not None else "down"
+        if self.is_drained:
+            return "draining" if here else "drained"
+        if not here:
+            return "idle"
+        if all(job.ending is not None for job in here):
+            return "completing"
+        used = sum(num_cpus if j.request.exclusive else j.request.cpus for j in here)
+        return "allocated" if used >= num_cpus else "mixed"
+
+
+class JobTable:
+    """All remembered jobs of a cluster, in the order of submission.
+
+    Elements of an array wait in one record. Each gets a number of its own when it leaves the
+    record; the last one has the array's.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self._numbers = itertools.count(1)
+        self._orders = itertools.count()
+
+    def add_jobs(
+        self, request: JobRequest, array: str | None, now: float, max_array_size: int
+    ) -> tuple[int, list[Job]]:
+        """Add a job, or all elements of an array; return its id, and them.
+
+        Raises:
+            Refusal: The indices are malformed or too large.
+        """
+        if array is None:
+            job = self._new(request, now)
+            job.number = next(self._numbers)
+            self.jobs.append(job)
+            return job.number, [job]
+        indices, limit = _indices(array, max_array_size)
+        number = next(self._numbers)
+        elements = [self._new(request, now) for _ in indices]
+        for job, index in zip(elements, indices, strict=True):
+            job.array, job.index, job.limit = number, index, limit
+            job.num_in_array, job.bounds = len(indices), (indices[0], indices[-1])
+        self.jobs += elements
+        return number, elements
+
+    def _new(self, request: JobRequest, now: float) -> Job:
+        return Job(
+            request, now, next(self._orders),
+            held=request.hold, begin=request.begin, may_requeue=request.requeue,
+            excluded=frozenset(request.exclude), limit_s=request.limit_s,
+        )  # fmt: skip
+
+    def assign_number(self, job: Job) -> None:
+        """Assign a number to a job that leaves its array's record."""
+        if job.number is None:
+            in_record = sum(j.array == job.array and j.number is None for j in self.jobs)
+            job.number = job.array if in_record == 1 else next(self._numbers)
+
+    def find_jobs(self, name: str) -> list[Job]:
+        """Return the jobs named ``12``, ``12_3`` or ``12_[1-3]``; empty if there are none.
+
+        Raises:
+            Refusal: The text is not the name of a job.
+        """
+        m = _NAME.fullmatch(name)
+        if m is None:
+            raise Refusal(f"Invalid job id {name}")
+        number = int(m[1])
+        whole = [job for job in self.jobs if job.array == number]
+        if m[2] is None and m[3] is None:
+            return whole or [job for job in self.jobs if job.number == number]
+        wanted = {int(m[2])} if m[2] else set(_indices(m[3], 1 << 30)[0])
+        return [job for job in whole if job.index in wanted]
+
+    def remove_ended(self, before: float) -> None:
+        """Remove jobs that ended before a moment."""
+        self.jobs = [j for j in self.jobs if not (j.is_over and (j.ended or 0.0) < before)]
+
+
+def _indices(text: str, max_size: int) -> tuple[list[int], int | None]:
+    try:
+        indices, limit = nodelist.expand_indices(text)
+    except ValueError as e:
+        raise Refusal(f"Invalid job array specification: {e}") from e
+    if max(indices) >= max_size:
+        raise Refusal("Batch job submission failed: Invalid job array specification")
+    return sorted(set(indices)), limit
+
+
+class TaskProcess:
+    """The processes of one task: its stepd and all descendants."""
 
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
         self._popen, self._lifeline = popen, lifeline
         self.pid = popen.pid
 
     def poll(self) -> int | None:
-        """Return its exit code, minus the signal if one ended it; None: it runs."""
+        """Return its exit code, or minus the signal that ended it; None while it runs."""
         code = self._popen.poll()
         if code is not None:
             self._close()
         return code
 
     def signal(self, number: int, *, only_first: bool = False) -> None:
-        """Send a signal to every process of the task, or to the one that was started only."""
+        """Send a signal to every process of the task, or only to the first."""
         for process in self._children(recursive=not only_first):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill all of it, and wait until it is gone."""
+        """Kill all processes of the task, and wait for their end."""
         self.signal(signal.SIGKILL)
-        self._close()  # the stepd ends what has begun meanwhile, and itself
+        self._close()  # the stepd kills what was forked meanwhile, and exits
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_KILL_S)
 
@@ -263,11 +372,11 @@ def start(
     cwd: str,
     output: int | IO[bytes],
     error: int | IO[bytes],
-) -> Process:
+) -> TaskProcess:
     """Start a task under a stepd of its own.
 
     Raises:
-        OSError: the directory is not there, or the machine has no process left.
+        OSError: The directory is missing, or the machine has no process left.
     """
     theirs, ours = os.pipe()
     argv = [sys.executable, "-I", "-S", str(_STEPD), str(theirs), *command]
@@ -281,11 +390,11 @@ def start(
         raise
     finally:
         os.close(theirs)
-    return Process(popen, ours)
+    return TaskProcess(popen, ours)
 
 
 def kill_descendants() -> None:
-    """Kill everything that descends from this process (the controller, at its end)."""
+    """Kill all descendants of this process; the controller calls it at its end."""
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
         found = [p for p in psutil.Process().children(recursive=True) if _lives(p)]
@@ -295,7 +404,7 @@ def kill_descendants() -> None:
 
 
 def kill_marked(folder: Path) -> None:
-    """Kill what has a cluster's mark in its environment: whatever became of the controller."""
+    """Kill all processes with a cluster's mark in their environment; needs no controller."""
     mark = str(folder)
     deadline = time.monotonic() + _KILL_S
     while time.monotonic() < deadline:
@@ -324,136 +433,3 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
-
-
-# ---- The jobs of a cluster: submitted, numbered, and found by the names that commands take
-
-
-_NAME = re.compile(r"(\d+)(?:_(?:(\d+)|\[(.+)\]|(\*)))?", re.ASCII)
-INVALID = "Invalid job id specified"
-
-
-class Table:
-    """All jobs that Slurm has not forgotten, in the order in which they were submitted.
-
-    Elements of an array wait in one record; each gets a number of its own when it leaves it, and
-    the last one has the array's.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self._numbers = itertools.count(1)
-        self._orders = itertools.count()
-
-    def submit(
-        self, request: Request, array: str | None, now: float, max_array_size: int
-    ) -> tuple[int, list[Job]]:
-        """Add a job, or all elements of an array; return its id, and them.
-
-        Raises:
-            Refusal: the indices are malformed or too large.
-        """
-        if array is None:
-            job = self._new(request, now)
-            job.number = next(self._numbers)
-            self.jobs.append(job)
-            return job.number, [job]
-        indices, limit = _indices(array, max_array_size)
-        number = next(self._numbers)
-        elements = [self._new(request, now) for _ in indices]
-        for job, index in zip(elements, indices, strict=True):
-            job.array, job.index, job.limit = number, index, limit
-            job.num_in_array, job.bounds = len(indices), (indices[0], indices[-1])
-        self.jobs += elements
-        return number, elements
-
-    def _new(self, request: Request, now: float) -> Job:
-        return Job(
-            request, now, next(self._orders),
-            held=request.hold, begin=request.begin, may_requeue=request.requeue,
-            excluded=frozenset(request.exclude), limit_s=request.limit_s,
-        )  # fmt: skip
-
-    def number(self, job: Job) -> None:
-        """Give a job that leaves its array's record a number of its own."""
-        if job.number is None:
-            in_record = sum(j.array == job.array and j.number is None for j in self.jobs)
-            job.number = job.array if in_record == 1 else next(self._numbers)
-
-    def find(self, name: str) -> list[Job]:
-        """Return the jobs that ``12``, ``12_3`` or ``12_[1-3]`` stands for; none is unknown.
-
-        Raises:
-            Refusal: it is no name of a job.
-        """
-        m = _NAME.fullmatch(name)
-        if m is None:
-            raise Refusal(f"Invalid job id {name}")
-        number = int(m[1])
-        whole = [job for job in self.jobs if job.array == number]
-        if m[2] is None and m[3] is None:
-            return whole or [job for job in self.jobs if job.number == number]
-        wanted = {int(m[2])} if m[2] else set(_indices(m[3], 1 << 30)[0])
-        return [job for job in whole if job.index in wanted]
-
-    def forget(self, before: float) -> None:
-        """Forget jobs that ended before a moment."""
-        self.jobs = [j for j in self.jobs if not (j.is_over and (j.ended or 0.0) < before)]
-
-
-def _indices(text: str, max_size: int) -> tuple[list[int], int | None]:
-    try:
-        indices, limit = nodelist.expand_indices(text)
-    except ValueError as e:
-        raise Refusal(f"Invalid job array specification: {e}") from e
-    if max(indices) >= max_size:
-        raise Refusal("Batch job submission failed: Invalid job array specification")
-    return sorted(set(indices)), limit
-
-
-# ---- The nodes of a cluster, and what sinfo says of them
-
-
-@dataclass
-class Node:
-    """One node.
-
-    Attributes:
-        name: Its name.
-        died: When it died, in epoch seconds; None: it lives.
-        is_down: Whether the controller knows that it is dead, or was told so.
-        is_drained: Whether it takes no further jobs.
-        is_paused: Whether all its processes stand still.
-    """
-
-    name: str
-    died: float | None = None
-    is_down: bool = False
-    is_drained: bool = False
-    is_paused: bool = False
-
-    @property
-    def takes_jobs(self) -> bool:
-        """Whether jobs may start on it; a dead one is trusted until its death is known."""
-        return self.died is None and not (self.is_down or self.is_drained or self.is_paused)
-
-    def state(self, jobs: Iterable[Job], num_cpus: int) -> str:
-        """Return its state in Slurm's long form, such as ``idle`` or ``down*``."""
-        here = [job for job in jobs if job.has_nodes and self.name in job.nodes]
-        if self.is_down:
-            return "down*" if self.died is not None else "down"
-        if self.is_drained:
-            return "draining" if here else "drained"
-        if not here:
-            return "idle"
-        if all(job.ending is not None for job in here):
-            return "completing"
-        used = sum(num_cpus if j.request.exclusive else j.request.cpus for j in here)
-        return "allocated" if used >= num_cpus else "mixed"
-
-
-SHORT = {
-    **{"idle": "idle", "mixed": "mix", "allocated": "alloc", "completing": "comp"},
-    **{"down": "down", "down*": "down*", "draining": "drng", "drained": "drain"},
-}
-"""The short forms of the states."""

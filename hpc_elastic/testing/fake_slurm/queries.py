@@ -1,31 +1,28 @@
-"""squeue: the queue, in the formats of ``-o`` and ``-O``. Pure."""
+"""squeue and sinfo: the queue and the nodes, in the formats of ``-o`` and ``-O``; pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import scheduling, submit_options, variables
-from hpc_elastic.testing.fake_slurm.cluster import Cluster
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, Partition, Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import COMPACT, INVALID, SHORT, Job
-from hpc_elastic.testing.fake_slurm.jobs import Table as Jobs
-from hpc_elastic.testing.fake_slurm.scontrol import VERSION, scancel, scontrol
+from hpc_elastic.testing.fake_slurm import scheduling
+from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
+from hpc_elastic.testing.fake_slurm.config import FakeConfig, FakePartition, Refusal, unknown
+from hpc_elastic.testing.fake_slurm.jobs import COMPACT, INVALID, SHORT, Job, JobTable
+from hpc_elastic.testing.fake_slurm.steps import user_name
 from hpc_elastic.testing.fake_slurm.submit_options import (
     FLAG,
     VALUE,
-    Parsed,
-    Table,
-    directives,
+    OptionTable,
+    ParsedOptions,
     parse,
     show_date,
     show_span,
 )
 
-SQUEUE_OPTIONS = Table(
+SQUEUE_OPTIONS = OptionTable(
     {
         **dict.fromkeys(("noheader", "me", "all", "array"), FLAG),
         **dict.fromkeys(("states", "jobs", "format", "Format", "user", "partition"), VALUE),
@@ -36,14 +33,88 @@ SQUEUE_OPTIONS = Table(
         **{"O": "Format", "u": "user", "p": "partition", "w": "nodelist", "n": "name"},
     },
 )
+SINFO_OPTIONS = OptionTable(
+    {
+        **dict.fromkeys(("noheader", "all", "Node"), FLAG),
+        **dict.fromkeys(("format", "partition", "nodes"), VALUE),
+    },
+    {"h": "noheader", "a": "all", "N": "Node", "o": "format", "p": "partition", "n": "nodes"},
+)
 _SQUEUE_DEFAULT = "%.18i %.9P %.8j %.8u %.2t %.10M %.6D %R"
+_SINFO_DEFAULT = "%9P %.5a %.10l %.6D %.6t %N"
 _LIVING = ("PENDING", "RUNNING", "COMPLETING")
 _SPEC = re.compile(r"%(\.?)(\d*)([A-Za-z])")
 _LONG = re.compile(r"([A-Za-z]+)(?::(\.?)(\d*)(.*))?", re.DOTALL)
 
 
+def squeue(argv: Sequence[str], jobs: JobTable, config: FakeConfig, now: float) -> str:
+    """Return the output of squeue.
+
+    Raises:
+        Refusal: The only job named is unknown, or an option is.
+    """
+    options = parse(argv, SQUEUE_OPTIONS)
+    if options.rest:
+        raise Refusal(f"Unrecognized option: {options.rest[0]}")
+    show = _line_formatter(options)
+    rows = _squeue_rows(_select_jobs(options, jobs), config, now, apart="array" in options)
+    lines = [show(row) for row in rows]
+    if "noheader" not in options:
+        lines.insert(0, show(None))
+    return "".join(line + "\n" for line in lines)
+
+
+def _select_jobs(options: ParsedOptions, jobs: JobTable) -> list[Job]:
+    chosen = jobs.jobs
+    if (ids := options.get("jobs")) is not None:
+        names = ids.split(",")
+        found = {job.order for name in names for job in jobs.find_jobs(name)}
+        if len(names) == 1 and not found:
+            raise Refusal(f"slurm_load_jobs error: {INVALID}")
+        chosen = [job for job in chosen if job.order in found]
+    states = (options.get("states") or ",".join(_LIVING)).upper().split(",")
+    if "ALL" not in states:
+        chosen = [j for j in chosen if {j.shown_state, COMPACT[j.shown_state]} & set(states)]
+    for name, value in _FILTERS.items():
+        if (wanted := options.get(name)) is not None:
+            chosen = [job for job in chosen if value(job) & set(wanted.split(","))]
+    if (nodes := options.get("nodelist")) is not None:
+        chosen = [job for job in chosen if set(job.nodes) & set(nodelist.expand(nodes))]
+    return chosen
+
+
+_FILTERS: dict[str, Callable[[Job], set[str]]] = {
+    "user": lambda _: {user_name()},
+    "partition": lambda job: {job.request.partition},
+    "name": lambda job: {job.request.name},
+}
+
+
+def _squeue_rows(
+    jobs: Iterable[Job], config: FakeConfig, now: float, *, apart: bool
+) -> list[QueueRow]:
+    """Return the lines; elements that wait in one record share a line unless `apart`."""
+    records: dict[tuple[int, str], list[Job]] = {}
+    rows: list[tuple[Job, list[Job]]] = []
+    for job in jobs:
+        if apart or job.number is not None or job.array is None:
+            rows.append((job, [job]))
+            continue
+        key = (job.array, _record_reason(job))
+        if key not in records:
+            records[key] = []
+            rows.append((job, records[key]))
+        records[key].append(job)
+    rows.sort(key=lambda row: (not row[0].is_queued or row[0].has_nodes, row[0].order))
+    return [QueueRow(job, tuple(group), config, now, apart) for job, group in rows]
+
+
+def _record_reason(job: Job) -> str:
+    return "" if job.reason in (scheduling.RESOURCES, scheduling.PRIORITY) else job.reason
+
+
 @dataclass(frozen=True)
-class Row:
+class QueueRow:
     """One line of squeue: a job, or the elements that wait in an array's record."""
 
     job: Job
@@ -69,14 +140,14 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What squeue calls it."""
+        """Its name in squeue."""
         if self.job.array is None or self.job.number is not None or self.is_apart:
             return self.job.name
         return f"{self.job.array}_[{self.indices}]"
 
     @property
     def ends_at(self) -> float | None:
-        """When its processes are ended, as far as known."""
+        """When its processes are ended; None if unknown."""
         limits = [self.job.ends_at] if self.job.ends_at is not None else []
         if self.job.preempted is not None and self.job.has_nodes:
             limits.append(self.job.preempted + self.config.grace_s)
@@ -84,22 +155,22 @@ class Row:
 
     @property
     def time_left(self) -> str:
-        """How long it may still run."""
+        """The rest of its time limit."""
         if self.job.has_nodes and self.job.ends_at is not None:
             return show_span(self.job.ends_at - self.now)
         return show_span(self.job.limit_s)
 
     @property
     def time_used(self) -> str:
-        """How long it has run in this attempt."""
+        """Its running time in this attempt."""
         if self.job.started is None:
             return "0:00"
         return show_span((self.job.ended or self.now) - self.job.started)
 
     @property
     def start(self) -> str:
-        """When it started, or when it may."""
-        may = self.job.begin if self.job.waits and self.job.begin > self.now else None
+        """When it started, or may start."""
+        may = self.job.begin if self.job.is_queued and self.job.begin > self.now else None
         return show_date(self.job.started or may)
 
     @property
@@ -109,16 +180,16 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why it waits; None where it does not."""
+        """Its pending reason; ``None`` if it does not wait."""
         return self.job.reason
 
     @property
     def reason_or_nodes(self) -> str:
-        """What squeue prints last: the nodes, or why there are none."""
+        """The last column of squeue: the nodes, or the pending reason."""
         return self.node_names if self.job.has_nodes else f"({self.reason})"
 
 
-_FIELDS: dict[str, Callable[[Row], str]] = {
+_FIELDS: dict[str, Callable[[QueueRow], str]] = {
     "arrayjobid": lambda r: str(r.job.array or r.job.number),
     "arraytaskid": lambda r: r.indices,
     "jobid": lambda r: r.job_id,
@@ -139,7 +210,7 @@ _FIELDS: dict[str, Callable[[Row], str]] = {
     "reasonlist": lambda r: r.reason_or_nodes,
     "name": lambda r: r.job.request.name,
     "partition": lambda r: r.job.request.partition,
-    "username": lambda _: variables.user(),
+    "username": lambda _: user_name(),
     "dependency": lambda r: ",".join(f"{k}:{i}" for k, i in r.job.request.dependency) or "(null)",
 }
 _LETTERS = {
@@ -148,80 +219,14 @@ _LETTERS = {
     **{"j": "name", "u": "username", "D": "numnodes", "M": "timeused", "l": "timelimit"},
     **{"L": "timeleft", "S": "starttime", "V": "submittime", "e": "endtime", "E": "dependency"},
 }
-
-
 _HEADS = {
     **{"jobarrayid": "JOBID", "username": "USER", "statecompact": "ST", "timeused": "TIME"},
     **{"numnodes": "NODES", "reasonlist": "NODELIST(REASON)"},
 }
 
 
-def squeue(argv: Sequence[str], jobs: Jobs, config: FakeConfig, now: float) -> str:
-    """Return what squeue prints.
-
-    Raises:
-        Refusal: the one job that it was asked for is unknown, or something it can not do.
-    """
-    options = parse(argv, SQUEUE_OPTIONS)
-    if options.rest:
-        raise Refusal(f"Unrecognized option: {options.rest[0]}")
-    show = _formatter(options)
-    rows = _squeue_rows(_chosen(options, jobs), config, now, apart="array" in options)
-    lines = [show(row) for row in rows]
-    if "noheader" not in options:
-        lines.insert(0, show(None))
-    return "".join(line + "\n" for line in lines)
-
-
-def _chosen(options: Parsed, jobs: Jobs) -> list[Job]:
-    chosen = jobs.jobs
-    if (ids := options.get("jobs")) is not None:
-        names = ids.split(",")
-        found = {job.order for name in names for job in jobs.find(name)}
-        if len(names) == 1 and not found:
-            raise Refusal(f"slurm_load_jobs error: {INVALID}")
-        chosen = [job for job in chosen if job.order in found]
-    states = (options.get("states") or ",".join(_LIVING)).upper().split(",")
-    if "ALL" not in states:
-        chosen = [j for j in chosen if {j.shown_state, COMPACT[j.shown_state]} & set(states)]
-    for name, value in _FILTERS.items():
-        if (wanted := options.get(name)) is not None:
-            chosen = [job for job in chosen if value(job) & set(wanted.split(","))]
-    if (nodes := options.get("nodelist")) is not None:
-        chosen = [job for job in chosen if set(job.nodes) & set(nodelist.expand(nodes))]
-    return chosen
-
-
-_FILTERS: dict[str, Callable[[Job], set[str]]] = {
-    "user": lambda _: {variables.user()},
-    "partition": lambda job: {job.request.partition},
-    "name": lambda job: {job.request.name},
-}
-
-
-def _squeue_rows(jobs: Iterable[Job], config: FakeConfig, now: float, *, apart: bool) -> list[Row]:
-    """Return the lines: elements that wait in one record are one line, unless asked otherwise."""
-    records: dict[tuple[int, str], list[Job]] = {}
-    rows: list[tuple[Job, list[Job]]] = []
-    for job in jobs:
-        if apart or job.number is not None or job.array is None:
-            rows.append((job, [job]))
-            continue
-        key = (job.array, _record_reason(job))
-        if key not in records:
-            records[key] = []
-            rows.append((job, records[key]))
-        records[key].append(job)
-    rows.sort(key=lambda row: (not row[0].waits or row[0].has_nodes, row[0].order))
-    return [Row(job, tuple(group), config, now, apart) for job, group in rows]
-
-
-def _record_reason(job: Job) -> str:
-    return "" if job.reason in (scheduling.RESOURCES, scheduling.PRIORITY) else job.reason
-
-
-def _formatter(options: Parsed) -> Callable[[Row | None], str]:
-    """Return what makes a line of a row; of none, the head."""
+def _line_formatter(options: ParsedOptions) -> Callable[[QueueRow | None], str]:
+    """Return the function that formats a row; it formats the header for None."""
     if (long := options.get("Format")) is not None:
         fields = [_long_field(part) for part in long.split(",")]
         return lambda row: "".join(
@@ -244,7 +249,7 @@ def _long_field(part: str) -> tuple[str, int, str]:
     return name, int(m[3]) if m[3] else 20, m[4] or ""
 
 
-def _text(name: str, row: Row | None) -> str:
+def _text(name: str, row: QueueRow | None) -> str:
     return _HEADS.get(name, name.upper()) if row is None else _FIELDS[name](row)
 
 
@@ -259,31 +264,20 @@ def _pad(text: str, width: str, *, right: bool) -> str:
     return cut.rjust(int(width)) if right else cut.ljust(int(width))
 
 
-# ---- sinfo: partitions and nodes, in the formats of ``-o``. Pure
+_Row = tuple[FakePartition, str, tuple[str, ...]]
 
 
-SINFO_OPTIONS = Table(
-    {
-        **dict.fromkeys(("noheader", "all", "Node"), FLAG),
-        **dict.fromkeys(("format", "partition", "nodes"), VALUE),
-    },
-    {"h": "noheader", "a": "all", "N": "Node", "o": "format", "p": "partition", "n": "nodes"},
-)
-_SINFO_DEFAULT = "%9P %.5a %.10l %.6D %.6t %N"
-_Row = tuple[Partition, str, tuple[str, ...]]
-
-
-def sinfo(argv: Sequence[str], cluster: Cluster) -> str:
-    """Return what sinfo prints.
+def sinfo(argv: Sequence[str], cluster: FakeCluster) -> str:
+    """Return the output of sinfo.
 
     Raises:
-        Refusal: something that it can not do.
+        Refusal: An option or a format field is unknown.
     """
     options = parse(argv, SINFO_OPTIONS)
     if options.rest:
         raise Refusal(f"Unrecognized option: {options.rest[0]}")
     pattern = options.get("format") or _SINFO_DEFAULT
-    fields = _fields(cluster)
+    fields = _sinfo_fields(cluster)
     for m in _SPEC.finditer(pattern):
         if m[3] not in fields:
             raise unknown(f"%{m[3]} in sinfo's --format")
@@ -311,14 +305,14 @@ def sinfo(argv: Sequence[str], cluster: Cluster) -> str:
 
 
 def _sinfo_rows(
-    cluster: Cluster,
-    partitions: Sequence[Partition],
+    cluster: FakeCluster,
+    partitions: Sequence[FakePartition],
     names: Sequence[str],
     *,
     by_state: bool,
     apart: bool,
 ) -> list[_Row]:
-    groups: dict[tuple[str, str, str], tuple[Partition, str, list[str]]] = {}
+    groups: dict[tuple[str, str, str], tuple[FakePartition, str, list[str]]] = {}
     states = {n: _state(cluster, n) for n in names if n in cluster.nodes}
     for partition in partitions:
         for name, state in states.items():
@@ -328,11 +322,11 @@ def _sinfo_rows(
     return sorted(rows, key=lambda r: list(cluster.nodes).index(r[2][0])) if apart else rows
 
 
-def _state(cluster: Cluster, name: str) -> str:
+def _state(cluster: FakeCluster, name: str) -> str:
     return cluster.nodes[name].state(cluster.table.jobs, cluster.config.cpus_per_node)
 
 
-def _fields(cluster: Cluster) -> dict[str, tuple[str, Callable[[_Row], str]]]:
+def _sinfo_fields(cluster: FakeCluster) -> dict[str, tuple[str, Callable[[_Row], str]]]:
     config = cluster.config
     return {
         "P": ("PARTITION", lambda r: r[0].name + ("*" if r[0].is_default else "")),
@@ -348,110 +342,3 @@ def _fields(cluster: Cluster) -> dict[str, tuple[str, Callable[[_Row], str]]]:
         "G": ("GRES", lambda _: "(null)"),
         "f": ("AVAIL_FEATURES", lambda _: "(null)"),
     }
-
-
-# ---- The commands that end at once: what each prints, and its exit code
-
-
-_UNKNOWN_OPTION = {"sbatch": 255, "srun": 255}
-"""Exit codes; 1 elsewhere."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a command.
-
-    Attributes:
-        command: Its name.
-        argv: Its arguments.
-        env: Its environment.
-        cwd: Its directory.
-        stdin: Reads its standard input.
-        now: When it was called.
-    """
-
-    command: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str
-    stdin: Callable[[], str]
-    now: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command prints, and its exit code."""
-
-    stdout: str = ""
-    stderr: str = ""
-    code: int = 0
-
-
-def answer(call: Call, cluster: Cluster, address: str) -> Answer:
-    """Do what a command is asked."""
-    if "--version" in call.argv[:1]:
-        return Answer(f"slurm {VERSION} (FakeSlurm)\n")
-    try:
-        return Answer(_COMMANDS[call.command](call, cluster, address))
-    except Refusal as e:
-        return refused(call.command, e)
-
-
-def refused(command: str, why: Refusal) -> Answer:
-    """Return what a command prints that can not do what it was asked."""
-    if why.stderr.startswith("FakeSlurm does not know"):
-        return Answer(stderr=f"{command}: {why.stderr}\n", code=_UNKNOWN_OPTION.get(command, 1))
-    prefix = f"{command}: error: " if command in ("sbatch", "srun", "scancel") else ""
-    lines = [prefix + line for line in why.stderr.splitlines()]
-    return Answer(stderr="".join(f"{line}\n" for line in lines), code=why.exit_code)
-
-
-def _sbatch(call: Call, cluster: Cluster, _address: str) -> str:
-    """Submit a job or an array: what stands on the command line goes before the script's lines."""
-    given = parse(call.argv, submit_options.SBATCH)
-    name, script = _script(call, given.rest, given.get("wrap"))
-    options = parse(directives(script), submit_options.SBATCH)
-    options.options.update(given.options)
-    _latest_wins(options.options, given.options)
-    origin = submit_options.Origin(
-        call.cwd, call.env, call.now, script, name, () if "wrap" in given else tuple(given.rest[1:])
-    )
-    wanted = submit_options.read(options, origin, cluster.config)
-    size = cluster.config.max_array_size
-    number, _ = cluster.table.submit(wanted, options.get("array"), call.now, size)
-    cluster.schedule(call.now)
-    return f"{number}\n" if "parsable" in options else f"Submitted batch job {number}\n"
-
-
-def _latest_wins(options: dict[str, str], given: Mapping[str, str]) -> None:
-    """Of two options that contradict each other, keep the command line's."""
-    for one, other in (("requeue", "no-requeue"), ("no-requeue", "requeue")):
-        if one in given and other not in given:
-            options.pop(other, None)
-
-
-def _script(call: Call, rest: Sequence[str], wrapped: str | None) -> tuple[str, str]:
-    if wrapped is not None:
-        return "wrap", f"#!/bin/sh\n# This script was created by sbatch --wrap.\n\n{wrapped}\n"
-    if not rest:
-        return "sbatch", call.stdin()
-    path = Path(call.cwd) / rest[0]
-    try:
-        return path.name, path.read_text()
-    except OSError as e:
-        raise Refusal(f"Unable to open file {rest[0]}: {e.strerror}") from e
-
-
-def _sacct(_call: Call, _cluster: Cluster, _address: str) -> str:
-    raise Refusal("Slurm accounting storage is disabled")
-
-
-_COMMANDS: dict[str, Callable[[Call, Cluster, str], str]] = {
-    "sbatch": _sbatch,
-    "squeue": lambda call, cluster, _: squeue(call.argv, cluster.table, cluster.config, call.now),
-    "scancel": lambda call, cluster, _: scancel(call.argv, cluster, call.now),
-    "scontrol": lambda call, cluster, where: scontrol(call.argv, cluster, where, call.now),
-    "sinfo": lambda call, cluster, _: sinfo(call.argv, cluster),
-    "sacct": _sacct,
-}
-COMMANDS = (*_COMMANDS, "srun")

@@ -1,4 +1,4 @@
-"""scontrol: show, requeue, hold, release, update, ping."""
+"""scontrol and scancel."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from hpc_elastic.slurm import nodelist
-from hpc_elastic.testing.fake_slurm import cluster as cluster_module
-from hpc_elastic.testing.fake_slurm import variables
-from hpc_elastic.testing.fake_slurm.cluster import Cluster
-from hpc_elastic.testing.fake_slurm.config import FakeConfig, Partition, Refusal, unknown
-from hpc_elastic.testing.fake_slurm.jobs import INVALID, Job, Node
+from hpc_elastic.testing.fake_slurm import steps
+from hpc_elastic.testing.fake_slurm.cluster import FakeCluster
+from hpc_elastic.testing.fake_slurm.config import FakeConfig, FakePartition, Refusal, unknown
+from hpc_elastic.testing.fake_slurm.jobs import INVALID, FakeNode, Job
 from hpc_elastic.testing.fake_slurm.submit_options import (
     FLAG,
     VALUE,
-    Parsed,
-    Table,
+    OptionTable,
+    ParsedOptions,
     parse,
     parse_begin,
     parse_limit,
@@ -25,13 +24,25 @@ from hpc_elastic.testing.fake_slurm.submit_options import (
     signal_name,
 )
 
-SCONTROL_OPTIONS = Table({"all": FLAG, "oneliner": FLAG}, {"a": "all", "o": "oneliner"})
+VERSION = "22.05.8"
+"""The release that the fake imitates."""
+SCONTROL_OPTIONS = OptionTable({"all": FLAG, "oneliner": FLAG}, {"a": "all", "o": "oneliner"})
+SCANCEL_OPTIONS = OptionTable(
+    {
+        **dict.fromkeys(("signal", "state", "user", "name", "partition"), VALUE),
+        **dict.fromkeys(("batch", "full", "me", "quiet"), FLAG),
+    },
+    {
+        **{"s": "signal", "t": "state", "u": "user", "n": "name", "p": "partition", "b": "batch"},
+        **{"f": "full", "Q": "quiet"},
+    },
+)
 _NOT_PENDING = "Job is no longer pending execution"
 _FINISHED = "Job has already finished"
 
 
-def scontrol(argv: Sequence[str], cluster: Cluster, address: str, now: float) -> str:
-    """Do what scontrol is asked; return what it prints.
+def scontrol(argv: Sequence[str], cluster: FakeCluster, address: str, now: float) -> str:
+    """Run scontrol; return its output.
 
     Args:
         argv: Its arguments.
@@ -40,7 +51,7 @@ def scontrol(argv: Sequence[str], cluster: Cluster, address: str, now: float) ->
         now: The time.
 
     Raises:
-        Refusal: it can not be done.
+        Refusal: It cannot be done.
     """
     options = parse(argv, SCONTROL_OPTIONS)
     if not options.rest:
@@ -56,7 +67,9 @@ def scontrol(argv: Sequence[str], cluster: Cluster, address: str, now: float) ->
     return ""
 
 
-def _show(options: Parsed, what: Sequence[str], cluster: Cluster, address: str, now: float) -> str:
+def _show(
+    options: ParsedOptions, what: Sequence[str], cluster: FakeCluster, address: str, now: float
+) -> str:
     entity, name = (*what, "", "")[:2]
     one_line = "oneliner" in options
     if entity in ("job", "jobs"):
@@ -67,23 +80,25 @@ def _show(options: Parsed, what: Sequence[str], cluster: Cluster, address: str, 
         known = [p for p in cluster.config.partitions if name in ("", p.name)]
         if not known:
             raise Refusal(f"Partition {name} not found")
-        fields = [partition(p, cluster.config, is_up=p.name not in cluster.closed) for p in known]
+        fields = [
+            show_partition(p, cluster.config, is_up=p.name not in cluster.closed) for p in known
+        ]
         return show_text(fields, one_line=one_line)
     if entity == "config":
-        return config(cluster.config)
+        return show_config(cluster.config)
     if entity == "hostnames":
         return "".join(f"{host}\n" for host in nodelist.expand(name))
     raise unknown(f"scontrol show {entity}")
 
 
-def _jobs(cluster: Cluster, name: str, now: float) -> list[dict[str, str]]:
-    jobs = cluster.table.find(name) if name else cluster.table.jobs
+def _jobs(cluster: FakeCluster, name: str, now: float) -> list[dict[str, str]]:
+    jobs = cluster.table.find_jobs(name) if name else cluster.table.jobs
     if name and not jobs:
         raise Refusal(f"slurm_load_jobs error: {INVALID}")
     return [show_job(r[0], r, cluster.config, now) for r in records(jobs)]
 
 
-def _nodes(cluster: Cluster, name: str, address: str) -> list[dict[str, str]]:
+def _nodes(cluster: FakeCluster, name: str, address: str) -> list[dict[str, str]]:
     names = nodelist.expand(name) if name else list(cluster.nodes)
     for node in names:
         if node not in cluster.nodes:
@@ -92,15 +107,17 @@ def _nodes(cluster: Cluster, name: str, address: str) -> list[dict[str, str]]:
     return [show_node(cluster.nodes[node], jobs, cluster.config, address) for node in names]
 
 
-def _each(names: Iterable[str], cluster: Cluster, act: Callable[[Job], str | None]) -> None:
-    """Do something to all jobs that some names stand for; say of which it could not be done.
+def _apply_to_jobs(
+    names: Iterable[str], cluster: FakeCluster, act: Callable[[Job], str | None]
+) -> None:
+    """Apply a change to all jobs of some names.
 
     Raises:
-        Refusal: a name is unknown, or something could not be done.
+        Refusal: A name is unknown, or the change is impossible for a job; names them all.
     """
     lines: list[str] = []
     for name in names:
-        jobs = cluster.table.find(name)
+        jobs = cluster.table.find_jobs(name)
         if not jobs:
             lines.append(f"{INVALID} for job {name}")
         for job in jobs:
@@ -111,36 +128,36 @@ def _each(names: Iterable[str], cluster: Cluster, act: Callable[[Job], str | Non
         raise Refusal("\n".join(lines))
 
 
-def _requeue(names: Sequence[str], cluster: Cluster, now: float) -> None:
+def _requeue(names: Sequence[str], cluster: FakeCluster, now: float) -> None:
     def act(job: Job) -> str | None:
-        if job.waits:
+        if job.is_queued:
             return "Job is pending execution"
         if job.ending is not None:
             return "Requested operation is presently disabled"
         if not job.may_requeue or job.request.script is None:
             return "Requested operation is presently disabled"
-        cluster.requeue(job, now)
+        cluster.requeue_job(job, now)
         return None
 
-    _each(_split(names), cluster, act)
+    _apply_to_jobs(_split_names(names), cluster, act)
 
 
-def _hold(names: Sequence[str], cluster: Cluster, _now: float, *, held: bool = True) -> None:
+def _hold(names: Sequence[str], cluster: FakeCluster, _now: float, *, held: bool = True) -> None:
     def act(job: Job) -> str | None:
-        if not job.waits:
+        if not job.is_queued:
             return _FINISHED if job.is_over else _NOT_PENDING
         job.held = held
         return None
 
-    _each(_split(names), cluster, act)
+    _apply_to_jobs(_split_names(names), cluster, act)
 
 
-def _split(names: Sequence[str]) -> list[str]:
-    """Return the names in ``1,2_[1,3]``: commas in brackets part nothing."""
-    return [part for name in names for part in nodelist_names(name)]
+def _split_names(names: Sequence[str]) -> list[str]:
+    """Return all names in ``1,2_[1,3]``."""
+    return [part for name in names for part in split_outside_brackets(name)]
 
 
-def nodelist_names(text: str) -> list[str]:
+def split_outside_brackets(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
     parts, depth = [""], 0
     for c in text:
@@ -152,7 +169,7 @@ def nodelist_names(text: str) -> list[str]:
     return parts
 
 
-def _update(words: Sequence[str], cluster: Cluster, now: float) -> None:
+def _update(words: Sequence[str], cluster: FakeCluster, now: float) -> None:
     given: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -167,24 +184,24 @@ def _update(words: Sequence[str], cluster: Cluster, now: float) -> None:
         raise unknown(f"scontrol update {' '.join(words)}")
 
 
-def _update_jobs(names: str, given: Mapping[str, str], cluster: Cluster, now: float) -> None:
+def _update_jobs(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
     for key in given:
         if key not in _JOB_FIELDS:
             raise unknown(f"scontrol update jobid=... {key}=")
 
     def act(job: Job) -> str | None:
         if job.number is None and "_" in names:
-            cluster.table.number(job)
+            cluster.table.assign_number(job)
         for key, value in given.items():
             if (why := _JOB_FIELDS[key](job, value, now)) is not None:
                 return why
         return None
 
-    _each(_split([names]), cluster, act)
+    _apply_to_jobs(_split_names([names]), cluster, act)
 
 
 def _set_start(job: Job, value: str, now: float) -> str | None:
-    if not job.waits:
+    if not job.is_queued:
         return _FINISHED if job.is_over else _NOT_PENDING
     job.begin = parse_begin(value, now)
     job.reason = "None"
@@ -192,7 +209,7 @@ def _set_start(job: Job, value: str, now: float) -> str | None:
 
 
 def _set_excluded(job: Job, value: str, _now: float) -> str | None:
-    if not job.waits:
+    if not job.is_queued:
         return _FINISHED if job.is_over else _NOT_PENDING
     job.excluded = frozenset(nodelist.expand(value))
     return None
@@ -220,7 +237,7 @@ _JOB_FIELDS: dict[str, Callable[[Job, str, float], str | None]] = {
 }
 
 
-def _update_nodes(names: str, given: Mapping[str, str], cluster: Cluster, now: float) -> None:
+def _update_nodes(names: str, given: Mapping[str, str], cluster: FakeCluster, now: float) -> None:
     state = given.get("state", "").lower()
     if state not in ("resume", "down", "drain") or set(given) - {"state", "reason"}:
         raise unknown(f"scontrol update nodename=... {' '.join(given)} state={state}")
@@ -236,7 +253,7 @@ def _update_nodes(names: str, given: Mapping[str, str], cluster: Cluster, now: f
             node.is_drained = False
 
 
-def _update_partition(name: str, given: Mapping[str, str], cluster: Cluster) -> None:
+def _update_partition(name: str, given: Mapping[str, str], cluster: FakeCluster) -> None:
     state = given.get("state", "").lower()
     if state not in ("up", "down") or set(given) != {"state"}:
         raise unknown(f"scontrol update partitionname=... {' '.join(given)}")
@@ -245,7 +262,7 @@ def _update_partition(name: str, given: Mapping[str, str], cluster: Cluster) -> 
     (cluster.closed.discard if state == "up" else cluster.closed.add)(name)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str], Cluster, float], None]] = {
+_COMMANDS: dict[str, Callable[[Sequence[str], FakeCluster, float], None]] = {
     "requeue": _requeue,
     "hold": _hold,
     "release": partial(_hold, held=False),
@@ -253,17 +270,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str], Cluster, float], None]] = {
 }
 
 
-# ---- scontrol show: jobs, nodes, partitions and the configuration. Pure
-
-
-VERSION = "22.05.8"
-"""The release whose behaviour is imitated."""
-
-
-def config(cluster: FakeConfig) -> str:
+def show_config(cluster: FakeConfig) -> str:
     """Return ``scontrol show config``."""
     settings = {
-        "ClusterName": variables.CLUSTER,
+        "ClusterName": steps.CLUSTER,
         "JobRequeue": "1",
         "KillWait": f"{cluster.kill_wait_s:g} sec",
         "MaxArraySize": str(cluster.max_array_size),
@@ -278,7 +288,7 @@ def config(cluster: FakeConfig) -> str:
     return "\n".join(["Configuration data as of now", *lines, "", ""])
 
 
-def partition(known: Partition, cluster: FakeConfig, *, is_up: bool) -> dict[str, str]:
+def show_partition(known: FakePartition, cluster: FakeConfig, *, is_up: bool) -> dict[str, str]:
     """Return the fields of ``scontrol show partition``."""
     nodes = nodelist.compress(cluster.node_names)
     return {
@@ -299,7 +309,7 @@ def partition(known: Partition, cluster: FakeConfig, *, is_up: bool) -> dict[str
 
 
 def show_node(
-    known: Node, jobs: Iterable[Job], cluster: FakeConfig, address: str
+    known: FakeNode, jobs: Iterable[Job], cluster: FakeConfig, address: str
 ) -> dict[str, str]:
     """Return the fields of ``scontrol show node``."""
     state = known.state(jobs, cluster.cpus_per_node)
@@ -322,8 +332,8 @@ def show_job(
     """Return the fields of ``scontrol show job``.
 
     Args:
-        known: The job; of elements that wait in one record, the first.
-        elements: All of them; itself alone elsewhere.
+        known: The job, or the first of the elements that wait in one record.
+        elements: All elements of the record, or the job alone.
         cluster: The cluster's configuration.
         now: The time.
     """
@@ -332,7 +342,7 @@ def show_job(
     return {
         **_identity(known, elements),
         "JobName": request.name,
-        "UserId": variables.user(),
+        "UserId": steps.user_name(),
         "JobState": known.shown_state,
         "Reason": known.reason,
         "Dependency": ",".join(f"{kind}:{i}" for kind, i in request.dependency) or "(null)",
@@ -352,7 +362,7 @@ def show_job(
         "ExcNodeList": nodelist.compress(sorted(known.excluded)) or "(null)",
         "NodeList": nodelist.compress(known.nodes),
         "NumNodes": str(len(known.nodes) or request.num_nodes),
-        "NumCPUs": str(cluster_module.cpus_of(known, cluster) * request.num_nodes),
+        "NumCPUs": str(steps.cpus_of(known, cluster) * request.num_nodes),
         "NumTasks": str(request.num_tasks),
         "WorkDir": request.cwd,
     }
@@ -372,7 +382,7 @@ def _identity(known: Job, elements: Sequence[Job]) -> dict[str, str]:
 
 
 def records(jobs: Iterable[Job]) -> list[list[Job]]:
-    """Return jobs as Slurm keeps them: elements of an array that wait are one record."""
+    """Return jobs by record: the waiting elements of an array share one."""
     found: dict[tuple[str, int], list[Job]] = {}
     for known in jobs:
         in_record = known.number is None
@@ -382,62 +392,49 @@ def records(jobs: Iterable[Job]) -> list[list[Job]]:
 
 
 def show_text(fields: Sequence[dict[str, str]], *, one_line: bool) -> str:
-    """Return records as scontrol prints them."""
+    """Return records in the format of scontrol."""
     between = " " if one_line else "\n   "
     shown = [between.join(f"{k}={v}" for k, v in record.items()) for record in fields]
     return "".join(line + ("\n" if one_line else "\n\n") for line in shown)
 
 
-# ---- scancel: jobs, elements and whole arrays; ended, or sent a signal
-
-
-SCANCEL_OPTIONS = Table(
-    {
-        **dict.fromkeys(("signal", "state", "user", "name", "partition"), VALUE),
-        **dict.fromkeys(("batch", "full", "me", "quiet"), FLAG),
-    },
-    {
-        **{"s": "signal", "t": "state", "u": "user", "n": "name", "p": "partition", "b": "batch"},
-        **{"f": "full", "Q": "quiet"},
-    },
-)
 _FILTERS = ("state", "user", "name", "partition", "me")
 
 
-def scancel(argv: Sequence[str], cluster: Cluster, now: float) -> str:
-    """Cancel jobs, or send them a signal; what is unknown or has ended is no error, as in Slurm.
+def scancel(argv: Sequence[str], cluster: FakeCluster, now: float) -> str:
+    """Cancel jobs, or send them a signal; unknown or ended jobs are no error, as in Slurm.
 
     Raises:
-        Refusal: it was given neither a job nor a filter, or something it can not do.
+        Refusal: There is neither a job nor a filter, or an option is unknown.
     """
     options = parse(argv, SCANCEL_OPTIONS)
     if not options.rest and not any(name in options for name in _FILTERS):
         raise Refusal("No job identification provided")
-    names = [name for word in options.rest for name in nodelist_names(word)]
-    jobs = [job for name in names for job in cluster.table.find(name)]
-    chosen = [job for job in (jobs if names else cluster.table.jobs) if _is_meant(job, options)]
+    names = [name for word in options.rest for name in split_outside_brackets(word)]
+    jobs = [job for name in names for job in cluster.table.find_jobs(name)]
+    chosen = [job for job in (jobs if names else cluster.table.jobs) if _matches(job, options)]
     number = options.get("signal")
     for job in [job for job in chosen if not job.is_over]:
         if number is None:
-            cluster.cancel(job, now)
+            cluster.cancel_job(job, now)
         elif job.has_nodes:
-            _signal(job, signal.Signals[f"SIG{signal_name(number)}"], options, cluster)
+            _signal_job(job, signal.Signals[f"SIG{signal_name(number)}"], options, cluster)
     return ""
 
 
-def _is_meant(job: Job, options: Parsed) -> bool:
+def _matches(job: Job, options: ParsedOptions) -> bool:
     state = options.get("state")
     if state is not None and job.shown_state not in state.upper().split(","):
         return False
-    if (options.get("user") or variables.user()) != variables.user():
+    if (options.get("user") or steps.user_name()) != steps.user_name():
         return False
     if (options.get("name") or job.request.name) != job.request.name:
         return False
     return (options.get("partition") or job.request.partition) == job.request.partition
 
 
-def _signal(job: Job, number: int, options: Parsed, cluster: Cluster) -> None:
-    """Send a signal to the steps; to the batch script with --batch, to all of it with --full."""
+def _signal_job(job: Job, number: int, options: ParsedOptions, cluster: FakeCluster) -> None:
+    """Send a signal to the steps, with --batch to the batch script, with --full to both."""
     if "batch" in options:
         cluster.signal_batch(job, number, with_children=False)
         return

@@ -1,10 +1,10 @@
-"""Looks after one task of a step, as slurmd's stepd does: ``stepd.py LIFELINE_FD COMMAND...``.
+"""The parent of one task of a step, like Slurm's stepd: ``stepd.py LIFELINE_FD COMMAND...``.
 
-It becomes the parent of every descendant whose own parent dies, so none can leave the task. When
-the task ends, or the controller does (the other end of the lifeline is closed), everything that
-descends from it is killed. Its own end is the task's: the exit code, or the signal.
+It becomes the parent of every descendant whose own parent dies, so no process can leave the task.
+When the task ends, or the controller does (the other end of the lifeline is closed), it kills all
+its descendants. It ends as the task did: with the exit code, or by the signal.
 
-Standard library only: it is started without site-packages, to be there at once.
+Standard library only: it runs without site-packages, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     pid = os.fork()
     if pid == 0:
-        _become(command, lifeline)
-    status = _watch(pid, lifeline, read)
+        _exec_command(command, lifeline)
+    status = _wait_for_task(pid, lifeline, read)
     _kill_all()
     _end_as(status)
 
 
-def _become(command: list[str], lifeline: int) -> None:
+def _exec_command(command: list[str], lifeline: int) -> None:
     os.close(lifeline)
     signal.set_wakeup_fd(-1)
     os.setsid()
@@ -55,8 +55,8 @@ def _become(command: list[str], lifeline: int) -> None:
         os._exit(13 if isinstance(e, PermissionError) else 2)
 
 
-def _watch(pid: int, lifeline: int, read: int) -> int | None:
-    """Return the wait status of the task; None: the controller is gone."""
+def _wait_for_task(pid: int, lifeline: int, read: int) -> int | None:
+    """Return the wait status of the task; None if the controller has ended."""
     while True:
         ready, _, _ = select.select([lifeline, read], [], [])
         if read in ready:
@@ -69,7 +69,7 @@ def _watch(pid: int, lifeline: int, read: int) -> int | None:
 
 
 def _reap() -> list[tuple[int, int]]:
-    """Let go of every child that has ended."""
+    """Reap all children that have ended; return their pids and wait statuses."""
     found: list[tuple[int, int]] = []
     while True:
         try:
@@ -82,7 +82,7 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _kill_all() -> None:
-    """Kill everything that descends from this process, until nothing does."""
+    """Kill all descendants of this process, until there are none."""
     while found := _descendants():
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ def _descendants() -> list[int]:
 
 
 def _end_as(status: int | None) -> None:
-    """End as the task has."""
+    """End with the exit code or the signal of the task."""
     if status is not None and os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = signal.SIGKILL if status is None else os.WTERMSIG(status)

@@ -1,7 +1,7 @@
-"""The options of the fake's commands: a table for each, and one reader for all. Pure.
+"""The options of the fake's commands, the jobs that sbatch and srun ask for, and times; pure.
 
-What is not in a table is refused by name: a test that passes because an option was skipped over
-would prove nothing.
+An option that is not in a command's table is refused by name: a test that passes because an option
+was ignored would prove nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hpc_elastic.slurm import nodelist
 from hpc_elastic.testing.fake_slurm.config import FakeConfig, Refusal, unknown
 
 FLAG, VALUE, OPTIONAL = "flag", "value", "optional"
-"""Takes no value; takes one; takes one only behind an equals sign."""
+"""An option without a value, with one, or with one only after an equals sign."""
 
 
 @dataclass(frozen=True)
-class Table:
-    """What one command takes.
+class OptionTable:
+    """The options of one command.
 
     Attributes:
-        kinds: By long name, whether it takes a value.
+        kinds: FLAG, VALUE or OPTIONAL by long name.
         short: The long name of each single letter.
-        stops: Whether options end at the first argument that is none, as for srun and sbatch.
+        stops: Whether options end at the first other argument, as for srun and sbatch.
     """
 
     kinds: Mapping[str, str]
@@ -35,11 +35,11 @@ class Table:
 
 
 @dataclass
-class Parsed:
-    """A command line, read.
+class ParsedOptions:
+    """A parsed command line.
 
     Attributes:
-        options: By long name; flags are ``""``. The last one counts.
+        options: Values by long name, ``""`` for flags; the last one counts.
         rest: Other arguments.
     """
 
@@ -50,17 +50,17 @@ class Parsed:
         return name in self.options
 
     def get(self, name: str) -> str | None:
-        """Return an option's value, None if it was not given."""
+        """Return an option's value, None without the option."""
         return self.options.get(name)
 
 
-def parse(argv: Sequence[str], table: Table) -> Parsed:
-    """Read a command line.
+def parse(argv: Sequence[str], table: OptionTable) -> ParsedOptions:
+    """Parse a command line.
 
     Raises:
-        Refusal: it has an option that the fake does not know, or one without its value.
+        Refusal: An option is unknown to the fake, or lacks its value.
     """
-    parsed, words = Parsed(), list(argv)
+    parsed, words = ParsedOptions(), list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str], table: Table) -> Parsed:
     return parsed
 
 
-def _long(word: str, words: list[str], table: Table, parsed: Parsed) -> None:
+def _long(word: str, words: list[str], table: OptionTable, parsed: ParsedOptions) -> None:
     name, equals, value = word[2:].partition("=")
     kind = table.kinds.get(name)
     if kind is None:
@@ -90,7 +90,7 @@ def _long(word: str, words: list[str], table: Table, parsed: Parsed) -> None:
     parsed.options[name] = value
 
 
-def _short(word: str, words: list[str], table: Table, parsed: Parsed) -> None:
+def _short(word: str, words: list[str], table: OptionTable, parsed: ParsedOptions) -> None:
     letters = word[1:]
     while letters:
         letter, letters = letters[0], letters[1:]
@@ -115,7 +115,7 @@ def directives(script: str) -> list[str]:
     """Return the options in the #SBATCH lines of a script, up to its first command.
 
     Raises:
-        Refusal: it is no script.
+        Refusal: The text is not a script.
     """
     if not script.startswith("#!"):
         raise Refusal(
@@ -132,7 +132,7 @@ def directives(script: str) -> list[str]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Yield the words of a line as sbatch reads them: a backslash escapes in quotes, too."""
+    """Yield the words of a line as sbatch does: a backslash also escapes in quotes."""
     word, quote, characters = "", "", iter(text.strip())
     begun = False
     for c in characters:
@@ -154,9 +154,6 @@ def _words(text: str) -> Iterator[str]:
         yield word
 
 
-# ---- What a job asks for, read from the options of sbatch and srun, or refused in Slurm's words
-
-
 _SHARED = {
     **dict.fromkeys(("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"), VALUE),
     **dict.fromkeys(("partition", "time", "output", "error", "open-mode", "chdir"), VALUE),
@@ -176,8 +173,8 @@ _SBATCH_ONLY = {
     **dict.fromkeys(("array", "wrap", "signal"), VALUE),
     **dict.fromkeys(("parsable", "requeue", "no-requeue"), FLAG),
 }
-SBATCH = Table({**_SHARED, **_SBATCH_ONLY}, {**_SHORT, "a": "array"}, stops=True)
-SRUN = Table(
+SBATCH = OptionTable({**_SHARED, **_SBATCH_ONLY}, {**_SHORT, "a": "array"}, stops=True)
+SRUN = OptionTable(
     {**_SHARED, "kill-on-bad-exit": OPTIONAL, "wait": VALUE, "label": FLAG},
     {**_SHORT, "K": "kill-on-bad-exit", "W": "wait", "l": "label"},
     stops=True,
@@ -186,13 +183,13 @@ _DEPENDENCIES = ("after", "afterany", "afterok")
 
 
 @dataclass(frozen=True)
-class Notice:
-    """``--signal``: one that is sent before the time is up.
+class SignalOption:
+    """The option ``--signal``: a signal before the time limit.
 
     Attributes:
-        name: Of the signal, without SIG.
-        ahead_s: How long before the end.
-        to_shell: Whether the batch script gets it and the steps do not.
+        name: Name of the signal, without SIG.
+        ahead_s: Seconds before the time limit.
+        to_shell: Whether it goes to the batch script instead of the steps.
     """
 
     name: str
@@ -201,33 +198,33 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What one job, or each element of an array, asks for.
+class JobRequest:
+    """The options of one job, or of each element of an array.
 
     Attributes:
         name: Its name in the queue.
         partition: The name of its partition.
-        num_nodes: How many nodes it needs.
-        num_tasks: How many tasks its steps have unless they say otherwise.
-        tasks_per_node: As ``--ntasks-per-node`` said; None: it did not.
-        cpus_per_task: As ``--cpus-per-task`` said; None: it did not.
-        exclusive: Whether it wants nodes for itself.
+        num_nodes: Number of nodes.
+        num_tasks: Default number of tasks of its steps.
+        tasks_per_node: ``--ntasks-per-node``; None if not given.
+        cpus_per_task: ``--cpus-per-task``; None if not given.
+        exclusive: Whether it needs whole nodes.
         nodelist: Nodes that it must have.
         exclude: Nodes that it must not have.
-        limit_s: Its time limit; None: none.
+        limit_s: Its time limit; None without one.
         requeue: Whether Slurm may requeue it.
         no_kill: Whether it outlives the loss of a node.
         hold: Whether it waits until it is released.
-        begin: Before when it does not start, in epoch seconds.
-        dependency: Kind and job ids of what it waits for.
-        notice: ``--signal``.
+        begin: Its earliest start, in epoch seconds.
+        dependency: Kinds and job ids of its dependencies.
+        warning: ``--signal``; None if not given.
         output: File name pattern of its log.
-        error: The same for what it writes to stderr; None: the same file.
+        error: File name pattern of its standard error; None for the log.
         append: Whether the log is kept at a restart.
-        cwd: Where it runs.
-        env: The environment of whoever submitted it.
-        script: The batch script; None for an allocation of srun's own.
-        arguments: Those of the script.
+        cwd: Its working directory.
+        env: The environment of the submission.
+        script: The batch script; None for an allocation of srun.
+        arguments: Arguments of the script.
     """
 
     name: str
@@ -245,7 +242,7 @@ class Request:
     hold: bool
     begin: float
     dependency: tuple[tuple[str, int], ...]
-    notice: Notice | None
+    warning: SignalOption | None
     output: str | None
     error: str | None
     append: bool
@@ -256,14 +253,14 @@ class Request:
 
     @property
     def cpus(self) -> int:
-        """CPUs that it needs on each of its nodes."""
+        """CPUs that it needs on each node."""
         per_node = self.tasks_per_node or -(-self.num_tasks // self.num_nodes)
         return per_node * (self.cpus_per_task or 1)
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a request comes from: directory, environment, time, script and its name."""
+class SubmitContext:
+    """The circumstances of a submission: directory, environment, time, script and its name."""
 
     cwd: str
     env: Mapping[str, str]
@@ -273,15 +270,15 @@ class Origin:
     arguments: tuple[str, ...] = ()
 
 
-def read(options: Parsed, origin: Origin, config: FakeConfig) -> Request:
-    """Return what a job asks for.
+def read_request(options: ParsedOptions, origin: SubmitContext, config: FakeConfig) -> JobRequest:
+    """Return the request of a job.
 
     Raises:
-        Refusal: it can never run here.
+        Refusal: It can never run on this cluster.
     """
-    _refuse_what_is_not_here(options, config)
+    _refuse_unavailable(options, config)
     num_nodes, num_tasks = _sizes(options)
-    return Request(
+    return JobRequest(
         name=options.get("job-name") or origin.name,
         partition=options.get("partition") or "low",
         num_nodes=num_nodes,
@@ -297,7 +294,7 @@ def read(options: Parsed, origin: Origin, config: FakeConfig) -> Request:
         hold="hold" in options,
         begin=parse_begin(options.get("begin") or "now", origin.now),
         dependency=_dependency(options.get("dependency")),
-        notice=_notice(options.get("signal")),
+        warning=_warning(options.get("signal")),
         output=options.get("output"),
         error=options.get("error"),
         append=options.get("open-mode") == "append",
@@ -308,7 +305,7 @@ def read(options: Parsed, origin: Origin, config: FakeConfig) -> Request:
     )
 
 
-def _refuse_what_is_not_here(options: Parsed, config: FakeConfig) -> None:
+def _refuse_unavailable(options: ParsedOptions, config: FakeConfig) -> None:
     names = [partition.name for partition in config.partitions]
     if (partition := options.get("partition")) is not None and partition not in names:
         raise _refused(
@@ -335,8 +332,8 @@ def _refused(first: str | None, why: str) -> Refusal:
     return Refusal("\n".join(lines))
 
 
-def _sizes(options: Parsed) -> tuple[int, int]:
-    """Return how many nodes and tasks are asked for; one says what the other is, if it is alone."""
+def _sizes(options: ParsedOptions) -> tuple[int, int]:
+    """Return the numbers of nodes and tasks; one determines the other if it is given alone."""
     per_node = _number(options, "ntasks-per-node") or 1
     wanted, tasks = _number(options, "nodes"), _number(options, "ntasks")
     listed = len(nodelist.expand(options.get("nodelist") or ""))
@@ -344,7 +341,7 @@ def _sizes(options: Parsed) -> tuple[int, int]:
     return nodes, tasks or nodes * per_node
 
 
-def _number(options: Parsed, name: str) -> int | None:
+def _number(options: ParsedOptions, name: str) -> int | None:
     text = options.get(name)
     if text is None:
         return None
@@ -353,7 +350,7 @@ def _number(options: Parsed, name: str) -> int | None:
     return int(text)
 
 
-def _hosts(options: Parsed, name: str, config: FakeConfig) -> tuple[str, ...]:
+def _hosts(options: ParsedOptions, name: str, config: FakeConfig) -> tuple[str, ...]:
     try:
         hosts = nodelist.expand(options.get(name) or "")
     except ValueError as e:
@@ -375,20 +372,20 @@ def _dependency(text: str | None) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _notice(text: str | None) -> Notice | None:
+def _warning(text: str | None) -> SignalOption | None:
     if text is None:
         return None
     name, _, ahead = text.removeprefix("B:").partition("@")
     if ahead and not ahead.isdecimal():
         raise Refusal(f"Invalid --signal specification: {text}")
-    return Notice(signal_name(name), float(ahead or 60), to_shell=text.startswith("B:"))
+    return SignalOption(signal_name(name), float(ahead or 60), to_shell=text.startswith("B:"))
 
 
 def signal_name(text: str) -> str:
-    """Return a signal's name without SIG; it may be given with it, or as a number.
+    """Return a signal's name without SIG, given with or without it, or as a number.
 
     Raises:
-        Refusal: there is no such signal.
+        Refusal: There is no such signal.
     """
     name = text.upper().removeprefix("SIG")
     try:
@@ -398,9 +395,6 @@ def signal_name(text: str) -> str:
     return found.name.removeprefix("SIG")
 
 
-# ---- Slurm's times, read and written. Pure
-
-
 DATE = "%Y-%m-%dT%H:%M:%S"
 _LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", re.ASCII)
 _AHEAD = re.compile(r"now(?:\+(\d+)([a-z]*))?")
@@ -408,10 +402,10 @@ _UNITS = {"": 1, "second": 1, "minute": 60, "hour": 3600, "day": 86400, "week": 
 
 
 def parse_limit(text: str) -> float | None:
-    """Return the seconds of a time limit as ``--time`` takes it; None: no limit.
+    """Return the seconds of a ``--time``, None for no limit.
 
     ``5`` are minutes, ``5:30`` minutes and seconds, ``1-12`` days and hours. Slurm rounds up to
-    whole minutes; here seconds count, so that a test need not wait for one.
+    whole minutes; the fake does not, so that tests are short.
     """
     if text.upper() in ("UNLIMITED", "INFINITE", "0", "-1"):
         return None
@@ -430,7 +424,7 @@ def parse_limit(text: str) -> float | None:
 
 
 def parse_begin(text: str, now: float) -> float:
-    """Return the moment of ``now``, ``now+10``, ``now+1hour`` or a full date, in epoch seconds."""
+    """Return the epoch seconds of ``now``, ``now+10``, ``now+1hour`` or a full date."""
     if m := _AHEAD.fullmatch(text):
         unit = (m[2] or "").removesuffix("s")
         if unit not in _UNITS:
@@ -443,7 +437,7 @@ def parse_begin(text: str, now: float) -> float:
 
 
 def show_span(seconds: float | None) -> str:
-    """Return a length of time as squeue prints it: ``2:03``, ``1-02:03:04`` or ``UNLIMITED``."""
+    """Return a duration in the format of squeue: ``2:03``, ``1-02:03:04`` or ``UNLIMITED``."""
     if seconds is None:
         return "UNLIMITED"
     minutes, second = divmod(max(0, int(seconds)), 60)
@@ -455,11 +449,11 @@ def show_span(seconds: float | None) -> str:
 
 
 def show_full_span(seconds: float | None) -> str:
-    """Return a length of time as scontrol prints it: ``00:02:03``."""
+    """Return a duration in the format of scontrol: ``00:02:03``."""
     text = show_span(seconds)
     return text if seconds is None or seconds >= 3600 else f"00:{text:0>5}"
 
 
 def show_date(moment: float | None, nothing: str = "N/A") -> str:
-    """Return a moment as Slurm prints it, in local time."""
+    """Return a time in Slurm's format, in local time."""
     return nothing if moment is None else time.strftime(DATE, time.localtime(moment))

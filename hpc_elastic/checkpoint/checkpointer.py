@@ -273,7 +273,7 @@ class Checkpointer:
         number, for_hold = next(self._numbers), urgent is None and self._is_held()
         if urgent is None:
             urgent = for_hold or (self._options.boundary and reporting.save_is_urgent())
-        is_due = self._tier is None or self._tier.shared_due(number, urgent=False)
+        is_due = self._tier is None or self._tier.shared_due(number)
         to_store = is_due or urgent
         may_hear = self._group.world_size > 1 and reporting.own_page() is not None
         return Save(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from hpc_elastic.checkpoint.collectives import RankGroup, gather, gather_all
+from hpc_elastic.checkpoint.collectives import RankGroup
 from hpc_elastic.checkpoint.manifest import Manifest, RankPart
 from hpc_elastic.checkpoint.node_memory import (
     NUM_KEPT,
@@ -42,9 +42,9 @@ from hpc_elastic.checkpoint.replication import (
     Receiver,
     choose_neighbour,
     derive_key,
-    meet,
+    draw_words,
+    exchange_peers,
     push,
-    told_words,
 )
 from hpc_elastic.errors import CheckpointError, ConfigError
 from hpc_elastic.run import fencing
@@ -97,7 +97,7 @@ class MemoryStore:
         self._token = int.from_bytes(blake2b(group.token.encode(), digest_size=7).digest())
         self._saves: dict[int, MemorySave] = {}
         self._num_bytes = num_bytes
-        words = told_words(group, directory)
+        words = draw_words(group, directory)
         error: Exception | None = None
         try:
             base = base_folder(tier.memory)
@@ -106,21 +106,16 @@ class MemoryStore:
             self._receiver = Receiver(self._memory, self._key, own_addresses())
         except (OSError, ConfigError, RuntimeError) as e:  # RuntimeError: no thread is to be had
             error = e
-        if not group.all_say(error is None):
+        if not group.all_agree(error is None):
             raise error or CheckpointError("another rank can not use its memory; its log says why")
-        self._peers = meet(group, *self._receiver.address)
+        self._peers = exchange_peers(group, *self._receiver.address)
         self._nodes = NodeDirectory(tuple(peer.node for peer in self._peers))
         self._neighbour = choose_neighbour(self._peers, group.rank) if tier.copies else None
         self.active = self._fits(num_bytes)
 
-    def shared_due(self, number: int, *, urgent: bool) -> bool:
-        """Tell whether a save goes to the shared directory.
-
-        Args:
-            number: How many this process has made before it.
-            urgent: Whether the group is about to end.
-        """
-        return urgent or not self.active or number % self._tier.shared_every == 0
+    def shared_due(self, number: int) -> bool:
+        """Tell whether the n-th save of this process, from 0, goes to the shared directory."""
+        return not self.active or number % self._tier.shared_every == 0
 
     def store(self, step: int, write: Callable[[Path], RankPart]) -> None:
         """Store this rank's part of a save here and with the neighbour (in any thread).
@@ -163,7 +158,7 @@ class MemoryStore:
         index, _ = self._nodes.share(self._group.rank)
         mine = self._memory.saves() if index == 0 else {}
         rows = [(s.step, s.token, s.world_size, r) for s, ranks in mine.items() for r in ranks]
-        self._saves = {s.step: s for s in complete(gather_all(self._group, rows, 4))}
+        self._saves = {s.step: s for s in complete(self._group.gather_rows(rows, 4))}
         return sorted(self._saves, reverse=True)
 
     def gather(self, step: int, needed: Needed) -> tuple[Path, Manifest] | None:
@@ -205,7 +200,7 @@ class MemoryStore:
     def _fits(self, num_bytes: int) -> bool:
         """Find out together whether all nodes have room for what may come."""
         room = free_bytes(self._memory.folder) + self._memory.num_bytes()
-        rows = gather(self._group, [num_bytes, room])
+        rows = self._group.gather([num_bytes, room])
         missing = lacking_room(self._nodes, rows, copies=self._neighbour is not None)
         if missing is not None and self._group.rank == 0:
             node, needed, has = missing

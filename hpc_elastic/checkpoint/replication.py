@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 
-from hpc_elastic.checkpoint.collectives import RankGroup, Route, gather, tell
+from hpc_elastic.checkpoint.collectives import RankGroup, Route
 from hpc_elastic.checkpoint.manifest import FileEntry, Manifest, RankPart, merge
 from hpc_elastic.checkpoint.node_memory import (
     WORD_BITS,
@@ -40,6 +40,7 @@ from hpc_elastic.checkpoint.node_memory import (
     identity,
 )
 from hpc_elastic.errors import CheckpointCorruptError, CheckpointError
+from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.transport.signed_socket import SignedSocket
 
 TIMEOUT_S = 30.0
@@ -167,7 +168,7 @@ class Receiver:
                 return f"{folder} has no room for {num_bytes} bytes"
             for file in part.files:
                 _receive_file(connection, folder / file.name, file)
-            _create(folder / f"part-{part.rank}.json", message["part"].encode())
+            write_atomic(folder / f"part-{part.rank}.json", message["part"])
             self._memory.prune(save.step)
         except (CheckpointCorruptError, KeyError, TypeError, ValueError, OSError) as e:
             return f"{type(e).__name__}: {e}"
@@ -203,12 +204,6 @@ def _receive_file(connection: SignedSocket, path: Path, file: FileEntry) -> None
         staged.unlink(missing_ok=True)
 
 
-def _create(path: Path, data: bytes) -> None:
-    staged = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    staged.write_bytes(data)
-    staged.rename(path)
-
-
 def _save_of(numbers: Any) -> MemorySave:
     if len(numbers) != 3 or any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers):
         raise ValueError(f"{numbers!r:.80} is no save")
@@ -229,8 +224,8 @@ def _check(save: MemorySave, part: RankPart) -> None:
 # in vain: an error of one rank is kept until the vote at the end, and it goes on taking part till
 # then.
 #
-# 1. Each node checks what it has of the save; the ranks tell each other what is good.
-# 2. The parts, which are small, are told to all, and merged. Each rank says which files it needs.
+# 1. Each node checks what it has of the save; the ranks exchange what is good.
+# 2. The parts, which are small, are sent to all, and merged. Each rank names the files it needs.
 # 3. Each file goes from the first node that has it to those that need it and lack it.
 
 
@@ -296,44 +291,37 @@ class CopyGathering:
             Its manifest, if every rank has what it needs, verified, in its node's folder of the
             save; else None, on every rank.
         """
-        mine = self._check_mine()
-        rows = gather(self._group, [int(r in mine) for r in range(self._save.world_size)])
+        save, world = self._save, range(self._save.world_size)
+        index, count = self._nodes.share(self._group.rank)
+        ranks = [rank for rank in self._memory.saves().get(save, []) if rank in world]
+        good = self._memory.good_parts(save, ranks[index::count])
+        rows = self._group.gather([int(rank in good) for rank in world])
         held = self._nodes.union(rows)
-        lost = set(range(self._save.world_size)).difference(*held.values())
+        lost = set(world).difference(*held.values())
         if lost:
-            self._say(f"no node has the files of ranks {sorted(lost)[:8]}")
+            self._warn(f"no node has the files of ranks {sorted(lost)[:8]}")
             return None
-        parts = self._tell_parts(mine, held)
+        parts = self._all_parts(good, rows)
         try:
-            manifest = merge(
-                parts, step=self._save.step, world_size=self._save.world_size, created=time.time()
-            )
+            manifest = merge(parts, step=save.step, world_size=save.world_size, created=time.time())
         except CheckpointError as e:
-            self._say(str(e))
+            self._warn(str(e))
             return None
         return manifest if self._fetch(manifest, parts, held, needed) else None
 
-    def _check_mine(self) -> dict[int, RankPart]:
-        """Read and check this rank's share of what its node has."""
-        ranks = self._memory.saves().get(self._save, [])
-        index, count = self._nodes.share(self._group.rank)
-        wanted = [rank for rank in ranks if rank < self._save.world_size]
-        return self._memory.good_parts(self._save, wanted[index::count])
-
-    def _tell_parts(
-        self, mine: Mapping[int, RankPart], held: Mapping[int, Collection[int]]
+    def _all_parts(
+        self, good: Mapping[int, RankPart], rows: Sequence[Sequence[int]]
     ) -> list[RankPart]:
-        """Tell each part to all, by the first rank that has checked it."""
-        rows = gather(self._group, [int(r in mine) for r in range(self._save.world_size)])
-        teller = {
-            part: next(rank for rank, row in enumerate(rows) if row[part])
-            for part in range(self._save.world_size)
-        }
+        """Return every part, as sent by the first rank that has checked it."""
+        senders = [
+            next(r for r, row in enumerate(rows) if row[part]) for part in range(len(rows[0]))
+        ]
         parts: dict[int, RankPart] = {}
-        for rank in sorted(set(teller.values())):
-            told = {p: mine[p].to_json() for p, by in teller.items() if by == rank and p in mine}
-            text = tell(self._group, rank, json.dumps(told).encode())
-            parts |= {int(p): RankPart.from_json(part) for p, part in json.loads(text).items()}
+        for sender in sorted(set(senders)):
+            mine = [part for part, by in enumerate(senders) if by == sender and part in good]
+            text = json.dumps([good[part].to_json() for part in mine])
+            sent = json.loads(self._group.broadcast_bytes(sender, text.encode()))
+            parts |= {part.rank: part for part in map(RankPart.from_json, sent)}
         return [parts[rank] for rank in sorted(parts)]
 
     def _fetch(
@@ -375,7 +363,7 @@ class CopyGathering:
             names = needed(manifest)
         except CheckpointError as e:
             self._problem = str(e)
-        rows = gather(self._group, [int(file.name in names) for file in files])
+        rows = self._group.gather([int(file.name in names) for file in files])
         return self._nodes.union(rows)
 
     def _carry(self, route: Route, path: Path, file: FileEntry) -> None:
@@ -387,55 +375,53 @@ class CopyGathering:
         staged = path.with_name(f".{path.name}.new") if lacks else path
         with ExitStack() as stack:
             f: BinaryIO | None = None
-            with self._noted():
+            with self._kept():
                 if lacks or self._group.rank == route.source:
                     f = stack.enter_context(staged.open("wb" if lacks else "rb"))
             for block in _blocks(file.num_bytes):
                 data = memoryview(block.numpy())  # type: ignore[arg-type]
-                with self._noted():
+                with self._kept():
                     if f is not None and not lacks:
                         f.readinto(data)  # type: ignore[attr-defined]
                 route.carry(block)
                 checksum.update(data)
-                with self._noted():
+                with self._kept():
                     if f is not None and lacks:
                         f.write(data)
         if lacks and f"xxh3_64:{checksum.hexdigest()}" != file.checksum:
             self._problem = f"{file.name} was changed on its way"
         elif lacks:
-            with self._noted():
+            with self._kept():
                 staged.rename(path)
 
     def _keep_parts(
         self, parts: Sequence[RankPart], folder: Path, lacking: Mapping[int, Sequence[int]]
     ) -> None:
-        """Note that this node has now all files of a rank, for the next loss of a node."""
+        """Write the parts of ranks whose files this node now has, for the next loss of a node."""
         for part in parts:
             path = folder / f"part-{part.rank}.json"
             complete = all((folder / file.name).exists() for file in part.files)
             if self._acts and lacking[self._node] and complete and not path.exists():
                 with suppress(OSError):
-                    staged = path.with_name(f".{path.name}.new")
-                    staged.write_text(part.to_json())
-                    staged.rename(path)
+                    write_atomic(path, part.to_json())
 
     def _agreed(self) -> bool:
         if self._problem is not None:
             _log.warning("step %d in memory: %s", self._save.step, self._problem)
-        agreed = self._group.all_say(self._problem is None)
+        agreed = self._group.all_agree(self._problem is None)
         if not agreed and self._problem is None:
-            self._say("another rank could not bring it together; its log says why")
+            self._warn("another rank could not bring it together; its log says why")
         return agreed
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Keep an error for the vote."""
+    def _kept(self) -> Iterator[None]:
+        """Keep an error for the vote, since the other ranks go on."""
         try:
             yield
         except OSError as e:
             self._problem = str(e)
 
-    def _say(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         _log.warning("step %d in memory is passed over: %s", self._save.step, why)
 
 
@@ -476,7 +462,7 @@ def choose_neighbour(peers: Sequence[Peer], rank: int) -> Peer | None:
     return there[me.local_rank % len(there)]
 
 
-def told_words(group: RankGroup, directory: Path) -> list[int]:
+def draw_words(group: RankGroup, directory: Path) -> list[int]:
     """Return numbers of rank 0: the directory's, and five random ones (every rank; collective).
 
     Raises:
@@ -488,14 +474,14 @@ def told_words(group: RankGroup, directory: Path) -> list[int]:
             words = [identity(directory), *(secrets.randbits(WORD_BITS) for _ in range(5))]
         except OSError as e:
             error = e
-    words = gather(group, words)[0]
+    words = group.broadcast_row(words)
     if words[0] < 0:
         raise CheckpointError(f"rank 0 can not write to {directory}: {error or 'see its log'}")
     return words
 
 
-def meet(group: RankGroup, address: str, port: int) -> list[Peer]:
-    """Tell all ranks where this one is, and return where they are (every rank; collective).
+def exchange_peers(group: RankGroup, address: str, port: int) -> list[Peer]:
+    """Return where all ranks are (every rank; collective).
 
     Args:
         group: All ranks.
@@ -505,7 +491,7 @@ def meet(group: RankGroup, address: str, port: int) -> list[Peer]:
     number, version = int(ipaddress.ip_address(address)), 6 if ":" in address else 4
     words = [number >> (WORD_BITS * i) & ((1 << WORD_BITS) - 1) for i in range(3)]
     local_rank = int(os.environ.get("LOCAL_RANK", str(group.rank)))
-    rows = gather(group, [_node_number(), local_rank, port, version, *words])
+    rows = group.gather([_node_number(), local_rank, port, version, *words])
     order = list(dict.fromkeys(row[0] for row in rows))
     return [
         Peer(rank, order.index(row[0]), row[1], _address(row[3], row[4:]), row[2])

@@ -85,9 +85,9 @@ class Restorer:
         """
         near = self._tier.steps() if self._tier is not None else []
         stored = self._store.steps() if self._group.rank == 0 else []
-        count = self._group.told_by_first(len(stored))
+        count = self._group.broadcast_int(len(stored))
         for i in range(count):
-            step = self._group.told_by_first(stored[i] if stored else _NONE)
+            step = self._group.broadcast_int(stored[i] if stored else _NONE)
             while near and near[0] > step:
                 yield near.pop(0), True
             yield step, False
@@ -98,7 +98,7 @@ class Restorer:
         """Return a checkpoint of the directory if it is good, the same answer on every rank."""
         folder = self._store.folder(step)
         manifest = self._verified(folder)
-        if self._group.all_say(manifest is not None):
+        if self._group.all_agree(manifest is not None):
             assert manifest is not None
             return folder, manifest
         _log.warning("%s is passed over: it does not verify on every rank", folder)
@@ -150,7 +150,7 @@ class Restorer:
         except Exception as e:  # whatever it is: the other ranks wait for the vote
             error = CheckpointError(f"{folder} can not be restored: {e!r}")
             error.__cause__ = e
-        if not self._group.all_say(error is None):
+        if not self._group.all_agree(error is None):
             raise error or CheckpointError(
                 f"another rank could not restore {folder}; its log says why"
             )

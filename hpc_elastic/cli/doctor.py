@@ -16,7 +16,7 @@ from hpc_elastic.cli import options
 
 if TYPE_CHECKING:
     from hpc_elastic.doctor.examine import Examination
-    from hpc_elastic.doctor.probe_job import Say
+    from hpc_elastic.doctor.probe_job import Report
 
 _EPILOG = """
 \b
@@ -77,47 +77,47 @@ def doctor_command(
 
     A check that failed makes runs fail, or not come back; a warning is a loss that can be avoided.
     """
-    from hpc_elastic.doctor import cli_settings, examine
-    from hpc_elastic.doctor.findings import Verdict, worst
+    from hpc_elastic.doctor import cluster, examine
+    from hpc_elastic.doctor.findings import Verdict, worst_verdict
     from hpc_elastic.errors import ConfigError
     from hpc_elastic.launcher.local import terminated_as_interrupt
 
     try:
-        wanted = cli_settings.parse(settings)
+        wanted = cluster.parse_settings(settings)
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
-    found = examine.login(wanted, folder)
+    found = examine.examine_login_node(wanted, folder)
     if probe:
         ends = terminated_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
-        with ends, _progress(quiet=as_json) as say:
-            found = examine.probe(
-                found, wanted, folder, num_nodes=nodes, patience_s=wait_s, say=say
+        with ends, _progress(quiet=as_json) as report:
+            found = examine.examine_nodes(
+                found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=report
             )
     if as_json:
-        print(_json(found, cli_settings.shown(wanted)))
+        print(_json(found, cluster.settings_json(wanted)))
     else:
         _show(found, probed=probe)
-    return 1 if worst(found.findings) is Verdict.FAIL else 0
+    return 1 if worst_verdict(found.findings) is Verdict.FAIL else 0
 
 
 def _json(found: Examination, wanted: dict[str, object]) -> str:
-    from hpc_elastic.doctor.findings import to_json
+    from hpc_elastic.doctor.findings import report_json
 
-    report = to_json(found.findings, versions=found.versions, asked=wanted, facts=found.facts)
+    report = report_json(found.findings, versions=found.versions, asked=wanted, facts=found.facts)
     return json.dumps(report, indent=2)
 
 
 def _show(found: Examination, *, probed: bool) -> None:
     from rich.console import Console
 
-    from hpc_elastic.doctor.findings import show
+    from hpc_elastic.doctor.findings import print_findings
 
-    show(found.findings, Console(highlight=False), probed=probed)
+    print_findings(found.findings, Console(highlight=False), probed=probed)
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Say]:
-    """Show on standard error what is being done: one line that changes, or a line for each."""
+def _progress(*, quiet: bool) -> Iterator[Report]:
+    """Show progress on standard error: one line that changes, or a line for each step."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -127,10 +127,10 @@ def _progress(*, quiet: bool) -> Iterator[Say]:
         return
     last = ""
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal last
         if text != last:
             print(text, file=sys.stderr, flush=True)
             last = text
 
-    yield say
+    yield report

@@ -1,6 +1,6 @@
-"""torch's process group across the nodes of the probe: does an all_reduce come back, how fast.
+"""An all_reduce of torch across the nodes of the probe: whether it works, and how fast.
 
-A process of its own, on the nodes only: it may hang, and is ended then.
+It runs in a process of its own, on the nodes only, because it may hang; then it is killed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hpc_elastic import _util
 
 TIMEOUT_S = 120.0
 _GROUP_TIMEOUT = timedelta(seconds=60)
-"""Longer than the import of torch on one node may take more than on another."""
+"""Longer than the import of torch may differ between nodes."""
 _NUM_FLOATS = 1 << 20
 _BYTES_A_FLOAT = 4
 
 
 @dataclass(frozen=True)
 class AllreduceResult:
-    """What came of it on one node.
+    """Result of the all_reduce on one node.
 
     Attributes:
-        import_s: How long torch took to import; None if that failed.
-        cuda_devices: GPUs that torch sees.
-        bandwidths: Bytes a second that an all_reduce of 4 MiB came to, by backend.
+        import_s: Import time of torch; None if the import failed.
+        cuda_devices: Number of GPUs that torch sees.
+        bandwidths: Bytes per second of an all_reduce of 4 MiB, by backend.
         problems: What failed, by backend (or ``torch``), and why.
     """
 
@@ -49,12 +49,14 @@ class AllreduceResult:
         return cls(**raw)
 
 
-def say(rank: int, world_size: int, host: str, port: int, interface: str) -> AllreduceResult:
-    """Run the hello in a process of its own, bounded in time (every task that takes part).
+def run_allreduce(
+    rank: int, world_size: int, host: str, port: int, interface: str
+) -> AllreduceResult:
+    """Run the all_reduce in a process of its own, bounded in time (every task that takes part).
 
     Args:
         rank: This task's rank.
-        world_size: How many take part.
+        world_size: Number of tasks that take part.
         host: Address of rank 0.
         port: A free port there.
         interface: The interface that the process groups are to use.
@@ -70,12 +72,12 @@ def say(rank: int, world_size: int, host: str, port: int, interface: str) -> All
     try:
         return AllreduceResult.from_json(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
-        last = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it ended without a message"]
         return AllreduceResult(problems={"torch": last[0][:300]})
 
 
-def main(rank: int, world_size: int, host: str, port: int) -> AllreduceResult:
-    """Say hello through every backend that there is (in that process)."""
+def measure_allreduce(rank: int, world_size: int, host: str, port: int) -> AllreduceResult:
+    """Run an all_reduce through every available backend (in that process)."""
     start = time.monotonic()
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -94,7 +96,7 @@ def main(rank: int, world_size: int, host: str, port: int) -> AllreduceResult:
         except Exception as e:
             problems[backend] = _first_line(e)
     store.set(f"done-{rank}", "")
-    if rank == 0 and not problems:  # whoever holds the store stays until all are done
+    if rank == 0 and not problems:  # rank 0 serves the store until all are done
         store.wait([f"done-{r}" for r in range(world_size)], _GROUP_TIMEOUT)
     return AllreduceResult(import_s, devices, bandwidths, problems)
 
@@ -103,7 +105,7 @@ def _reduce(backend: str, rank: int, world_size: int, store: Any) -> float:
     """Return the bandwidth of an all_reduce.
 
     Raises:
-        RuntimeError: it did not come back, or with a wrong sum.
+        RuntimeError: It failed, or its sum was wrong.
     """
     import torch
     from torch import distributed
@@ -132,6 +134,6 @@ def _first_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    answer = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    answer = measure_allreduce(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     print(json.dumps(answer.to_json()), flush=True)
-    os._exit(0)  # a group that failed may hang in its own end
+    os._exit(0)  # a failed group may hang at exit

@@ -1,20 +1,27 @@
-"""What Slurm says of the cluster, as far as it answers."""
+"""The settings on the doctor's command line, and what Slurm reports on the cluster."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.errors import HpcElasticError, SlurmCommandError
+from hpc_elastic.config.resolve import put, read_override, resolve
+from hpc_elastic.config.schema import RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError
 from hpc_elastic.slurm.client import SiteClient
 from hpc_elastic.slurm.parsing import Partition, is_nothing, parse_number
 
 _T = TypeVar("_T")
+_TOP_LEVEL = ("nodes", "nproc_per_node", "ft")
+_SHOWN = (
+    *("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_node", "mem"),
+    *("constraint", "exclude", "exclusive", "coallocate_min", "interface"),
+    *("preempt_grace_s", "preempt_signal"),
+)
 
 SETTINGS = (
     *("SLURM_VERSION", "ClusterName", "MaxArraySize", "MaxJobCount", "MinJobAge", "JobRequeue"),
@@ -24,23 +31,73 @@ SETTINGS = (
     *("EnforcePartLimits", "KillOnBadExit", "Epilog", "TaskPlugin", "SelectType", "SlurmdTimeout"),
     *("MessageTimeout", "RequeueExit", "RequeueExitHold", "SchedulerType", "UnkillableStepTimeout"),
 )
-"""The settings that matter to a run, or to whoever reads a bug report."""
+"""The settings of Slurm that matter to a run or in a bug report."""
+
+
+def parse_settings(words: Sequence[str]) -> RunSettings:
+    """Parse and check the settings on the command line.
+
+    Args:
+        words: Overrides such as ``launcher=slurm``, ``partition=gpu`` (for
+            ``launcher.partition=gpu``), ``nodes=1:16``.
+
+    Raises:
+        ConfigError: A setting is wrong, or names another launcher than slurm.
+    """
+    config: dict[str, Any] = {"launcher": {"backend": "slurm"}}
+    overrides = []
+    for word in words:
+        short, value = read_override(word)
+        key = _full_key(short)
+        overrides.append(f"{key}={word.partition('=')[2]}")
+        if key != "launcher":
+            put(config, key, value)
+        elif value != "slurm":
+            remedy = "the doctor checks only slurm; give the keys of your own group one by one"
+            raise ConfigError(key, value, remedy)
+    return resolve(config, overrides=overrides)
+
+
+def slurm_settings(settings: RunSettings) -> SlurmSettings:
+    """Return the settings of Slurm; `parse_settings` allows no others."""
+    assert isinstance(settings.launcher, SlurmSettings)
+    return settings.launcher
+
+
+def settings_json(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings for a bug report, without those that may hold a secret."""
+    launcher = slurm_settings(settings)
+    asked = {name: getattr(launcher, name) for name in _SHOWN}
+    container = asdict(launcher.container)
+    return {
+        "nodes": asdict(settings.nodes),
+        "nproc_per_node": settings.nproc_per_node,
+        **asked,
+        "container": {name: container[name] for name in ("runtime", "image")},
+    }
+
+
+def _full_key(key: str) -> str:
+    """Return the full key: below ``launcher`` unless it is a top-level key."""
+    if key in (*_TOP_LEVEL, "launcher") or key.startswith("launcher."):
+        return key
+    return f"launcher.{key}"
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """What Slurm has said.
+class ClusterFacts:
+    """What Slurm has reported.
 
     Attributes:
         config: The settings in `SETTINGS`; None if slurmctld did not answer.
         partitions: All partitions.
-        version: Version of the commands here; empty if they do not tell.
-        controllers: scontrol's words on which controllers answer.
+        version: Version of the commands here; empty if unknown.
+        controllers: Output of ``scontrol ping``.
         nodes: Number of nodes of the wanted partition by state.
-        accounting: What is wrong with sacct; None if it answers.
-        test: When sbatch says that a task of the run would start; empty if it refuses.
-        refusal: Why sbatch would refuse the run; empty if it does not.
-        problems: Why a question was not answered, by its name.
+        accounting: Problem of sacct; None if it answers.
+        test: Output of ``sbatch --test-only``; empty if it refuses.
+        refusal: Why sbatch would refuse the run; empty if it would not.
+        problems: Why a query failed, by name.
     """
 
     config: dict[str, str] | None = None
@@ -61,7 +118,7 @@ class Cluster:
         return [p for p in self.partitions if p.name in names]
 
     def setting(self, name: str) -> str:
-        """Return a setting; empty if it is not known, or Slurm has none."""
+        """Return a setting; empty if unknown or unset."""
         value = (self.config or {}).get(name, "")
         return "" if is_nothing(value) else value
 
@@ -70,17 +127,19 @@ class Cluster:
         return parse_number(self.setting(name))
 
 
-def look(settings: SlurmSettings, folder: Path, client: SiteClient) -> Cluster:
-    """Ask Slurm all that concerns a run with these settings (login node).
+def query_cluster(
+    settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
+) -> ClusterFacts:
+    """Query Slurm about everything that concerns a run with these settings (login node).
 
     Args:
-        settings: What the run would be submitted with.
-        folder: A directory that sbatch's test script may name.
-        client: How to reach Slurm.
+        settings: Settings of the run.
+        render_script: Returns the batch script of a run of one node; may raise HpcElasticError.
+        client: Runs Slurm's commands.
     """
     problems: dict[str, str] = {}
 
-    def ask(name: str, question: Callable[[], _T], otherwise: _T) -> _T:
+    def query(name: str, question: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return question()
         except SlurmCommandError as e:
@@ -88,16 +147,16 @@ def look(settings: SlurmSettings, folder: Path, client: SiteClient) -> Cluster:
             return otherwise
 
     nothing: dict[str, str] = {}
-    config = ask("config", client.config, nothing)
+    config = query("config", client.config, nothing)
     if not config:
-        return Cluster(problems=problems)
-    test, refusal = _validate(settings, folder, client)
-    return Cluster(
+        return ClusterFacts(problems=problems)
+    test, refusal = _validate(settings, render_script, client)
+    return ClusterFacts(
         config={name: config[name] for name in SETTINGS if name in config},
-        partitions=tuple(ask("partitions", client.all_partitions, [])),
-        version=ask("version", lambda: client.version("sbatch"), ""),
-        controllers=ask("ping", client.ping, ""),
-        nodes=ask("nodes", lambda: client.node_states(settings.partition), {}),
+        partitions=tuple(query("partitions", client.all_partitions, [])),
+        version=query("version", lambda: client.version("sbatch"), ""),
+        controllers=query("ping", client.ping, ""),
+        nodes=query("nodes", lambda: client.node_states(settings.partition), {}),
         accounting=_accounting(client),
         test=test,
         refusal=refusal,
@@ -115,14 +174,16 @@ def _accounting(client: SiteClient) -> str | None:
     return None
 
 
-def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tuple[str, str]:
-    """Let sbatch look at the script of a run; return its words, and why it would refuse it."""
+def _validate(
+    settings: SlurmSettings, render_script: Callable[[], str], client: SiteClient
+) -> tuple[str, str]:
+    """Test the script of a run with sbatch; return its output, and why it would refuse it."""
     from hpc_elastic.launcher.slurm import refusal
 
     try:
         with tempfile.TemporaryDirectory(prefix="hpc-elastic-") as place:
             script = Path(place, "run.sbatch")
-            script.write_text(test_script(settings, folder))
+            script.write_text(render_script())
             return client.test_only(str(script)), ""
     except SlurmCommandError as e:
         if e.exit_code is None:
@@ -132,15 +193,8 @@ def _validate(settings: SlurmSettings, folder: Path, client: SiteClient) -> tupl
         return "", str(e)
 
 
-def test_script(settings: SlurmSettings, folder: Path) -> str:
-    """Return the batch script that a run of one node would have in this directory."""
-    from hpc_elastic.doctor.probe_job import render
-
-    return render(settings, folder / ".hpc_elastic", num_tasks=1)
-
-
-def to_json(cluster: Cluster) -> dict[str, Any]:
-    """Return what of it belongs into a bug report."""
+def cluster_json(cluster: ClusterFacts) -> dict[str, Any]:
+    """Return the part for a bug report."""
     return {
         "config": cluster.config,
         "commands_version": cluster.version,

@@ -1,4 +1,4 @@
-"""What Slurm's answers mean for a run: partition, time, arrays, requeue and preemption. Pure."""
+"""Checks of Slurm's configuration and of the directory, by facts of the login node; pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hpc_elastic._util import counted, duration
 from hpc_elastic.config.schema import RendezvousSettings, RunSettings
-from hpc_elastic.doctor.cli_settings import launcher_of
-from hpc_elastic.doctor.cluster import Cluster
+from hpc_elastic.doctor.cluster import ClusterFacts, slurm_settings
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.probe_task import FolderFacts
 from hpc_elastic.errors import near_miss
@@ -31,21 +30,21 @@ _DEAD = (
 )
 
 
-def judge_cluster(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
-    """Yield what is to be said of Slurm for a run with these settings."""
+def check_cluster(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
+    """Yield the findings on Slurm for a run with these settings."""
     if cluster.config is None:
         yield fail(
             "slurm.controller",
             f"Slurm does not answer: {cluster.problems.get('config', 'no reason is known')}",
-            "nothing can be submitted, and running agents do without its word",
-            "look at SLURM_CONF and at `scontrol ping`; ask the admin whether slurmctld runs",
+            "nothing can be submitted, and running agents get no answer",
+            "check SLURM_CONF and `scontrol ping`; ask the admin whether slurmctld runs",
         )
         return
     yield from _controller(cluster)
     partition = _partition(cluster, settings)
     yield partition
     yield from _of_partition(cluster, settings)
-    if partition.verdict is not Verdict.FAIL:  # sbatch would say the same
+    if partition.verdict is not Verdict.FAIL:  # sbatch would report the same
         yield _submission(cluster)
     yield _array(cluster, settings)
     yield _requeue(cluster)
@@ -55,7 +54,7 @@ def judge_cluster(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
     yield from _memory_of_jobs(cluster)
 
 
-def _controller(cluster: Cluster) -> Iterator[Finding]:
+def _controller(cluster: ClusterFacts) -> Iterator[Finding]:
     server, here = cluster.setting("SLURM_VERSION"), cluster.version
     check, why = (
         "slurm.version",
@@ -64,12 +63,12 @@ def _controller(cluster: Cluster) -> Iterator[Finding]:
     found = f"Slurm {server}" + (f", commands {here}" if here and here != server else "")
     numbers = _version(server)
     if numbers and numbers < _TESTED:
-        remedy = "tested are 22.05, 24.11 and 26.05; run `hpc-elastic doctor --probe`"
+        remedy = "22.05, 24.11 and 26.05 are tested; run `hpc-elastic doctor --probe`"
         yield warn(check, f"{found}, older than what is tested", why, remedy)
     else:
         yield ok(check, found, why)
     if "DOWN" in cluster.controllers.upper():
-        remedy = "tell the admin; runs go on while one of the controllers is up"
+        remedy = "inform the admin; runs go on while one of the controllers is up"
         yield warn("slurm.controller", cluster.controllers, "one controller is left", remedy)
     else:
         yield ok("slurm.controller", cluster.controllers or "the controller answers")
@@ -84,9 +83,9 @@ def _version(text: str) -> tuple[int, int] | None:
     )
 
 
-def _partition(cluster: Cluster, settings: RunSettings) -> Finding:
+def _partition(cluster: ClusterFacts, settings: RunSettings) -> Finding:
     check, why = "slurm.partition", "it decides on nodes, time, and preemption"
-    wanted = launcher_of(settings).partition
+    wanted = slurm_settings(settings).partition
     names = [p.name for p in cluster.partitions]
     found = cluster.named(wanted)
     missing = sorted(set((wanted or "").split(",")) - {p.name for p in found} - {""})
@@ -105,19 +104,19 @@ def _partition(cluster: Cluster, settings: RunSettings) -> Finding:
     return ok(check, f"{chosen}; {_nodes(cluster)}", why)
 
 
-def _nodes(cluster: Cluster) -> str:
+def _nodes(cluster: ClusterFacts) -> str:
     return ", ".join(f"{n} {state}" for state, n in sorted(cluster.nodes.items())) or "no nodes"
 
 
-def _of_partition(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
-    partitions = cluster.named(launcher_of(settings).partition)
+def _of_partition(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
+    partitions = cluster.named(slurm_settings(settings).partition)
     if partitions:
         yield _time(partitions, settings)
         yield _size(cluster, partitions, settings)
 
 
 def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
-    check, asked = "slurm.time", launcher_of(settings).time
+    check, asked = "slurm.time", slurm_settings(settings).time
     why = "a task that is out of time saves, goes back to the queue and comes again"
     limits = [p.max_time_s for p in partitions if p.max_time_s is not None]
     longest = None if len(limits) < len(partitions) else max(limits)
@@ -134,7 +133,7 @@ def _time(partitions: list[Partition], settings: RunSettings) -> Finding:
     return ok(check, f"{asked} is asked for, {limit}", why)
 
 
-def _size(cluster: Cluster, partitions: list[Partition], settings: RunSettings) -> Finding:
+def _size(cluster: ClusterFacts, partitions: list[Partition], settings: RunSettings) -> Finding:
     check, most, least = "slurm.nodes", settings.nodes.max, settings.nodes.min
     why = "each node of a run is a task of its own; below the minimum a run waits"
     total = sum(p.num_nodes for p in partitions)
@@ -147,25 +146,25 @@ def _size(cluster: Cluster, partitions: list[Partition], settings: RunSettings) 
         remedy = "wait, or ask the admin; `sinfo -R` says why they are out of service"
         return warn(check, found, why, remedy)
     if total and total < most:
-        remedy = f"nodes={least}:{total}; the tasks beyond would wait for ever, harmlessly"
+        remedy = f"nodes={least}:{total}; further tasks would stay pending, which does no harm"
         return warn(check, found, why, remedy)
     return ok(check, found, why)
 
 
 def _is_dead(state: str) -> bool:
-    """Tell whether a node in that state takes no jobs; a star means that it does not answer."""
+    """Return whether a node in that state takes no jobs; a star means that it does not answer."""
     return state.endswith("*") or state.lower() in _DEAD
 
 
-def _submission(cluster: Cluster) -> Finding:
-    check, why = "slurm.submission", "account, QOS, limits and resources, as sbatch judges them"
+def _submission(cluster: ClusterFacts) -> Finding:
+    check, why = "slurm.submission", "account, QOS, limits and resources, as sbatch checks them"
     if cluster.refusal:
         remedy = "set what it names; `sacctmgr show assoc user=$USER` lists accounts and QOS"
         return fail(check, cluster.refusal, why, remedy)
     return ok(check, f"sbatch --test-only accepts it: {cluster.test}", why)
 
 
-def _array(cluster: Cluster, settings: RunSettings) -> Finding:
+def _array(cluster: ClusterFacts, settings: RunSettings) -> Finding:
     check, size = "slurm.array", cluster.number("MaxArraySize")
     why = "a run is a job array, one task a node"
     if size is None:
@@ -175,45 +174,48 @@ def _array(cluster: Cluster, settings: RunSettings) -> Finding:
         remedy = "have the admin raise MaxArraySize in slurm.conf (the default is 1001)"
         return fail(check, f"{found}: job arrays are switched off", why, remedy)
     if size < settings.nodes.max:
-        remedy = "nothing: it takes several arrays; sweeps are quicker to submit with a larger one"
+        remedy = "nothing: a run takes several arrays; sweeps submit faster with a larger one"
         return warn(check, f"{found}, {settings.nodes.max} nodes are asked for", why, remedy)
     return ok(check, found, why)
 
 
-def _requeue(cluster: Cluster) -> Finding:
+def _requeue(cluster: ClusterFacts) -> Finding:
     check, value = "slurm.requeue", cluster.setting("JobRequeue")
-    why = "a task that is preempted, or lost with its node, has to come back by itself"
+    why = "a preempted task, or one lost with its node, has to be requeued"
     if value == "0":
         remedy = (
-            "the scripts ask with --requeue, which overrides it; --probe tells whether that is "
+            "the scripts ask with --requeue, which overrides it; --probe tests whether that is "
             "allowed. Admin: JobRequeue=1"
         )
         return warn(check, "JobRequeue=0: jobs are not requeued unless they ask", why, remedy)
     return ok(check, f"JobRequeue={value or 'unknown'}, and the scripts ask with --requeue", why)
 
 
-def _preemption(cluster: Cluster, settings: RunSettings) -> Iterator[Finding]:
-    partitions = cluster.named(launcher_of(settings).partition)
+def _preemption(cluster: ClusterFacts, settings: RunSettings) -> Iterator[Finding]:
+    partitions = cluster.named(slurm_settings(settings).partition)
     by_partition = cluster.setting("PreemptType") == "preempt/partition_prio"
     here = partitions[0].preempt_mode if by_partition and partitions else ""
     mode = (here or cluster.setting("PreemptMode") or "OFF").upper()
     if cluster.setting("PreemptType") in ("", "preempt/none"):
         mode = "OFF"
     yield _mode(cluster, mode)
-    yield _grace(cluster, partitions, mode, launcher_of(settings).preempt_grace_s)
+    yield _grace(cluster, partitions, mode, slurm_settings(settings).preempt_grace_s)
     if "OFF" not in mode.split(","):
         yield _user_signal(cluster)
 
 
-def _mode(cluster: Cluster, mode: str) -> Finding:
-    check, why = "slurm.preemption", "it decides what a task gets when others need its node"
+def _mode(cluster: ClusterFacts, mode: str) -> Finding:
+    check, why = (
+        "slurm.preemption",
+        "it decides what happens when another job needs the node",
+    )
     found = f"PreemptMode {mode}, {cluster.setting('PreemptType') or 'no PreemptType'}"
     modes = mode.split(",")
     if "SUSPEND" in modes:
         remedy = "Admin: PreemptMode=REQUEUE; a suspended task holds its memory and its GPUs' too"
-        return warn(check, f"{found}: a task is stopped in its node, as if it hung", why, remedy)
+        return warn(check, f"{found}: a task is stopped on its node, as if it hung", why, remedy)
     if "CANCEL" in modes:
-        remedy = "nothing: the task requeues itself. Admin: PreemptMode=REQUEUE is surer"
+        remedy = "nothing: the task requeues itself. Admin: PreemptMode=REQUEUE is safer"
         return warn(
             check, f"{found}: a task that is too slow to requeue itself is lost", why, remedy
         )
@@ -223,77 +225,77 @@ def _mode(cluster: Cluster, mode: str) -> Finding:
 
 
 def _grace(
-    cluster: Cluster, partitions: list[Partition], mode: str, given_s: float | None
+    cluster: ClusterFacts, partitions: list[Partition], mode: str, given_s: float | None
 ) -> Finding:
-    check, why = "slurm.grace", "between SIGTERM and SIGKILL all ranks save and the task requeues"
+    check, why = (
+        "slurm.grace",
+        "between SIGTERM and SIGKILL all ranks save, and the task requeues",
+    )
     kill_wait_s = cluster.number("KillWait") or 0
     grace_s = min((p.grace_s for p in partitions), default=0)
     total = kill_wait_s + (0 if "OFF" in mode else grace_s)
     found = f"GraceTime {duration(grace_s)}, KillWait {duration(kill_wait_s)}"
     if given_s is not None and given_s > total:
-        remedy = f"launcher.preempt_grace_s={total:g} or less, or leave it out: Slurm is asked"
+        remedy = f"launcher.preempt_grace_s={total:g} or less, or leave it out: Slurm is queried"
         return fail(
             check, f"{found}; launcher.preempt_grace_s={given_s:g} is more than both", why, remedy
         )
     if total < _SHORT_KILL_WAIT_S:
         remedy = (
-            "have checkpoints that take less (in memory first: MemoryTier), and save often. "
+            "make checkpoints faster (MemoryTier: save to memory first), and save often. "
             "Admin: GraceTime of the partition, KillWait of slurm.conf (the default is 30 s)"
         )
         return warn(check, found, why, remedy)
     return ok(check, found, why)
 
 
-def _user_signal(cluster: Cluster) -> Finding:
-    """Judge send_user_signal: hpc_elastic acts on the steps' SIGTERM, others need the signal.
+def _user_signal(cluster: ClusterFacts) -> Finding:
+    """Check send_user_signal: hpc_elastic acts on the steps' SIGTERM, others need the signal.
 
     It is called preempt_send_user_signal where it stands in SlurmctldParameters (22.05's manual).
     """
     check = "slurm.user_signal"
     places = ("PreemptParameters", "SlurmctldParameters")
     found = ", ".join(f"{p}={cluster.setting(p)}" for p in places if cluster.setting(p))
-    why = "the agents act on the SIGTERM that a preempted step gets at once, and need no more"
+    why = "the agents act on the SIGTERM that a preempted step gets at once"
     if "send_user_signal" in found:
         return ok(check, f"{found}: --signal counts at a preemption as well", why)
     return ok(check, "send_user_signal is not set: --signal does not count at a preemption", why)
 
 
-def _process_tracking(cluster: Cluster) -> Finding:
+def _process_tracking(cluster: ClusterFacts) -> Finding:
     check, value = "slurm.processes", cluster.setting("ProctrackType")
-    why = "workers live in sessions of their own, and must end with the task"
+    why = "workers have sessions of their own, and must end with the task"
     if value == "proctrack/pgid":
         remedy = "Admin: ProctrackType=proctrack/cgroup"
         return fail(check, f"{value}: Slurm loses processes that change their group", why, remedy)
     if value == "proctrack/linuxproc":
-        remedy = "nothing, if --probe finds that processes end; Admin: proctrack/cgroup is surer"
+        remedy = "nothing, if --probe finds that processes end; Admin: proctrack/cgroup is safer"
         return warn(check, f"{value}: processes are found by their parents", why, remedy)
     return ok(check, value or "ProctrackType is not known", why)
 
 
-def _accounting(cluster: Cluster) -> Finding:
+def _accounting(cluster: ClusterFacts) -> Finding:
     check, kind = "slurm.accounting", cluster.setting("AccountingStorageType")
-    why = "hpc_elastic does not need it: squeue and scontrol say all that a run has to know"
+    why = "hpc_elastic does not need it: squeue and scontrol tell a run all that it needs"
     none = kind in ("", "accounting_storage/none")
     if none:
-        return ok(check, "there is none (sacct answers nothing)", why)
+        return ok(check, "there is none (sacct does not answer)", why)
     if cluster.accounting is not None:
-        remedy = "nothing for runs; tell the admin that slurmdbd does not answer"
+        remedy = "nothing for runs; inform the admin that slurmdbd does not answer"
         return warn(check, f"{kind}, but sacct fails: {cluster.accounting}", why, remedy)
     return ok(check, f"{kind}, and sacct answers", why)
 
 
-def _memory_of_jobs(cluster: Cluster) -> Iterator[Finding]:
+def _memory_of_jobs(cluster: ClusterFacts) -> Iterator[Finding]:
     age = cluster.number("MinJobAge")
     if age is not None and age < _MIN_JOB_AGE_S:
         yield warn(
             "slurm.memory",
-            f"MinJobAge {age} s: Slurm forgets ended jobs that soon",
-            "how a task ended is asked of squeue, for accounting is not relied on",
+            f"MinJobAge {age} s: Slurm forgets ended jobs after that time",
+            "squeue has to show how a task ended, because runs do not use accounting",
             "Admin: MinJobAge=300, which is the default",
         )
-
-
-# ---- What the facts of the directory mean. Pure
 
 
 SHARED_FS = (
@@ -310,35 +312,35 @@ CHOOSE = "choose another directory: --dir here, hydra.sweep.dir=... for a run"
 _TRIALS = {
     "link": (
         "hard links",
-        "the agents elect their leader by link(2): one creator wins, on NFS too",
+        "agents elect their leader by link(2): exactly one creator wins, also on NFS",
     ),
     "rename": ("renaming over a file", "checkpoints and records are committed by one rename"),
 }
 
 
-def judge_folder(folder: FolderFacts, rendezvous: RendezvousSettings) -> Iterator[Finding]:
-    """Yield what is to be said of the directory, as the login node sees it.
+def check_folder(folder: FolderFacts, rendezvous: RendezvousSettings) -> Iterator[Finding]:
+    """Yield the findings on the directory, as the login node sees it.
 
     Args:
         folder: Its facts.
         rendezvous: ``launcher.rendezvous`` of a run.
     """
     if "write" in folder.problems:
-        yield from tried(folder)
+        yield from check_operations(folder)
         return
     yield _shared(folder)
-    yield mounted("directory.mount", {"": folder.mount}, rendezvous)
-    yield from tried(folder)
+    yield check_mounts("directory.mount", {"": folder.mount}, rendezvous)
+    yield from check_operations(folder)
     yield _lock(folder)
     yield _space(folder)
     yield _clock(folder)
 
 
-def tried(folder: FolderFacts) -> Iterator[Finding]:
-    """Yield what a host, login node or node, has found when it tried the directory out."""
+def check_operations(folder: FolderFacts) -> Iterator[Finding]:
+    """Yield the findings of a host that has tried file operations in the directory."""
     if "write" in folder.problems:
         why = "config, logs, checkpoints and the agents' agreement are written there"
-        what = f"{folder.path} can not be written to: {folder.problems['write']}"
+        what = f"{folder.path} cannot be written to: {folder.problems['write']}"
         yield fail("directory.write", what, why, CHOOSE)
         return
     for name, (what, why) in _TRIALS.items():
@@ -352,16 +354,18 @@ def _shared(folder: FolderFacts) -> Finding:
     found = f"{folder.path} on {folder.fs or 'an unknown file system'}"
     if folder.fs in LOCAL:
         found += ", usually of one machine"
-    remedy = f"--probe finds out whether the nodes see it; if not, {CHOOSE}"
+    remedy = f"--probe tests whether the nodes see it; if not, {CHOOSE}"
     return warn(check, found, why, remedy)
 
 
-def mounted(check: str, mounts: Mapping[str, Mount], rendezvous: RendezvousSettings) -> Finding:
-    """Judge how the directory is mounted, and say what that means for a run.
+def check_mounts(
+    check: str, mounts: Mapping[str, Mount], rendezvous: RendezvousSettings
+) -> Finding:
+    """Check how the directory is mounted, and what that means for a run.
 
     Args:
         check: Name of the check.
-        mounts: The mount of each node; of one, without a name, for the login node.
+        mounts: The mount by node; the login node's has an empty name.
         rendezvous: ``launcher.rendezvous`` of a run.
     """
     why = "agents, launcher and checkpoints meet in files; a lease there shows that a leader lives"
@@ -375,7 +379,7 @@ def mounted(check: str, mounts: Mapping[str, Mount], rendezvous: RendezvousSetti
 
 
 def _by_node(texts: Mapping[str, str]) -> str:
-    """Return what holds of all nodes once, else what holds of which."""
+    """Return the text if it is the same on all nodes, else each text with its nodes."""
     return next(iter(texts.values())) if len(set(texts.values())) == 1 else by_value(texts)
 
 
@@ -387,21 +391,21 @@ def _mount(mount: Mount) -> str:
 
 
 def _meaning(mount: Mount, rendezvous: RendezvousSettings) -> str:
-    """Return what a mount means for a run, in figures."""
+    """Return what a mount means for a run, in numbers."""
     late_s, usual_s = mount.refreshed_stale_s, rendezvous.heartbeat_timeout_s
-    said = "an opened file is fresh"
+    meaning = "an opened file is fresh"
     if not mount.opened_is_fresh:
         unknown_one = "" if mount.is_known else " (unknown, so assumed as on NFS with nocto)"
-        said = f"an opened file may be up to {duration(mount.stale_s)} old{unknown_one}"
-        said += "" if late_s else ", so runs ask the server first"
+        meaning = f"an opened file may be up to {duration(mount.stale_s)} old{unknown_one}"
+        meaning += "" if late_s else ", so runs query the server first"
     noticed = f"after {duration(usual_s)}"
     if late_s:
         noticed = f"after up to {duration(usual_s + late_s)} instead of {duration(usual_s)}"
-    said += f"; the loss of the leader's node is noticed {noticed}"
+    meaning += f"; the loss of the leader's node is noticed {noticed}"
     if mount.is_nfs and mount.path_stale_s:
         names = f"names may be answered from memory for up to {duration(mount.path_stale_s)}"
-        said += f"; {names}, so runs list folders"
-    return f": {said}"
+        meaning += f"; {names}, so runs list folders"
+    return f": {meaning}"
 
 
 def _trial(folder: FolderFacts, name: str, what: str, why: str) -> Finding:
@@ -412,7 +416,7 @@ def _trial(folder: FolderFacts, name: str, what: str, why: str) -> Finding:
 
 
 def _lock(folder: FolderFacts) -> Finding:
-    """Judge locks, which hpc_elastic does without; data sets and caches often do not."""
+    """Check locks; hpc_elastic uses none, but data sets and caches often do."""
     check, why = "directory.lock", "hpc_elastic uses no locks, but caches of data sets do"
     if "lock" in folder.problems:
         remedy = "keep caches (HF_HOME, TORCH_HOME) on another file system, or mount with locks"

@@ -1,4 +1,4 @@
-"""The examination as a whole: facts of the login node, the probe, and what all of it means."""
+"""The whole examination: the login node, Slurm, the directory, and the probe on nodes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.config.schema import RunSettings
-from hpc_elastic.doctor import cli_settings, cluster, cluster_checks, node_checks, probe_task
-from hpc_elastic.doctor.cluster import Cluster
+from hpc_elastic.doctor import cluster, cluster_checks, node_checks, probe_job, probe_task
+from hpc_elastic.doctor.cluster import ClusterFacts
 from hpc_elastic.doctor.findings import Finding, Verdict, fail
-from hpc_elastic.doctor.probe_job import Evidence, Say
-from hpc_elastic.doctor.versions import versions
+from hpc_elastic.doctor.probe_job import Evidence, Report
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.slurm.client import SiteClient
 
@@ -22,91 +21,98 @@ _KILL_WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found, and by what.
+    """The findings of an examination, and their facts.
 
     Attributes:
         findings: In the order of the table.
-        versions: Of the login node.
-        facts: What the findings were judged by, as JSON.
-        cluster: What Slurm says.
+        versions: Versions on the login node.
+        facts: The facts behind the findings, as JSON.
+        cluster: What Slurm has reported.
     """
 
     findings: list[Finding]
     versions: dict[str, str | None]
     facts: dict[str, Any] = field(default_factory=dict)
-    cluster: Cluster = field(default_factory=Cluster)
+    cluster: ClusterFacts = field(default_factory=ClusterFacts)
 
 
-def login(settings: RunSettings, path: Path, client: SiteClient | None = None) -> Examination:
+def examine_login_node(
+    settings: RunSettings, path: Path, client: SiteClient | None = None
+) -> Examination:
     """Examine the login node, Slurm and the directory; nothing is submitted.
 
     Args:
-        settings: What a run would be submitted with.
+        settings: Settings of a run.
         path: An existing directory, such as runs would lie in.
-        client: How to reach Slurm.
+        client: Runs Slurm's commands.
     """
     client = client or SiteClient(env=dict(os.environ))
-    launcher = cli_settings.launcher_of(settings)
+    launcher = cluster.slurm_settings(settings)
     own_python = launcher.python is None and launcher.container.runtime is None
-    here, shared = probe_task.look_at_host(), probe_task.look_at_folder(path)
-    said = cluster.look(launcher, path.absolute(), client)
+    here, shared = probe_task.collect_host_facts(), probe_task.collect_folder_facts(path)
+    submission = path.absolute() / ".hpc_elastic"
+    slurm = cluster.query_cluster(
+        launcher, lambda: probe_job.render(launcher, submission, num_tasks=1), client
+    )
     findings = [
-        *node_checks.judge_host(here, own_python=own_python),
-        *cluster_checks.judge_cluster(said, settings),
-        *cluster_checks.judge_folder(shared, launcher.rendezvous),
+        *node_checks.check_host(here, own_python=own_python),
+        *cluster_checks.check_cluster(slurm, settings),
+        *cluster_checks.check_folder(shared, launcher.rendezvous),
     ]
     facts = {
         "host": here.to_json(),
         "folder": shared.to_json(),
-        "slurm": cluster.to_json(said),
+        "slurm": cluster.cluster_json(slurm),
     }
-    known = {**versions(), "slurm": said.setting("SLURM_VERSION") or None}
-    return Examination(findings, known, facts, said)
+    known = {**probe_task.versions(), "slurm": slurm.setting("SLURM_VERSION") or None}
+    return Examination(findings, known, facts, slurm)
 
 
-def probe(
+def examine_nodes(
     before: Examination,
     settings: RunSettings,
     path: Path,
     *,
     num_nodes: int,
-    patience_s: float,
-    say: Say,
+    timeout_s: float,
+    report: Report,
 ) -> Examination:
-    """Run the probe, and return what both examinations have found.
+    """Run the probe, and return the findings of both examinations.
 
     Args:
-        before: What `login` has found.
-        settings: What a run would be submitted with.
+        before: The result of `examine_login_node`.
+        settings: Settings of a run.
         path: The directory.
-        num_nodes: How many nodes to look at.
-        patience_s: How long the probe may wait for its first node.
-        say: Is told what is being done.
+        num_nodes: Number of nodes to examine.
+        timeout_s: Longest wait for the first node.
+        report: Receives lines on what is being done.
     """
-    from hpc_elastic.doctor.probe_job import ProbeRun, submit
-
-    launcher, said = cli_settings.launcher_of(settings), before.cluster
-    if said.config is None:
+    launcher, slurm = cluster.slurm_settings(settings), before.cluster
+    if slurm.config is None:
         return before
     client = SiteClient(env=dict(os.environ))
-    kill_wait_s = float(said.number("KillWait") or _KILL_WAIT_S)
-    limits = [p.max_time_s for p in said.named(launcher.partition) if p.max_time_s is not None]
+    kill_wait_s = float(slurm.number("KillWait") or _KILL_WAIT_S)
+    limits = [p.max_time_s for p in slurm.named(launcher.partition) if p.max_time_s is not None]
     try:
-        job = submit(settings, num_nodes, path, client, longest_s=max(limits, default=None))
+        job = probe_job.submit_probe(
+            settings, num_nodes, path, client, longest_s=max(limits, default=None)
+        )
     except (HpcElasticError, OSError) as e:
-        return _with(before, [_refused(e)], {})
-    course = ProbeRun(job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, say=say)
-    evidence = course.run(patience_s)
+        return _add_findings(before, [_refusal_finding(e)], {})
+    run = probe_job.ProbeRun(
+        job, notice=launcher.preempt_signal, kill_wait_s=kill_wait_s, report=report
+    )
+    evidence = run.run(timeout_s)
     findings = [
-        *node_checks.judge_nodes(evidence, launcher, before.versions),
-        *node_checks.judge_shared(evidence, launcher.rendezvous),
-        *node_checks.judge_network(evidence),
-        *node_checks.judge_signals(evidence, kill_wait_s),
+        *node_checks.check_nodes(evidence, launcher, before.versions),
+        *node_checks.check_shared_folder(evidence, launcher.rendezvous),
+        *node_checks.check_network(evidence),
+        *node_checks.check_signals(evidence, kill_wait_s),
     ]
-    return _with(before, findings, _facts(evidence))
+    return _add_findings(before, findings, _facts(evidence))
 
 
-def _refused(error: Exception) -> Finding:
+def _refusal_finding(error: Exception) -> Finding:
     return fail(
         "nodes.start",
         f"the probe could not be submitted: {error}",
@@ -115,11 +121,17 @@ def _refused(error: Exception) -> Finding:
     )
 
 
-def _with(before: Examination, findings: list[Finding], facts: dict[str, Any]) -> Examination:
-    """Add findings; what the nodes have shown goes before what the login node could only fear."""
+def _add_findings(
+    before: Examination, findings: list[Finding], facts: dict[str, Any]
+) -> Examination:
+    """Add findings of the probe; they replace warnings of the login node that they settle."""
     shown = {f.check for f in findings if f.verdict is Verdict.OK}
-    told = {(f.group, f.found) for f in findings}
-    kept = [f for f in before.findings if not _settled(f, shown) and (f.group, f.found) not in told]
+    reported = {(f.group, f.found) for f in findings}
+    kept = [
+        f
+        for f in before.findings
+        if not _is_settled(f, shown) and (f.group, f.found) not in reported
+    ]
     together = {**before.facts, **({"probe": facts} if facts else {})}
     return Examination([*kept, *findings], before.versions, together, before.cluster)
 
@@ -131,10 +143,10 @@ _SETTLES = {
     "slurm.processes": "signals.cancel_end",
     "slurm.requeue": "signals.requeue",
 }
-"""Warnings of the login node, and the check on the nodes that answers them."""
+"""Warnings of the login node, and the check of the probe that settles each."""
 
 
-def _settled(finding: Finding, shown: set[str]) -> bool:
+def _is_settled(finding: Finding, shown: set[str]) -> bool:
     return finding.verdict is Verdict.WARN and _SETTLES.get(finding.check) in shown
 
 

@@ -1,4 +1,4 @@
-"""One finding of the doctor, and how findings are ordered. Pure."""
+"""The findings of the doctor: their verdicts and order, and their table and JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_elastic.slurm.nodelist import compress
 
 
 class Verdict(Enum):
-    """What a check came to."""
+    """The result of a check."""
 
     FAIL = "fail"
     WARN = "warn"
@@ -39,15 +39,15 @@ GROUPS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The finding of one check.
 
     Attributes:
         check: Its stable name, ``<group>.<what>``.
-        verdict: FAIL: a run will not work, or not come back; WARN: it works, with a loss that can
-            be avoided; UNKNOWN: it could not be found out; OK.
+        verdict: FAIL: a run fails, or does not come back; WARN: it works, with an avoidable loss;
+            UNKNOWN: the check was not possible; OK.
         found: What was found, with its numbers.
         why: Why it matters to a run.
-        remedy: What to do, and who can do it; empty if there is nothing to do.
+        remedy: What to do (``Admin:`` if only an admin can); empty if there is nothing to do.
     """
 
     check: str
@@ -75,34 +75,34 @@ class Finding:
 _ORDER = list(Verdict)
 
 
-def worst(findings: Iterable[Finding]) -> Verdict:
+def worst_verdict(findings: Iterable[Finding]) -> Verdict:
     """Return the worst verdict; OK if there are no findings."""
     return min((f.verdict for f in findings), key=_ORDER.index, default=Verdict.OK)
 
 
-def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return those that are not OK, the worst first, in their order otherwise."""
+def problems_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings that are not OK, the worst first, otherwise in order."""
     bad = [f for f in findings if f.verdict is not Verdict.OK]
     return sorted(bad, key=lambda f: _ORDER.index(f.verdict))
 
 
 def ok(check: str, found: str, why: str = "") -> Finding:
-    """Return a finding that all is well."""
+    """Return a finding with the verdict OK."""
     return Finding(check, Verdict.OK, found, why)
 
 
 def warn(check: str, found: str, why: str, remedy: str) -> Finding:
-    """Return a finding of an avoidable loss."""
+    """Return a finding with the verdict WARN: an avoidable loss."""
     return Finding(check, Verdict.WARN, found, why, remedy)
 
 
 def fail(check: str, found: str, why: str, remedy: str) -> Finding:
-    """Return a finding that a run will not work."""
+    """Return a finding with the verdict FAIL: a run fails."""
     return Finding(check, Verdict.FAIL, found, why, remedy)
 
 
 def unknown(check: str, found: str, why: str = "", remedy: str = "") -> Finding:
-    """Return a finding that something could not be found out."""
+    """Return a finding with the verdict UNKNOWN: the check was not possible."""
     return Finding(check, Verdict.UNKNOWN, found, why, remedy)
 
 
@@ -118,9 +118,6 @@ def by_value(values: Mapping[str, str]) -> str:
     return "; ".join(f"{value} on {compress(sorted(names))}" for value, names in nodes.items())
 
 
-# ---- All findings as a table for people, or as JSON for a bug report
-
-
 SCHEMA = 1
 _MARKS = {
     Verdict.OK: ("✓", "green"),
@@ -131,24 +128,24 @@ _MARKS = {
 _WIDEST = 120
 
 
-def to_json(
+def report_json(
     findings: Sequence[Finding],
     *,
     versions: Mapping[str, str | None],
     asked: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the whole report: what a bug report attaches.
+    """Return the whole report, for a bug report.
 
     Args:
-        findings: All of them, in the order of the table.
-        versions: Of this host, and of Slurm.
-        asked: The settings, without what may be secret.
-        facts: What the findings were judged by.
+        findings: In the order of the table.
+        versions: Versions on this host, and of Slurm.
+        asked: The settings, without those that may hold a secret.
+        facts: The facts behind the findings.
     """
     return {
         "schema": SCHEMA,
-        "verdict": worst(findings).value,
+        "verdict": worst_verdict(findings).value,
         "time": time.time(),
         "versions": dict(versions),
         "asked": dict(asked),
@@ -157,8 +154,8 @@ def to_json(
     }
 
 
-def show(findings: Sequence[Finding], console: Console, *, probed: bool) -> None:
-    """Print what is wrong and what to do, then all findings by group."""
+def print_findings(findings: Sequence[Finding], console: Console, *, probed: bool) -> None:
+    """Print all findings by group, then what is wrong and what to do."""
     width = min(console.width, _WIDEST)
     for key, title in GROUPS.items():
         rows = [finding for finding in findings if finding.group == key]
@@ -167,7 +164,7 @@ def show(findings: Sequence[Finding], console: Console, *, probed: bool) -> None
             console.print(Padding(_table(rows), (0, 0, 1, 1)), width=width)
     console.print(_summary(findings), width=width)
     if not probed:
-        hint = "Signals, requeueing, nodes and network are tried out by a job of a minute: --probe"
+        hint = "--probe tests signals, requeueing, nodes and network by a job of about a minute"
         console.print(Text(hint, style="dim"), width=width)
 
 
@@ -186,7 +183,7 @@ def _table(rows: Sequence[Finding]) -> Table:
 
 
 def _summary(findings: Sequence[Finding]) -> RenderableType:
-    bad = worst_first(findings)
+    bad = problems_first(findings)
     numbers = {v: sum(f.verdict is v for f in findings) for v in Verdict}
     if not bad:
         return Text(f"All is well: {counted(len(findings), 'check')}.", style="bold green")

@@ -1,4 +1,4 @@
-"""What the facts of a host mean: the login node's, and each node's. Pure."""
+"""Checks of hosts, and of what the probe has shown of nodes, network and signals; pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from hpc_elastic.doctor import cluster_checks
 from hpc_elastic.doctor.cluster_checks import CHOOSE
 from hpc_elastic.doctor.findings import Finding, Verdict, by_value, fail, ok, unknown, warn
 from hpc_elastic.doctor.probe_job import Evidence, NodeEnding
-from hpc_elastic.doctor.probe_network import Sight
-from hpc_elastic.doctor.probe_task import HostFacts, NodeFacts
-from hpc_elastic.doctor.shared_folder import DEEDS, PATH, Visibility
+from hpc_elastic.doctor.probe_network import CHANGES, PATH, PeerResult, Visibility
+from hpc_elastic.doctor.probe_task import MUST_AGREE, HostFacts, NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, WORKER
-from hpc_elastic.doctor.versions import MUST_AGREE
 from hpc_elastic.launcher.batch_script import gpus_asked
 from hpc_elastic.shared_files import LOCAL
 from hpc_elastic.slurm import job_state
@@ -26,8 +24,8 @@ _MIN_PROCESSES = 4096
 _MIN_LOCKED_BYTES = 1 << 30
 
 
-def judge_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
-    """Yield what is to be said of the login node.
+def check_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]:
+    """Yield the findings on the login node.
 
     Args:
         host: Its facts.
@@ -37,8 +35,8 @@ def judge_host(host: HostFacts, *, own_python: bool = True) -> Iterator[Finding]
     yield _commands(host)
     if own_python:
         yield _python(host)
-    yield from limits("host", [host])
-    yield clock("host", [host])
+    yield from check_limits("host", [host])
+    yield check_clock("host", [host])
 
 
 def _commands(host: HostFacts) -> Finding:
@@ -58,14 +56,14 @@ def _python(host: HostFacts) -> Finding:
     found = f"{host.python} on {host.python_fs or 'an unknown file system'}"
     if host.python_fs in LOCAL:
         remedy = (
-            "harmless where the nodes have the same at the same path (--probe finds out); else "
-            "make the environment on the shared file system, or set launcher.python"
+            "harmless if the nodes have the same Python at the same path (--probe tests it); else "
+            "create the environment on the shared file system, or set launcher.python"
         )
         return warn(check, f"{found}, which is this machine's own", why, remedy)
     return ok(check, found, why)
 
 
-def limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
+def check_limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
     """Yield one finding for each kind of limit, over all hosts."""
     yield _limit(
         f"{group}.nofile", hosts, "nofile", _MIN_FILES,
@@ -75,7 +73,7 @@ def limits(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
     )  # fmt: skip
     yield _limit(
         f"{group}.nproc", hosts, "nproc", _MIN_PROCESSES,
-        "processes and threads: each worker has many, and as many loaders as it is told to",
+        "processes and threads: each worker has many, and as many loaders as it is set to",
         "raise it (`ulimit -u`, limits.conf), or use fewer loaders",
     )  # fmt: skip
     yield _limit(
@@ -91,17 +89,17 @@ def _limit(
     check: str, hosts: list[HostFacts], name: str, least: int, why: str, remedy: str,
     *, hard: bool = False, matters: bool = True,
 ) -> Finding:  # fmt: skip
-    """Judge one limit.
+    """Check one limit.
 
     Args:
         check: Name of the check.
-        hosts: Where it was looked at.
+        hosts: The hosts.
         name: The limit's name.
-        least: What is enough.
+        least: The smallest sufficient value.
         why: Why it matters.
         remedy: What to do.
-        hard: The hard limit counts: the agent raises the soft one itself.
-        matters: Whether a low limit costs anything here.
+        hard: Whether the hard limit counts, because the agent raises the soft one.
+        matters: Whether a low limit has any effect here.
     """
     values = {h.name: h.limits.get(name, (None, None))[hard] for h in hosts}
     low = {host: n for host, n in values.items() if n is not None and n < least}
@@ -111,7 +109,7 @@ def _limit(
         return ok(check, f"{what}: {_size(name, smallest)}", why)
     found = by_value({host: _size(name, n) for host, n in low.items()})
     if not matters:
-        return ok(check, f"{what}: {found}; it matters on nodes with InfiniBand only", why)
+        return ok(check, f"{what}: {found}; it matters only on nodes with InfiniBand", why)
     return warn(check, f"{what}: {found}", why, remedy)
 
 
@@ -124,7 +122,7 @@ def _size(name: str, number: int | None) -> str:
 
 
 def _address_space(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
-    """Yield a finding where an address space is limited: CUDA reserves more than there is."""
+    """Yield a finding if the address space is limited: CUDA reserves more than there is."""
     limited = [h for h in hosts if h.limits.get("as", (None, None))[0] is not None]
     if limited:
         sizes = by_value({h.name: _size("as", h.limits["as"][0]) for h in limited})
@@ -133,10 +131,10 @@ def _address_space(group: str, hosts: list[HostFacts]) -> Iterator[Finding]:
         yield warn(f"{group}.address_space", f"limited to {sizes}", why, remedy)
 
 
-def clock(group: str, hosts: list[HostFacts]) -> Finding:
-    """Judge whether time services keep the clocks."""
+def check_clock(group: str, hosts: list[HostFacts]) -> Finding:
+    """Check whether time services keep the clocks."""
     check = f"{group}.clock"
-    why = "logs and events of the nodes are put in order by their clocks; elections are not"
+    why = "logs and events of the nodes are ordered by their clocks; elections are not"
     adrift = [h.name for h in hosts if h.clock_kept is False]
     if adrift:
         remedy = "have the admin run chrony or systemd-timesyncd (in a container: on its host)"
@@ -144,11 +142,8 @@ def clock(group: str, hosts: list[HostFacts]) -> Finding:
             check, f"no time service keeps the clock of {compress(sorted(adrift))}", why, remedy
         )
     if any(h.clock_kept is None for h in hosts):
-        return unknown(check, "the kernel does not say whether the clock is kept", why)
+        return unknown(check, "the kernel does not report whether the clock is kept", why)
     return ok(check, "a time service keeps the clock", why)
-
-
-# ---- What the probe has shown of the nodes, each by itself. Pure
 
 
 _SLOW_IMPORT_S = 30.0
@@ -172,15 +167,15 @@ _MAY_PASS: tuple[tuple[str, str], ...] = (  # others: `slurm.job_state`
 )
 
 
-def judge_nodes(
+def check_nodes(
     evidence: Evidence, asked: SlurmSettings, own: Mapping[str, str | None]
 ) -> Iterator[Finding]:
-    """Yield what is to be said of the nodes.
+    """Yield the findings on the nodes.
 
     Args:
         evidence: What the probe has shown.
         asked: The settings of a run.
-        own: Versions of the login node.
+        own: Versions on the login node.
     """
     yield from _start(evidence)
     facts = [report.facts for report in evidence.reports.values()]
@@ -193,12 +188,12 @@ def judge_nodes(
         yield _outside(evidence)
     yield _gpus(evidence, facts, asked)
     yield _cpus(facts)
-    yield from limits("nodes", [f.host for f in facts])
-    yield clock("nodes", [f.host for f in facts])
+    yield from check_limits("nodes", [f.host for f in facts])
+    yield check_clock("nodes", [f.host for f in facts])
 
 
 def _start(evidence: Evidence) -> Iterator[Finding]:
-    check, why = "nodes.start", "nothing can be said of a node that the probe did not run on"
+    check, why = "nodes.start", "a node that the probe did not run on cannot be checked"
     if evidence.problem:
         remedy = "run the doctor again once Slurm answers"
         yield fail(check, f"the probe was cut short: {evidence.problem}", why, remedy)
@@ -214,7 +209,7 @@ def _start(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _silent(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a finding for each task that has measured nothing, the first few of many."""
+    """Yield a finding for each of the first few tasks that have measured nothing."""
     left_out = len(evidence.silent) - _MOST_SILENT
     more = f" (and {counted(left_out, 'more task')} like it)" if left_out > 0 else ""
     for index, what in list(evidence.silent.items())[:_MOST_SILENT]:
@@ -222,13 +217,13 @@ def _silent(evidence: Evidence) -> Iterator[Finding]:
             "nodes.start",
             f"task {index} measured nothing: {what}{more}",
             "tasks of a run start in the same way",
-            "see its last words; is the directory on all nodes, and Python at the same path? "
+            "see its last output; is the directory on all nodes, and Python at the same path? "
             "launcher.setup, launcher.python",
         )
 
 
 def _remedy_of(reason: str) -> str:
-    """Return what to do about a reason for which Slurm lets a task wait."""
+    """Return what to do about a pending reason of Slurm."""
     lasting = job_state.remedy(reason)
     if lasting is not None:
         return lasting
@@ -259,10 +254,12 @@ def _torch(evidence: Evidence) -> Finding:
     check, why = "nodes.torch", "each worker imports torch when it starts"
     times, broken = {}, {}
     for report in evidence.reports.values():
-        if report.hello is None or report.hello.import_s is None:
-            broken[report.facts.name] = (report.hello and report.hello.problems.get("torch")) or "?"
+        if report.allreduce is None or report.allreduce.import_s is None:
+            broken[report.facts.name] = (
+                report.allreduce and report.allreduce.problems.get("torch")
+            ) or "?"
         else:
-            times[report.facts.name] = report.hello.import_s
+            times[report.facts.name] = report.allreduce.import_s
     if broken:
         found = "; ".join(f"{name}: {why_not}" for name, why_not in broken.items())
         remedy = "try `srun -p PARTITION python -c 'import torch'`; see launcher.setup"
@@ -278,7 +275,7 @@ def _torch(evidence: Evidence) -> Finding:
 
 def _slurm(facts: list[NodeFacts], *, in_container: bool) -> Finding:
     check, where = "nodes.slurm", "inside of the container" if in_container else "on the nodes"
-    why = "the agents ask squeue who runs, and requeue themselves by scontrol"
+    why = "agents query squeue, and requeue themselves by scontrol"
     problems = [
         f"{command} on {f.name}: {problem}"
         for f in facts
@@ -292,7 +289,7 @@ def _slurm(facts: list[NodeFacts], *, in_container: bool) -> Finding:
         "launcher.container.mounts"
     )
     remedy = mounts if in_container else _for_admin(problems)
-    lost = "rounds close by time then, and a preempted task waits for Slurm to requeue it"
+    lost = "otherwise rounds close by time, and Slurm has to requeue a preempted task"
     return warn(check, "; ".join(problems), f"{why}; {lost}", remedy)
 
 
@@ -303,7 +300,7 @@ def _for_admin(problems: list[str]) -> str:
 
 
 def _outside(evidence: Evidence) -> Finding:
-    check, why = "nodes.slurm_outside", "what fails here as well is not the container's fault"
+    check, why = "nodes.slurm_outside", "what also fails here is not caused by the container"
     problems = [f"{name}: {what}" for name, what in evidence.outside.items() if what is not None]
     if problems:
         return warn(check, "; ".join(problems), why, _for_admin(problems))
@@ -325,7 +322,7 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
         if unmet:
             return fail(check, f"asked for {num_asked} on each node; {found}", why, _UNMET)
         if num_asked is None:
-            remedy = "say how many a run is to have: launcher.gpus_per_node"
+            remedy = "set launcher.gpus_per_node to the number for a run"
             return warn(check, f"none are asked for; {found}", why, remedy)
         if all((f.gpus_seen or 0) > (f.gpus_given or 0) for f in wrong):
             remedy = "Admin: ConstrainDevices=yes in cgroup.conf; CUDA_VISIBLE_DEVICES is honoured"
@@ -336,14 +333,14 @@ def _gpus(evidence: Evidence, facts: list[NodeFacts], asked: SlurmSettings) -> F
 
 
 def _torch_gpus(evidence: Evidence, facts: list[NodeFacts]) -> Finding:
-    """Judge whether torch sees the GPUs that the driver shows."""
+    """Check whether torch sees the GPUs that the driver shows."""
     check, why = "nodes.gpus", "one worker runs on each GPU"
     blind = [
         r.facts.name
         for r in evidence.reports.values()
-        if r.hello
-        and r.hello.import_s is not None
-        and r.hello.cuda_devices < (r.facts.gpus_seen or 0)
+        if r.allreduce
+        and r.allreduce.import_s is not None
+        and r.allreduce.cuda_devices < (r.facts.gpus_seen or 0)
     ]
     if blind:
         remedy = "install a torch with CUDA that fits the driver (`nvidia-smi` shows which)"
@@ -372,18 +369,15 @@ def _share(facts: NodeFacts) -> str:
     return f"{cpus}, {facts.host.memory_bytes >> 30} GiB in the machine,"
 
 
-# ---- What the probe has shown of what lies between the nodes: network and groups. Pure
-
-
 _SKEW_S = 1.0
 _MOST_LINES = 8
 _FEW = 4
-"""Of so many nodes the addresses are listed."""
+"""The addresses are listed up to this number of nodes."""
 _SLOW_ROUND_TRIP_S = 0.01
 
 
-def judge_network(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what is to be said of the network."""
+def check_network(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the findings on the network."""
     if not evidence.reports:
         return
     yield _interface(evidence)
@@ -393,17 +387,17 @@ def judge_network(evidence: Evidence) -> Iterator[Finding]:
     else:
         yield _reach(evidence)
         yield _skew(evidence)
-    yield from _hello(evidence)
+    yield from _allreduce(evidence)
 
 
 def _one_machine(name: str, num_tasks: int) -> Finding:
-    found = f"only {name} was tried, and nothing that lies between nodes"
+    found = f"only {name} was tried, and nothing between nodes"
     remedy = "--probe --nodes 2" + (", with exclusive=true" if num_tasks > 1 else "")
-    return unknown("network.reach", found, "a run of several nodes lives by it", remedy)
+    return unknown("network.reach", found, "a run of several nodes depends on it", remedy)
 
 
 def _interface(evidence: Evidence) -> Finding:
-    check, why = "network.interface", "agents and process groups talk over it"
+    check, why = "network.interface", "agents and process groups use it"
     bad = [
         f"{r.facts.name}: {r.facts.problem}" for r in evidence.reports.values() if r.facts.problem
     ]
@@ -427,13 +421,13 @@ def _interface(evidence: Evidence) -> Finding:
 
 
 def _reach(evidence: Evidence) -> Finding:
-    """Judge whether each task reaches a free port of each other one."""
+    """Check whether each task reaches a free port of every other."""
     check, why = "network.reach", "every agent connects to the leader, every worker to every other"
     lines, trips = [], []
     for report in evidence.reports.values():
-        for sight in report.meeting.sights:
+        for sight in report.meeting.peers:
             if sight.problem:
-                lines.append(f"{report.facts.name} can not reach {_problem(sight)}")
+                lines.append(f"{report.facts.name} cannot reach {_problem(sight)}")
             elif sight.round_trip_s is not None:
                 trips.append(sight.round_trip_s)
         for number in report.meeting.absent:
@@ -454,7 +448,7 @@ def _reach(evidence: Evidence) -> Finding:
     return ok(check, found, why)
 
 
-def _problem(sight: Sight) -> str:
+def _problem(sight: PeerResult) -> str:
     where = f" at {sight.address}" if sight.address else ""
     return f"{sight.host}{where}: {sight.problem}{_detour(sight.others)}"
 
@@ -465,8 +459,8 @@ def _detour(others: dict[str, bool]) -> str:
 
 
 def _skew(evidence: Evidence) -> Finding:
-    check, why = "network.clocks", "logs and events of the nodes are put in order by their clocks"
-    sights = [s for r in evidence.reports.values() for s in r.meeting.sights]
+    check, why = "network.clocks", "logs and events of the nodes are ordered by their clocks"
+    sights = [s for r in evidence.reports.values() for s in r.meeting.peers]
     known = [(abs(s.clock_ahead_s), s.host) for s in sights if s.clock_ahead_s is not None]
     if not known:
         return unknown(check, "not measured: the nodes do not reach each other", why)
@@ -477,16 +471,20 @@ def _skew(evidence: Evidence) -> Finding:
     return ok(check, f"they agree within {short(most)}", why)
 
 
-def _hello(evidence: Evidence) -> Iterator[Finding]:
+def _allreduce(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for each backend that was tried."""
-    said = {r.facts.name: r.hello for r in evidence.reports.values() if r.hello is not None}
-    backends = sorted({b for h in said.values() for b in (*h.bandwidths, *h.problems)} - {"torch"})
+    results = {
+        r.facts.name: r.allreduce for r in evidence.reports.values() if r.allreduce is not None
+    }
+    backends = sorted(
+        {b for h in results.values() for b in (*h.bandwidths, *h.problems)} - {"torch"}
+    )
     for backend in backends:
-        problems = {n: h.problems[backend] for n, h in said.items() if backend in h.problems}
+        problems = {n: h.problems[backend] for n, h in results.items() if backend in h.problems}
         yield _of_backend(
             backend,
             problems,
-            [h.bandwidths[backend] for h in said.values() if backend in h.bandwidths],
+            [h.bandwidths[backend] for h in results.values() if backend in h.bandwidths],
         )
 
 
@@ -500,16 +498,13 @@ def _of_backend(backend: str, problems: dict[str, str], bandwidths: list[float])
     return ok(check, f"an all_reduce of 4 MiB across the nodes came back, {speed:,.0f} MB/s", why)
 
 
-# ---- What the probe has shown of signals, of the end of tasks, and of their return. Pure
-
-
 _SHORT = 0.7
 """A grace is shorter than configured when it is below this share of it."""
 _SLACK_S = 3.0
 
 
-def judge_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
-    """Yield what is to be said.
+def check_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
+    """Yield the findings on signals.
 
     Args:
         evidence: What the probe has shown.
@@ -528,16 +523,16 @@ def judge_signals(evidence: Evidence, kill_wait_s: float) -> Iterator[Finding]:
             "signals.leftovers",
             f"still there after being cancelled and killed: {', '.join(evidence.leftovers)}",
             "Slurm waits for a node that does not answer, or for processes that do not die",
-            "they end by themselves within ten minutes; `squeue --me` shows them",
+            "they end by themselves within ten minutes; `squeue --me` lists them",
         )
 
 
 def _notice(evidence: Evidence) -> Finding:
     check, name = "signals.notice", f"SIG{evidence.notice_name}"
-    why = "`scancel --signal` asks a run to save and leave a node; --signal in launcher.sbatch, too"
+    why = "`scancel --signal` and --signal in launcher.sbatch ask a run to save and leave a node"
     missed = [evidence.name(i) for i, t in evidence.notices.items() if t[AGENT] is None]
     if missed:
-        remedy = "ask by a file instead: `touch RUN/notice/NODE`; is srun a wrapper of the site's?"
+        remedy = "use a file instead: `touch RUN/notice/NODE`; is srun a wrapper of the site?"
         return fail(check, f"{name} did not reach the task on {', '.join(missed)}", why, remedy)
     slowest = max(t for times in evidence.notices.values() if (t := times[AGENT]) is not None)
     alone = any(times[WORKER] is None for times in evidence.notices.values())
@@ -548,10 +543,10 @@ def _notice(evidence: Evidence) -> Finding:
 
 def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
     check, what = f"signals.{ending.how}_grace", f"a task that is {_done(ending)}"
-    why = "in that time all ranks save at one step; a preemption adds the partition's GraceTime"
+    why = "in that time all ranks save one step; a preemption adds the partition's GraceTime"
     asked, worker = ending.lived_s.get(AGENT), ending.lived_s.get(WORKER)
     if asked is None:
-        remedy = "Admin: is SIGTERM sent at all (KillWait), and does srun hand it on?"
+        remedy = "Admin: is SIGTERM sent at all (KillWait), and does srun forward it?"
         found = f"{what} got no SIGTERM before its end on {ending.node}"
         return fail(check, found, why, remedy)
     least = min(asked, asked if worker is None else worker)
@@ -568,9 +563,9 @@ def _grace(ending: NodeEnding, kill_wait_s: float) -> Finding:
 
 def _end(ending: NodeEnding) -> Finding:
     check = f"signals.{ending.how}_end"
-    why = "a worker that is left behind holds its GPU, and may write into the run"
+    why = "a worker that is left behind keeps its GPU, and may write into the run"
     if ending.capped:
-        return unknown(check, "not seen: Slurm's KillWait is longer than the probe waits", why)
+        return unknown(check, "not tested: Slurm's KillWait is longer than the probe waits", why)
     if ending.orphaned:
         remedy = "Admin: ProctrackType=proctrack/cgroup"
         found = f"a worker in a session of its own outlived its task on {ending.node}"
@@ -580,16 +575,16 @@ def _end(ending: NodeEnding) -> Finding:
 
 def _requeue(ending: NodeEnding) -> Finding:
     check = "signals.requeue"
-    why = "a task that is preempted, or out of time, has to come back by itself"
+    why = "a task that is preempted, or out of time, has to be requeued"
     if ending.refused:
         remedy = (
-            "a run submits another task in its place (replacement); Admin: allow users to requeue "
-            "their jobs (JobRequeue=1)"
+            "a run submits another task in its place; Admin: allow users to requeue their jobs "
+            "(JobRequeue=1)"
         )
         return warn(check, f"Slurm refuses to requeue: {ending.refused}", why, remedy)
     if ending.waits:
         remedy = "nothing, if the cluster is busy; try again when nodes are free"
-        found = f"requeued, and in the queue again ({ending.waits}); it was not seen to start"
+        found = f"requeued, and in the queue again ({ending.waits}); it has not started yet"
         return unknown(check, found, why, remedy)
     if ending.back_on is None:
         remedy = "was the cluster busy? See `squeue --me` for its reason, and the epilog's time"
@@ -597,7 +592,7 @@ def _requeue(ending: NodeEnding) -> Finding:
             check, f"the task of {ending.node} was requeued and did not return", why, remedy
         )
     back_s = "" if ending.back_s is None else f" after {duration(round(ending.back_s))}"
-    found = f"really requeued: it came back on {ending.back_on}{back_s}, SLURM_RESTART_COUNT=1"
+    found = f"requeued: it came back on {ending.back_on}{back_s}, SLURM_RESTART_COUNT=1"
     return ok(check, found, why)
 
 
@@ -605,14 +600,11 @@ def _done(ending: NodeEnding) -> str:
     return "requeued" if ending.how == "requeue" else "cancelled"
 
 
-# ---- What the probe has shown of the directory that its nodes share. Pure
-
-
 _SLOW_S = 5.0
 _REMEDY = "choose a directory that all nodes share: --dir here, hydra.sweep.dir for a run"
 _DELAY_WHY = "saves, joins and elections wait for files of other nodes"
 _DELAY_REMEDY = (
-    "is it one file system, without a cache of its own in between? Admin: on NFS, mount without "
+    "is it one file system, without another cache in between? Admin: on NFS, mount without "
     f"nocto. Or {CHOOSE}"
 )
 _NOT_EXCLUSIVE = (
@@ -621,8 +613,8 @@ _NOT_EXCLUSIVE = (
 )
 
 
-def judge_shared(evidence: Evidence, rendezvous: RendezvousSettings) -> Iterator[Finding]:
-    """Yield what is to be said of the directory.
+def check_shared_folder(evidence: Evidence, rendezvous: RendezvousSettings) -> Iterator[Finding]:
+    """Yield the findings on the shared directory.
 
     Args:
         evidence: What the probe has shown.
@@ -634,7 +626,7 @@ def judge_shared(evidence: Evidence, rendezvous: RendezvousSettings) -> Iterator
         return
     yield from _nodes(evidence)
     mounts = {r.facts.name: r.facts.folder.mount for r in evidence.reports.values()}
-    yield cluster_checks.mounted("directory.node_mounts", mounts, rendezvous)
+    yield cluster_checks.check_mounts("directory.node_mounts", mounts, rendezvous)
     why_not = _not_tried(evidence)
     yield _election(evidence, why_not)
     yield _delay(evidence, why_not)
@@ -647,10 +639,10 @@ def _blind(evidence: Evidence) -> Finding:
 
 
 def _nodes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what is wrong with the directory as each node sees it, or that nothing is."""
+    """Yield what is wrong with the directory on each node, or one OK."""
     bad: dict[tuple[str, str], list[str]] = {}
     for report in evidence.reports.values():
-        for finding in cluster_checks.tried(report.facts.folder):
+        for finding in cluster_checks.check_operations(report.facts.folder):
             if finding.verdict is Verdict.FAIL:
                 bad.setdefault((finding.check, finding.found), []).append(report.facts.name)
     why = "all nodes of a run meet in its directory"
@@ -663,48 +655,48 @@ def _nodes(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _not_tried(evidence: Evidence) -> str:
-    """Return why nothing was tried between two nodes; empty if something was."""
+    """Return why nothing was tested between two nodes; empty if it was."""
     if any(report.meeting.seen for report in evidence.reports.values()):
         return ""
     names = {report.facts.name for report in evidence.reports.values()}
     if len(names) == 1:
         return f"all tasks were on {names.pop()}"
     problems = {r.facts.name: r.meeting.problem for r in evidence.reports.values()}
-    said = "; ".join(f"{name} {problem}" for name, problem in problems.items() if problem)
-    return said or "the nodes do not reach each other"
+    shown = "; ".join(f"{name} {problem}" for name, problem in problems.items() if problem)
+    return shown or "the nodes do not reach each other"
 
 
 def _election(evidence: Evidence, why_not: str) -> Finding:
-    """Judge whether of two nodes that link one name, one wins."""
+    """Check whether exactly one wins when two nodes link one name."""
     check = "directory.election"
-    why = "a run's leader is the node that makes its record; two would train against each other"
+    why = "a run's leader is the node that creates its record; two leaders would damage the run"
     if why_not:
         return unknown(check, f"not tried: {why_not}", why)
     races = [r.meeting.race for r in evidence.reports.values() if r.meeting.race]
     faults = {
-        "both nodes were told that they had made": sum(race.both for race in races),
-        "neither was told so of": sum(race.neither for race in races),
-        "the nodes see different winners of": sum(race.differ for race in races),
+        "both nodes won": sum(race.both for race in races),
+        "no node won": sum(race.neither for race in races),
+        "the nodes read different winners of": sum(race.differ for race in races),
     }
     raced = f"of {sum(race.rounds for race in races)} names that two nodes linked at once"
-    said = ", ".join(f"{what} {number}" for what, number in faults.items() if number)
-    if said:
-        return fail(check, f"link(2) is not exclusive: {raced}, {said}", why, _NOT_EXCLUSIVE)
+    shown = ", ".join(f"{what} {number}" for what, number in faults.items() if number)
+    if shown:
+        return fail(check, f"link(2) is not exclusive: {raced}, {shown}", why, _NOT_EXCLUSIVE)
     return ok(check, f"{raced}, each had one winner", why)
 
 
 def _delay(evidence: Evidence, why_not: str) -> Finding:
-    """Judge how soon what one node does to the directory is seen on another one."""
+    """Check how soon a node sees the changes of another in the directory."""
     check, why = "directory.delay", _DELAY_WHY
     if why_not:
         return unknown(check, f"not measured: {why_not}", why)
     seen = {r.facts.name: r.meeting.seen for r in evidence.reports.values() if r.meeting.seen}
-    late = [f"on {name} {said}" for name, one in seen.items() if (said := _unseen(one))]
+    late = [f"on {name} {shown}" for name, one in seen.items() if (shown := _unseen(one))]
     if late:
         return fail(check, f"of what another node did, {'; '.join(late)}", why, _DELAY_REMEDY)
-    worst = {name: max(one.times_s[name] or 0.0 for one in seen.values()) for name in DEEDS}
-    said = ", ".join(f"{what} after {short(worst[name])}" for name, what in DEEDS.items())
-    found = f"a node sees of another one {said}{_by_path(evidence, seen.values())}"
+    worst = {name: max(one.times_s[name] or 0.0 for one in seen.values()) for name in CHANGES}
+    shown = ", ".join(f"{what} after {short(worst[name])}" for name, what in CHANGES.items())
+    found = f"a node sees of another one {shown}{_by_path(evidence, seen.values())}"
     if max(worst.values()) > _SLOW_S:
         remedy = "runs work, with these waits; a save at a preemption may be too late. Admin: on "
         remedy += f"NFS, mount without nocto. Or {CHOOSE}"
@@ -713,15 +705,15 @@ def _delay(evidence: Evidence, why_not: str) -> Finding:
 
 
 def _unseen(seen: Visibility) -> str:
-    """Return what an observer has not seen; empty if it has seen all."""
-    missing = [what for name, what in DEEDS.items() if seen.times_s[name] is None]
-    if len(missing) == len(DEEDS):
+    """Return the changes that an observer has not seen; empty if it has seen all."""
+    missing = [what for name, what in CHANGES.items() if seen.times_s[name] is None]
+    if len(missing) == len(CHANGES):
         return f"nothing was seen within {duration(seen.waited_s)}"
     return f"{', '.join(missing)} was not seen within {duration(seen.waited_s)}" if missing else ""
 
 
 def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
-    """Say how long a name stays absent for who asks for it by its path."""
+    """Return how long a new file stays absent for a look-up by its path."""
     times = [one.times_s[PATH] for one in seen]
     if None not in times:
         return f"; by its path alone a new file after {short(max(t for t in times if t))}"
@@ -734,7 +726,7 @@ def _by_path(evidence: Evidence, seen: Collection[Visibility]) -> str:
 
 
 def _content(evidence: Evidence, why_not: str) -> Finding:
-    """Judge whether what was synced and renamed is what another node reads."""
+    """Check whether another node reads whole what was synced and renamed."""
     check, why = "directory.content", "a checkpoint is complete once it has its name"
     if why_not:
         return unknown(check, f"not tried: {why_not}", why)

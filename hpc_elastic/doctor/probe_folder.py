@@ -1,17 +1,18 @@
-"""The files by which the doctor and the tasks of its probe tell each other things.
+"""The files by which the doctor and the tasks of its probe communicate.
 
-    array-0.json               what the tasks are to do (`ProbePlan`); written before they are
-    submitted go                         indices of the tasks that take part: those that run by then
-    peer-<i>.json              how task i can be reached
-    node-<i>.json              what task i found, written once it has measured all
-    <who>-<i>.<n>.signals      what ``agent`` or ``worker`` received in attempt n, a JSON line each
-    <who>-<i>.<n>.beat         time of its last heartbeat: after SIGKILL, when that came
-    outside-<i>                what was wrong with Slurm's commands outside of a container
-    back-<i>.json              task i was requeued, and has come back
-    trial-<i>                  a folder whose changes by another node are seen by task i
-    stop                       all end; so they do where the folder is gone
+    array-0.json               settings of the tasks (`ProbePlan`), written before the submission
+    go                         indices of the tasks that take part: those that run by then
+    peer-<i>.json              address of task i
+    node-<i>.json              report of task i, written once it has measured everything
+    <who>-<i>.<n>.signals      signals that ``agent`` or ``worker`` received in attempt n, as JSON
+                               lines
+    <who>-<i>.<n>.beat         time of its last heartbeat: after SIGKILL, the time of that
+    outside-<i>                errors of Slurm's commands outside of a container
+    back-<i>.json              task i was requeued, and runs again
+    trial-<i>                  a folder that another node changes while task i watches it
+    stop                       all tasks end; they also do if the folder is removed
 
-All of them are in the folder ``.hpc_elastic`` of the probe, which is removed with it.
+All files are in the folder ``.hpc_elastic`` of the probe, which is removed with it.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from typing import Any
 
 from hpc_elastic.shared_files import Mount, is_there, write_atomic
 
-PLACE_POLL_S = 0.1
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """What the tasks of a probe are to do.
+    """The settings of the tasks of a probe.
 
     Attributes:
-        num_nodes: How many tasks there are.
-        token: Tells a peer from a stranger.
+        num_nodes: Number of tasks.
+        token: Authenticates the requests of peers.
         interface: ``launcher.interface``.
-        in_container: Whether the tasks run in one.
-        lifetime_s: After this long a task ends whatever happens.
+        in_container: Whether the tasks run in a container.
+        lifetime_s: Longest life of a task.
     """
 
     num_nodes: int
@@ -59,76 +60,76 @@ class ProbeFolder:
 
     @classmethod
     def of(cls, array_file: str) -> ProbeFolder:
-        """Return the place that a task was submitted with."""
+        """Return the folder of an array file."""
         return cls(Path(array_file).parent)
 
     @property
     def array_file(self) -> Path:
-        """What the tasks are to do."""
+        """The settings of the tasks."""
         return self.path / "array-0.json"
 
     @property
-    def go(self) -> Path:
-        """Who takes part."""
+    def members_file(self) -> Path:
+        """The indices of the tasks that take part."""
         return self.path / "go"
 
     @property
-    def stop(self) -> Path:
-        """All end once it is there."""
+    def stop_file(self) -> Path:
+        """The file that ends all tasks."""
         return self.path / "stop"
 
-    def peer(self, index: int) -> Path:
-        """How a task can be reached."""
+    def peer_file(self, index: int) -> Path:
+        """The address of a task."""
         return self.path / f"peer-{index}.json"
 
-    def node(self, index: int) -> Path:
-        """What a task found."""
+    def report_file(self, index: int) -> Path:
+        """The report of a task."""
         return self.path / f"node-{index}.json"
 
-    def back(self, index: int) -> Path:
-        """That a task has come back."""
+    def return_file(self, index: int) -> Path:
+        """Written by a task that was requeued and runs again."""
         return self.path / f"back-{index}.json"
 
-    def outside(self, index: int | str) -> Path:
-        """What was wrong outside of a container; empty if nothing was."""
+    def outside_file(self, index: int | str) -> Path:
+        """Errors outside of a container; an empty file without errors."""
         return self.path / f"outside-{index}"
 
-    def signals(self, who: str, index: int, attempt: int) -> Path:
-        """What a process of a task received."""
+    def signal_file(self, who: str, index: int, attempt: int) -> Path:
+        """The signals of a process of a task."""
         return self.path / f"{who}-{index}.{attempt}.signals"
 
-    def beat(self, who: str, index: int, attempt: int) -> Path:
-        """When a process of a task lived last."""
+    def heartbeat_file(self, who: str, index: int, attempt: int) -> Path:
+        """The last heartbeat of a process of a task."""
         return self.path / f"{who}-{index}.{attempt}.beat"
 
     @property
-    def late_s(self) -> float:
-        """How much longer than on a local disk others' files are to be waited for."""
+    def staleness_s(self) -> float:
+        """How stale the view of other nodes' files may be here, in seconds."""
         return Mount.of(self.path).refreshed_stale_s
 
     @property
     def is_over(self) -> bool:
-        """Whether the probe has ended, or been taken away."""
-        return is_there(self.stop) or not is_there(self.path)
+        """Whether the probe has ended, or was removed."""
+        return is_there(self.stop_file) or not is_there(self.path)
 
     def write_plan(self, plan: ProbePlan) -> None:
-        """Tell the tasks what to do."""
+        """Write the settings of the tasks."""
         write_atomic(self.array_file, json.dumps(asdict(plan)), mode=0o600)
 
     def read_plan(self) -> ProbePlan:
-        """Return what the tasks are to do."""
+        """Read the settings of the tasks."""
         return ProbePlan(**json.loads(self.array_file.read_text()))
 
-    def write(self, file: Path, content: Any) -> None:
-        """Write a file that others wait for, in one step."""
+    def write_json(self, file: Path, content: Any) -> None:
+        """Write a JSON file atomically."""
         write_atomic(file, json.dumps(content))
 
 
-def await_json(file: Path, timeout_s: float, over: Callable[[], bool]) -> Any | None:
-    """Wait for a file and return what it holds; None if it does not come, or all is over."""
+def wait_for_json(file: Path, timeout_s: float, over: Callable[[], bool]) -> Any | None:
+    """Wait for a JSON file and return its content; None after the time-out, or once it is over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and not over():
         if is_there(file):
             return json.loads(file.read_text())
-        time.sleep(PLACE_POLL_S)
+        time.sleep(POLL_S)
     return None

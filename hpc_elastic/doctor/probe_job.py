@@ -1,4 +1,9 @@
-"""The probe as a job: an array as that of a run, submitted, looked at and taken away again."""
+"""The probe as a job: an array like that of a run, submitted, driven, read and removed.
+
+The tasks start and measure everything. Then every task is sent the notice signal. Then one task is
+requeued, to see it come back, and another one cancelled, both with processes that ignore SIGTERM.
+At the end, and after any error, everything is cancelled and removed.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +24,9 @@ from typing import Any, Literal, TypeVar
 from hpc_elastic.config.schema import RunSettings, SlurmSettings
 from hpc_elastic.doctor.allreduce_check import TIMEOUT_S as HELLO_S
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.cli_settings import launcher_of
+from hpc_elastic.doctor.cluster import slurm_settings
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
-from hpc_elastic.doctor.probe_network import ProbeMeeting
+from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.probe_task import NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, ORPHANED, WORKER
 from hpc_elastic.errors import SlurmCommandError
@@ -48,7 +53,7 @@ class ProbeJob:
         job_id: Of its array.
         num_nodes: Its number of tasks.
         place: Its files.
-        client: How to reach Slurm.
+        client: Runs Slurm's commands.
     """
 
     job_id: str
@@ -60,8 +65,8 @@ class ProbeJob:
         """Return the name of a task."""
         return f"{self.job_id}_{index}"
 
-    def states(self) -> dict[int, TaskState]:
-        """Return Slurm's word on each task; those that it has forgotten are left out.
+    def query_tasks(self) -> dict[int, TaskState]:
+        """Return the state of each task; forgotten ones are left out.
 
         Raises:
             SlurmCommandError: Slurm does not answer.
@@ -69,18 +74,18 @@ class ProbeJob:
         found = self.client.tasks([self.job_id])
         return {i: found[self.task(i)] for i in range(self.num_nodes) if self.task(i) in found}
 
-    def log(self, index: int) -> str:
-        """Return the end of what a task has printed."""
+    def log_tail(self, index: int) -> str:
+        """Return the end of a task's output."""
         file = Submission(self.place.path).logs / f"{self.job_id}_{index}.log"
         try:
             return file.read_text(errors="replace").strip()[-_LOG_CHARS:]
         except OSError:
             return ""
 
-    def end(self) -> list[str]:
-        """End all tasks, and remove the files; return those that did not end, with their nodes."""
-        with contextlib.suppress(OSError):  # a full disk; they are cancelled in any case
-            self.place.stop.touch()
+    def cancel(self) -> list[str]:
+        """Cancel all tasks, and remove the files; return the tasks that did not end."""
+        with contextlib.suppress(OSError):  # a full disk; the tasks are cancelled in any case
+            self.place.stop_file.touch()
         left = self._cancelled()
         shutil.rmtree(self.place.path.parent, ignore_errors=True)
         return left
@@ -98,7 +103,7 @@ class ProbeJob:
         return left
 
     def _left(self, timeout_s: float) -> list[str]:
-        """Wait for the tasks to end; return those that do not."""
+        """Wait for the end of all tasks; return those that do not end."""
         deadline = time.monotonic() + timeout_s
         while True:
             states = self.client.tasks([self.job_id]).values()
@@ -108,7 +113,7 @@ class ProbeJob:
             time.sleep(0.5)
 
 
-def submit(
+def submit_probe(
     settings: RunSettings,
     num_nodes: int,
     folder: Path,
@@ -119,19 +124,19 @@ def submit(
     """Submit a probe (login node).
 
     Args:
-        settings: What a run would be submitted with.
-        num_nodes: How many nodes to look at.
-        folder: The directory to try out; the probe's own is made in it.
-        client: How to reach Slurm.
-        longest_s: Longest time that the partition allows; None without a limit.
+        settings: Settings of a run.
+        num_nodes: Number of nodes to examine.
+        folder: The directory to test; the probe's folder is created in it.
+        client: Runs Slurm's commands.
+        longest_s: Time limit of the partition; None without a limit.
 
     Raises:
-        HpcElasticError: sbatch refuses it, or the directory can not be written to.
+        HpcElasticError: sbatch refuses it, or the directory cannot be written to.
     """
     from hpc_elastic.launcher.slurm import SbatchRefusedError, refusal, submit_script
 
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
-    launcher = replace(launcher_of(settings), time=time_limit(settings, longest_s))
+    launcher = replace(slurm_settings(settings), time=time_limit(settings, longest_s))
     try:
         script = _lay_out(launcher, own / SUBMISSION, num_nodes)
         jobs = submit_script(script, num_nodes)
@@ -146,8 +151,8 @@ def submit(
 
 
 def time_limit(settings: RunSettings, longest_s: float | None) -> str:
-    """Return the probe's time limit in minutes: never longer than a run's may be (pure)."""
-    asked = launcher_of(settings).time
+    """Return the probe's time limit in minutes, at most that of a run (pure)."""
+    asked = slurm_settings(settings).time
     wanted = [_MINUTES * 60.0, longest_s, time_limit_s(asked) if asked else None]
     return str(max(1, int(min(s for s in wanted if s is not None) // 60)))
 
@@ -165,15 +170,17 @@ def _lay_out(launcher: SlurmSettings, submission: Path, num_nodes: int) -> Path:
     )
     ProbeFolder(submission).write_plan(plan)
     if plan.in_container:
-        launcher = replace(launcher, setup=[*launcher.setup, _ask_outside(ProbeFolder(submission))])
+        launcher = replace(
+            launcher, setup=[*launcher.setup, _outside_line(ProbeFolder(submission))]
+        )
     script = ArrayFiles.of(ProbeFolder(submission).array_file).script
     write_atomic(script, render(launcher, submission, num_tasks=num_nodes, module=MODULE))
     return script
 
 
-def _ask_outside(place: ProbeFolder) -> str:
-    """Return a shell line that asks Slurm before the container is entered, and never fails."""
-    file = shlex.quote(str(place.outside(""))) + "$SLURM_ARRAY_TASK_ID"
+def _outside_line(place: ProbeFolder) -> str:
+    """Return a shell line that runs Slurm's commands outside of the container, and never fails."""
+    file = shlex.quote(str(place.outside_file(""))) + "$SLURM_ARRAY_TASK_ID"
     asks = 'squeue -h -j "$SLURM_JOB_ID" && scontrol show config'
     return f"{{ {asks}; }} > /dev/null 2> {file} || true"
 
@@ -190,11 +197,11 @@ def render(
     Args:
         launcher: ``launcher.*``.
         submission: The folder ``.hpc_elastic`` that it names.
-        num_tasks: Nodes.
-        module: What its tasks run.
+        num_tasks: Number of nodes.
+        module: The module that its tasks run.
 
     Raises:
-        HpcElasticError: a setting can not be written into it.
+        HpcElasticError: A setting cannot be written into it.
     """
     script = batch_script.Script(
         settings=replace(launcher, array_parallelism=None),
@@ -210,135 +217,133 @@ def render(
     return batch_script.render(script, read_template(launcher.template))
 
 
-# ---- What is done to a probe, one thing after the other (login node)
-# Start, go, wait until all has been measured; the notice signal to every task; then one task is
-# requeued, to see it come back, and another one cancelled, both with processes that do not go
-# before they are killed. At the end, however that comes, everything is cancelled and removed.
-
-
 _MEASURE_S = 90.0 + HELLO_S
 _WAITS = 4
-"""So often the tasks, and then the doctor, wait for files of each other while they measure."""
+"""How often the tasks, and then the doctor, wait for each other's files."""
 _NOTICE_S = 10.0
 _LONGEST_KILL_WAIT_S = 60.0
 _COME_BACK_S = 60.0
 _REST_S = 60.0
 _RELEASE_S = 5.0
 _SLACK_S = 20.0
-"""How much longer than KillWait Slurm may take to be through with a task."""
+"""How much longer than KillWait Slurm may take to end a task."""
 _HOWS: tuple[Literal["requeue", "cancel"], ...] = ("requeue", "cancel")
 
 
 class ProbeRun:
-    """Takes a probe through its course, and keeps what it has shown.
+    """The course of a probe, and its evidence.
 
     Args:
         job: The probe.
         notice: The notice signal, such as ``USR2``.
         kill_wait_s: Slurm's KillWait.
-        say: Is told what is being done.
+        report: Receives lines on what is being done.
     """
 
-    def __init__(self, job: ProbeJob, *, notice: str, kill_wait_s: float, say: Say) -> None:
+    def __init__(self, job: ProbeJob, *, notice: str, kill_wait_s: float, report: Report) -> None:
         self._job = job
         self._kill_wait_s = min(kill_wait_s, _LONGEST_KILL_WAIT_S)
-        self._say = say
-        self._watch = ProbeWatch(job, say)
+        self._report = report
+        self._watch = TaskWatch(job, report)
         self.evidence = Evidence(job.num_nodes, notice_name=notice)
 
-    def run(self, patience_s: float) -> Evidence:
-        """Go through all of it, and leave nothing behind, also when it is interrupted.
+    def run(self, timeout_s: float) -> Evidence:
+        """Run the whole probe; nothing is left behind, also after an interrupt.
 
         Args:
-            patience_s: How long the first task may take to start.
+            timeout_s: Longest wait for the start of the first task.
         """
         try:
-            running = self._watch.wait_for_start(patience_s, _REST_S)
-            self._add(waiting=self._watch.waiting())
-            self._start(running)
+            running = self._watch.wait_for_start(timeout_s, _REST_S)
+            self._add_facts(waiting=self._watch.pending_reasons())
+            self._measure(running)
             if self.evidence.reports:
-                self._notify()
+                self._send_notice()
                 self._end_tasks()
         except BrokenPipeError:
-            raise  # of whoever listened
+            raise  # the reader of our output has ended
         except (SlurmCommandError, OSError) as e:
-            self._add(problem=str(e))
+            self._add_facts(problem=str(e))
         finally:
-            with contextlib.suppress(OSError):  # nobody listens any more: `doctor --probe | head`
-                self._say("cancelling what is left of the probe")
-            self._add(leftovers=self._job.end())
+            with contextlib.suppress(OSError):  # the reader has ended: `doctor --probe | head`
+                self._report("cancelling the rest of the probe")
+            self._add_facts(leftovers=self._job.cancel())
         return self.evidence
 
-    def _add(self, **facts: object) -> None:
+    def _add_facts(self, **facts: object) -> None:
         self.evidence = replace(self.evidence, **facts)  # type: ignore[arg-type]
 
-    def _start(self, running: list[int]) -> None:
-        """Let the tasks that run measure all, and read what they have found."""
+    def _measure(self, running: list[int]) -> None:
+        """Let the running tasks measure everything, and read their reports."""
         place, took_part = self._job.place, sorted(running)
-        self._say(f"{len(running)} of {self._job.num_nodes} nodes measure")
-        place.write(place.go, took_part)
+        self._report(f"{len(running)} of {self._job.num_nodes} nodes measure")
+        place.write_json(place.members_file, took_part)
 
         def done() -> bool:
-            ended = [i for i in self._watch.states() if i in self._watch.in_phase(Phase.ENDED)]
-            return all(i in ended or is_there(place.node(i)) for i in took_part)
+            ended = [i for i in self._watch.refresh() if i in self._watch.in_phase(Phase.ENDED)]
+            return all(i in ended or is_there(place.report_file(i)) for i in took_part)
 
-        until(done, _MEASURE_S + _WAITS * place.late_s)
+        wait_until(done, _MEASURE_S + _WAITS * place.staleness_s)
         reports, unreadable = read_reports(place, took_part)
         gone = [i for i in range(self._job.num_nodes) if i not in self.evidence.waiting]
         blind = {
             i: node
             for i, node in self._nodes_of(Phase.RUNNING).items()
-            if i in took_part and i not in reports and is_there(place.peer(i))
+            if i in took_part and i not in reports and is_there(place.peer_file(i))
         }
-        silent = {i: self._silence(i) for i in gone if i not in {**reports, **blind}}
-        self._add(reports=reports, silent=silent | unreadable, blind=blind)
-        self._add(outside=self._outside(reports))
+        silent = {i: self._describe_silent_task(i) for i in gone if i not in {**reports, **blind}}
+        self._add_facts(reports=reports, silent=silent | unreadable, blind=blind)
+        self._add_facts(outside=self._outside(reports))
 
     def _nodes_of(self, phase: Phase) -> dict[int, str]:
         """Return the nodes of the tasks in a phase."""
-        states = self._watch.states()
+        states = self._watch.refresh()
         return {i: states[i].node or f"task {i}" for i in self._watch.in_phase(phase)}
 
     def _outside(self, reports: Mapping[int, NodeReport]) -> dict[str, str | None]:
-        """Return what the nodes' batch scripts, outside of a container, found of Slurm."""
-        found = {r.facts.name: self._job.place.outside(i) for i, r in reports.items()}
+        """Return the errors of Slurm's commands outside of a container, by node."""
+        found = {r.facts.name: self._job.place.outside_file(i) for i, r in reports.items()}
         return {
             name: file.read_text().strip()[:300] or None
             for name, file in found.items()
             if is_there(file)
         }
 
-    def _silence(self, index: int) -> str:
-        """Return what became of a task that has reported nothing."""
-        state = self._watch.states().get(index)
-        log = self._job.log(index)
+    def _describe_silent_task(self, index: int) -> str:
+        """Describe a task that has reported nothing."""
+        state = self._watch.refresh().get(index)
+        log = self._job.log_tail(index)
         last = f": {log}" if log else ", and printed nothing"
         return f"{state.state if state else 'forgotten'} on {state.node if state else '?'}{last}"
 
-    def _notify(self) -> None:
-        """Send the notice signal to every task, and see which processes get it."""
+    def _send_notice(self) -> None:
+        """Send the notice signal to every task, and record which processes receive it."""
         name = self.evidence.notice_name
-        self._say(f"sending SIG{name}")
+        self._report(f"sending SIG{name}")
         sent = time.monotonic()
         for index in self.evidence.reports:
-            self._command(lambda task: self._job.client.signal(task, name), index)
+            self._run_on_task(lambda task: self._job.client.signal(task, name), index)
         seen: dict[int, dict[str, float | None]] = {
-            index: dict.fromkeys(WHO) for index in self.evidence.reports
+            index: dict.fromkeys(PROCESSES) for index in self.evidence.reports
         }
-        until(lambda: self._look_for(name, sent, seen), _NOTICE_S + self._job.place.late_s)
-        self._add(notices=seen)
+        wait_until(
+            lambda: self._record_receipts(name, sent, seen), _NOTICE_S + self._job.place.staleness_s
+        )
+        self._add_facts(notices=seen)
 
-    def _look_for(self, name: str, sent: float, seen: dict[int, dict[str, float | None]]) -> bool:
-        """Fill in which processes have received a signal by now; return whether all have."""
+    def _record_receipts(
+        self, name: str, sent: float, seen: dict[int, dict[str, float | None]]
+    ) -> bool:
+        """Record which processes have received a signal by now; return whether all have."""
         for index, times in seen.items():
-            for who in WHO:
-                came = received(self._job.place, who, index, f"SIG{name}") is not None
+            for who in PROCESSES:
+                came = signal_time(self._job.place, who, index, f"SIG{name}") is not None
                 if came and times[who] is None:
                     times[who] = time.monotonic() - sent
         return all(None not in times.values() for times in seen.values())
 
-    def _command(self, command: Callable[[str], None], index: int) -> str:
-        """Tell Slurm something of a task; return why it would not."""
+    def _run_on_task(self, command: Callable[[str], None], index: int) -> str:
+        """Run a command of Slurm on a task; return its error, empty without one."""
         try:
             command(self._job.task(index))
         except SlurmCommandError as e:
@@ -346,7 +351,7 @@ class ProbeRun:
         return ""
 
     def _reached(self) -> list[int]:
-        """Return the tasks that had the notice, or all if none had: what is done to them counts."""
+        """Return the tasks that received the notice, or all tasks if none did."""
         found = [
             i for i in sorted(self.evidence.reports) if self.evidence.notices[i][AGENT] is not None
         ]
@@ -355,20 +360,23 @@ class ProbeRun:
     def _end_tasks(self) -> None:
         """Requeue the first task and cancel the second, both at once."""
         chosen = dict(zip(_HOWS, self._reached(), strict=False))
-        self._say(f"requeueing one task, cancelling another; KillWait {self._kill_wait_s:.0f} s")
+        self._report(f"requeueing one task, cancelling another; KillWait {self._kill_wait_s:.0f} s")
         start = time.monotonic()
         client = self._job.client
         commands = {"requeue": client.requeue, "cancel": lambda task: client.cancel([task])}
-        refused = {how: self._command(commands[how], i) for how, i in chosen.items()}
+        refused = {how: self._run_on_task(commands[how], i) for how, i in chosen.items()}
         under_way = [i for how, i in chosen.items() if not refused[how]]
-        over = until(lambda: self._are_dead(under_way), self._kill_wait_s + _SLACK_S)
+        over = wait_until(lambda: self._have_ended(under_way), self._kill_wait_s + _SLACK_S)
         place = self._job.place
-        until(lambda: all(None not in lived(place, i).values() for i in under_way), place.late_s)
+        wait_until(
+            lambda: all(None not in survival_times(place, i).values() for i in under_way),
+            place.staleness_s,
+        )
         endings = [
             NodeEnding(
                 how=how,
                 node=self.evidence.name(index),
-                lived_s=lived(place, index),
+                lived_s=survival_times(place, index),
                 orphaned=was_orphaned(place, index),
                 capped=not over,
                 refused=refused[how],
@@ -377,46 +385,43 @@ class ProbeRun:
         ]
         if over and not refused["requeue"]:
             endings[0] = self._await_return(endings[0], chosen["requeue"], start)
-        self._add(endings=endings)
+        self._add_facts(endings=endings)
 
-    def _are_dead(self, indices: list[int]) -> bool:
-        """Tell whether Slurm is through with tasks."""
-        states = self._watch.states()
+    def _have_ended(self, indices: list[int]) -> bool:
+        """Return whether Slurm has ended tasks."""
+        states = self._watch.refresh()
         return all(
             i not in states or states[i].phase in (Phase.ENDED, Phase.PENDING) for i in indices
         )
 
     def _await_return(self, ending: NodeEnding, index: int, start: float) -> NodeEnding:
-        """Wait until a requeued task has come back, without Slurm's two minutes."""
-        self._say("waiting for the requeued task to come back")
-        file, released = self._job.place.back(index), -_RELEASE_S
+        """Wait until a requeued task runs again; release it from Slurm's hold of two minutes."""
+        self._report("waiting for the requeued task to come back")
+        file, released = self._job.place.return_file(index), -_RELEASE_S
 
         def came() -> bool:
             nonlocal released
-            state, now = self._watch.states().get(index), time.monotonic()
+            state, now = self._watch.refresh().get(index), time.monotonic()
             if state is not None and state.is_held and now - released > _RELEASE_S:
-                self._command(self._job.client.release, index)
+                self._run_on_task(self._job.client.release, index)
                 released = now
             return is_there(file)
 
-        if until(came, _COME_BACK_S + self._job.place.late_s):
+        if wait_until(came, _COME_BACK_S + self._job.place.staleness_s):
             node = json.loads(file.read_text())["node"]
             return replace(ending, back_on=node, back_s=time.monotonic() - start)
-        state = self._watch.states().get(index)
+        state = self._watch.refresh().get(index)
         waits = state is not None and state.phase is Phase.PENDING and (state.restarts or 0) > 0
         return replace(ending, waits=(state.reason or "starting") if state and waits else "")
 
 
-# ---- Waiting for the probe, bounded, on the login node
-
-
 _T = TypeVar("_T")
 POLL_S = 0.5
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def until(condition: Callable[[], _T | None], timeout_s: float) -> _T | None:
-    """Wait for something; return None if it does not come in time."""
+def wait_until(condition: Callable[[], _T | None], timeout_s: float) -> _T | None:
+    """Poll a condition; return its first true value, or the last one after the time-out."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = condition()
@@ -425,110 +430,109 @@ def until(condition: Callable[[], _T | None], timeout_s: float) -> _T | None:
         time.sleep(POLL_S)
 
 
-class ProbeWatch:
-    """Slurm's word on the tasks of a probe; the last one counts where there is no newer one."""
+class TaskWatch:
+    """The states of a probe's tasks; the last ones count while Slurm does not answer."""
 
-    def __init__(self, job: ProbeJob, say: Say) -> None:
+    def __init__(self, job: ProbeJob, report: Report) -> None:
         self._job = job
-        self._say = say
+        self._report = report
         self._states: dict[int, TaskState] = {}
 
-    def states(self) -> dict[int, TaskState]:
-        """Ask squeue."""
+    def refresh(self) -> dict[int, TaskState]:
+        """Query squeue."""
         try:
-            self._states = self._job.states()
+            self._states = self._job.query_tasks()
         except SlurmCommandError as e:
-            self._say(f"Slurm does not answer: {e.stderr.strip()[:100]}")
+            self._report(f"Slurm does not answer: {e.stderr.strip()[:100]}")
         return self._states
 
     def in_phase(self, *phases: Phase) -> list[int]:
-        """Return the tasks in some phases, as last heard."""
+        """Return the tasks in some phases, as of the last `refresh`."""
         return [i for i, state in self._states.items() if state.phase in phases]
 
-    def wait_for_start(self, patience_s: float, rest_s: float) -> list[int]:
+    def wait_for_start(self, timeout_s: float, rest_s: float) -> list[int]:
         """Wait until all tasks run; return those that do.
 
         Args:
-            patience_s: How long the first may take.
-            rest_s: How long the others may take after the first.
+            timeout_s: Longest wait for the first.
+            rest_s: Longest wait for the others after the first.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         first_seen = False
         while time.monotonic() < deadline:
-            self.states()
+            self.refresh()
             running = self.in_phase(Phase.RUNNING)
             ended = self.in_phase(Phase.ENDED)
             if len(running) + len(ended) == self._job.num_nodes:
                 return running
             if running and not first_seen:
                 first_seen, deadline = True, time.monotonic() + rest_s
-            self._say(self._what())
+            self._report(self._describe())
             time.sleep(POLL_S)
         return self.in_phase(Phase.RUNNING)
 
-    def waiting(self) -> dict[int, str]:
-        """Return why tasks wait, in Slurm's words."""
+    def pending_reasons(self) -> dict[int, str]:
+        """Return Slurm's pending reasons, by task."""
         pending = self.in_phase(Phase.PENDING)
-        return {i: self._states[i].reason or "no reason is given" for i in pending}
+        return {i: self._states[i].reason or "no reason given" for i in pending}
 
-    def _what(self) -> str:
+    def _describe(self) -> str:
         running = len(self.in_phase(Phase.RUNNING))
         pending = (self._states[i].reason for i in self.in_phase(Phase.PENDING))
         reasons = ", ".join(sorted({reason for reason in pending if reason})) or "starting"
         return f"job {self._job.job_id}: {running} of {self._job.num_nodes} nodes run ({reasons})"
 
 
-# ---- What a probe has left behind, read: the facts that the judges go by
-
-
-WHO = (AGENT, WORKER)
+PROCESSES = (AGENT, WORKER)
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one task has measured.
+    """The report of one task.
 
     Attributes:
-        facts: Its node.
-        meeting: What it found of the others.
-        hello: What came of torch's process group; None if it took no part.
+        facts: Facts of its node.
+        meeting: What it found of the other tasks.
+        allreduce: Result of torch's process group; None if it took no part.
     """
 
     facts: NodeFacts
-    meeting: ProbeMeeting
-    hello: AllreduceResult | None
+    meeting: MeetingResult
+    allreduce: AllreduceResult | None
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> NodeReport:
-        """Return it from what `probe_task` has written."""
-        hello = None if raw["hello"] is None else AllreduceResult.from_json(raw["hello"])
-        facts, meeting = NodeFacts.from_json(raw["facts"]), ProbeMeeting.from_json(raw["meeting"])
-        return cls(facts, meeting, hello)
+        """Return it from `to_json`."""
+        allreduce = (
+            None if raw["allreduce"] is None else AllreduceResult.from_json(raw["allreduce"])
+        )
+        facts, meeting = NodeFacts.from_json(raw["facts"]), MeetingResult.from_json(raw["meeting"])
+        return cls(facts, meeting, allreduce)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as `probe_task` writes it."""
-        hello = None if self.hello is None else self.hello.to_json()
+        """Return it as a JSON object, as `probe_task` writes it."""
+        allreduce = None if self.allreduce is None else self.allreduce.to_json()
         return {
             "facts": self.facts.to_json(),
             "meeting": self.meeting.to_json(),
-            "hello": hello,
+            "allreduce": allreduce,
         }
 
 
 @dataclass(frozen=True)
 class NodeEnding:
-    """How a task was ended, and how its processes saw it.
+    """The end of one task, and its effect on the processes.
 
     Attributes:
         how: ``requeue`` or ``cancel``.
         node: Its node.
-        lived_s: How long a process lived after its SIGTERM, by who; None: it got none.
+        lived_s: How long each process lived after its SIGTERM; None if it received none.
         orphaned: Whether the worker outlived the task's own process.
-        capped: Whether it was let go before Slurm's SIGKILL: it lives that long at least.
-        refused: Why Slurm would not; empty if it did.
-        back_on: The node that it came back to, restarted; None if it did not.
+        capped: Whether the probe stopped waiting before Slurm's SIGKILL.
+        refused: Why Slurm refused; empty if it did not.
+        back_on: The node on which it runs again; None if it does not.
         back_s: Seconds from the command until then.
-        waits: Why it waits in the queue, requeued, and has not come back; empty if it does not.
+        waits: Why it waits in the queue after the requeue; empty if it does not.
     """
 
     how: Literal["requeue", "cancel"]
@@ -544,22 +548,21 @@ class NodeEnding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that a probe has shown.
+    """Everything that a probe has shown.
 
     Attributes:
-        num_asked: How many nodes it was to look at.
+        num_asked: Number of nodes to examine.
         waiting: Why a task did not start, by index.
-        reports: What the tasks have measured, by index.
-        silent: What a task that has measured nothing came to, by index.
-        blind: The nodes of tasks that run, and have said so by a file, but do not see what was
-            written since, by index.
-        outside: What is wrong with Slurm's commands outside of the container, by node; None: they
-            answer. Empty where there is no container.
-        notice_name: The signal that was sent as a notice.
-        notices: Seconds until a process had it, by task and who; None: it did not come.
+        reports: The reports of the tasks, by index.
+        silent: Description of a task that has measured nothing, by index.
+        blind: The nodes of running tasks that do not see newly written files, by index.
+        outside: Error of Slurm's commands outside of the container, by node; None if they answer.
+            Empty without a container.
+        notice_name: The notice signal.
+        notices: Seconds until a process received it, by task and process; None if it did not.
         endings: How tasks were ended.
         leftovers: Tasks that did not end.
-        problem: Why it was cut short; empty if it was not.
+        problem: Why the probe was cut short; empty if it was not.
     """
 
     num_asked: int
@@ -575,7 +578,7 @@ class Evidence:
     problem: str = ""
 
     def name(self, index: int) -> str:
-        """Return the node of a task; its number where that is not known."""
+        """Return the node of a task, or its number if unknown."""
         report = self.reports.get(index)
         return report.facts.name if report else f"task {index}"
 
@@ -583,20 +586,20 @@ class Evidence:
 def read_reports(
     place: ProbeFolder, indices: list[int]
 ) -> tuple[dict[int, NodeReport], dict[int, str]]:
-    """Return what tasks have measured, as far as they have, and why a report can not be read."""
+    """Return the reports of tasks, and why a report cannot be read, by index."""
     found, unreadable = dict[int, NodeReport](), dict[int, str]()
     for index in indices:
-        if is_there(place.node(index)):
-            raw = json.loads(place.node(index).read_text())
+        if is_there(place.report_file(index)):
+            raw = json.loads(place.report_file(index).read_text())
             try:
                 found[index] = NodeReport.from_json(raw)
             except (TypeError, KeyError, AttributeError):
-                unreadable[index] = _of_another_version(raw)
+                unreadable[index] = _describe_version(raw)
     return found, unreadable
 
 
-def _of_another_version(raw: Any) -> str:
-    """Say which hpc_elastic has measured something that this one does not know."""
+def _describe_version(raw: Any) -> str:
+    """Report which hpc_elastic has measured something that this one does not know."""
     try:
         theirs = raw["facts"]["versions"]["hpc_elastic"]
     except (TypeError, KeyError):
@@ -604,25 +607,27 @@ def _of_another_version(raw: Any) -> str:
     return f"measured by hpc_elastic {theirs}, which is not the one that reads it here"
 
 
-def received(place: ProbeFolder, who: str, index: int, name: str, attempt: int = 0) -> float | None:
-    """Return when a process received a signal first, by its own clock; None if it did not."""
-    for line in _lines(place.signals(who, index, attempt)):
+def signal_time(
+    place: ProbeFolder, who: str, index: int, name: str, attempt: int = 0
+) -> float | None:
+    """Return when a process first received a signal, by its own clock; None if it did not."""
+    for line in _lines(place.signal_file(who, index, attempt)):
         if line["signal"] == name:
             return float(line["time"])
     return None
 
 
-def lived(place: ProbeFolder, index: int, attempt: int = 0) -> dict[str, float | None]:
-    """Return how long the processes of a task lived after their first SIGTERM."""
+def survival_times(place: ProbeFolder, index: int, attempt: int = 0) -> dict[str, float | None]:
+    """Return how long each process of a task lived after its first SIGTERM; None without one."""
     times: dict[str, float | None] = {}
-    for who in WHO:
-        asked = received(place, who, index, "SIGTERM", attempt)
-        last = last_beat(place.beat(who, index, attempt))
+    for who in PROCESSES:
+        asked = signal_time(place, who, index, "SIGTERM", attempt)
+        last = last_heartbeat(place.heartbeat_file(who, index, attempt))
         times[who] = None if asked is None or last is None else max(0.0, last - asked)
     return times
 
 
-def last_beat(file: Path) -> float | None:
+def last_heartbeat(file: Path) -> float | None:
     """Return the time in a heartbeat file; None if there is none."""
     try:
         refresh(file)
@@ -633,7 +638,7 @@ def last_beat(file: Path) -> float | None:
 
 def was_orphaned(place: ProbeFolder, index: int, attempt: int = 0) -> bool:
     """Return whether a worker outlived its parent by a heartbeat or more."""
-    return received(place, WORKER, index, ORPHANED, attempt) is not None
+    return signal_time(place, WORKER, index, ORPHANED, attempt) is not None
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
-"""The tasks of the probe meet: really connect, compare clocks, and see each other's files.
+"""The tasks of the probe connect to each other, compare clocks, and watch each other's files.
 
-Each task answers a few requests over authenticated connections; their secret is the probe's token.
-It asks the others the same:
+Each task answers a few requests over authenticated connections; their secret is the probe's token:
 
-- ``time``: what time it is there; the answer of the quickest of several tries counts;
-- ``prepare`` and ``change``: make and change what the asker watches, in the shared folder;
-- ``link``: race with the asker for a name; ``winners``: who has each (`shared_folder`).
+- ``time``: the time there; the fastest of several answers counts;
+- ``prepare`` and ``change``: create and change the files that the asker watches;
+- ``link``: race with the asker for a name by link(2); ``winners``: the holder of each name.
+
+In a `FolderTrial` one task, the *observer*, has looked at a folder before, so that its client has
+cached it. Another one, the *doer*, changes the folder, and the observer polls until it sees the
+changes. Each change is in a folder of its own, because a look for one must not refresh another.
 """
 
 from __future__ import annotations
@@ -16,38 +19,87 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.doctor.shared_folder import NUM_ROUNDS, Race, Trial, Visibility, result_of
+from hpc_elastic.shared_files import names_in, refresh
 from hpc_elastic.transport.signed_socket import SignedSocket
 
 _CONNECT_S = 5.0
 _OTHER_CONNECT_S = 1.0
 _TRIES = 8
 _ANSWER_S = 60.0
-"""For so long another node may take to change files: a file system may be slow."""
+"""How long another node may take to change files."""
 _SIGHT_S = 20.0
-"""So soon a change is to be seen, and later by what the mount allows itself."""
+"""How soon a change has to be seen, apart from the staleness of the mount."""
 _CONTEXT = "probe"
 _OBSERVER, _DOER = "observer", "doer"
+NUM_ROUNDS = 50
+CHANGES = {
+    "created": "a new file",
+    "renamed": "a renamed folder",
+    "removed": "a removal",
+    "replaced": "a replaced file",
+    "appended": "appended text",
+}
+"""The changes of the doer, with their names for people."""
+PATH = "path"
+"""A new file that is polled by its path alone: shows how long a client answers from its cache."""
+_PATH_S = 3.0
+"""How long it is polled after all else was seen."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
+_OLD, _MORE = "old", "and more"
+_NEW = "new" * 100_000
+"""Many pages long, so that a partial read shows."""
 
 
 @dataclass(frozen=True)
-class Sight:
+class Visibility:
+    """How soon an observer has seen the changes.
+
+    Attributes:
+        times_s: By the names of `CHANGES`, and `PATH`; None if not within `waited_s`.
+        waited_s: How long it has polled.
+        torn: Whether the replaced file had content that was neither the old nor the new one.
+    """
+
+    times_s: Mapping[str, float | None] = field(default_factory=dict)
+    waited_s: float = 0.0
+    torn: bool = False
+
+
+@dataclass(frozen=True)
+class LinkRace:
+    """Result of a race of two nodes for names by link(2).
+
+    Attributes:
+        rounds: Number of rounds.
+        both: Rounds in which both were told that they had won.
+        neither: Rounds in which neither was.
+        differ: Rounds after which they read different winners.
+    """
+
+    rounds: int = 0
+    both: int = 0
+    neither: int = 0
+    differ: int = 0
+
+
+@dataclass(frozen=True)
+class PeerResult:
     """What one task found of another.
 
     Attributes:
         index: The other task.
         host: The other node.
-        address: The address at which it was tried.
-        problem: Why it can not be reached; empty if it can.
-        round_trip_s: The quickest answer; None if there was none.
+        address: The address that was tried.
+        problem: Why it cannot be reached; empty if it can.
+        round_trip_s: The fastest answer; None without an answer.
         clock_ahead_s: How far its clock is ahead of this one's, within half of that.
-        others: Whether its further addresses can be reached.
+        others: Whether its other addresses can be reached.
     """
 
     index: int
@@ -60,21 +112,21 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class ProbeMeeting:
+class MeetingResult:
     """What one task found of the others.
 
     Attributes:
-        sights: One for each other task that takes part.
-        absent: Those whose file did not appear here.
-        seen: How soon this node has seen what another one did; None if that was not tried.
-        race: How the two have raced for names; None if they have not.
-        problem: What kept them from it, though they reach each other.
+        peers: One for each other task that takes part.
+        absent: Tasks whose file did not appear here.
+        seen: How soon this node has seen the changes of another; None if not tested.
+        race: Result of the race with another node; None if not tested.
+        problem: Why both were not tested although the nodes reach each other.
     """
 
-    sights: list[Sight] = field(default_factory=list)
+    peers: list[PeerResult] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
     seen: Visibility | None = None
-    race: Race | None = None
+    race: LinkRace | None = None
     problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -82,16 +134,16 @@ class ProbeMeeting:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> ProbeMeeting:
+    def from_json(cls, raw: dict[str, Any]) -> MeetingResult:
         """Return it from `to_json`."""
-        sights = [Sight(**sight) for sight in raw["sights"]]
+        peers = [PeerResult(**sight) for sight in raw["peers"]]
         seen = None if raw["seen"] is None else Visibility(**raw["seen"])
-        race = None if raw["race"] is None else Race(**raw["race"])
-        return cls(**{**raw, "sights": sights, "seen": seen, "race": race})
+        race = None if raw["race"] is None else LinkRace(**raw["race"])
+        return cls(**{**raw, "peers": peers, "seen": seen, "race": race})
 
 
 class ProbeServer:
-    """Serves the others, in threads of its own, as long as the process lives."""
+    """Serves the other tasks, in threads of its own, as long as the process lives."""
 
     def __init__(self, place: ProbeFolder, token: str, *, v6: bool = False) -> None:
         handler = _handler(place.path, token)
@@ -115,7 +167,7 @@ def _handler(folder: Path, token: str) -> type[socketserver.BaseRequestHandler]:
                 while True:
                     request = connection.receive()
                     try:
-                        answer = serve(folder, request)
+                        answer = handle_request(folder, request)
                     except OSError as e:
                         answer = {"error": str(e)}
                     connection.send(answer)
@@ -123,57 +175,57 @@ def _handler(folder: Path, token: str) -> type[socketserver.BaseRequestHandler]:
     return _Handler
 
 
-def serve(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what another task asks, and return the answer.
+def handle_request(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out the request of another task, and return the answer.
 
     Raises:
-        OSError: the folder does not let it.
+        OSError: The folder does not allow it.
     """
-    trial = Trial(folder / f"trial-{int(request['asker'])}")
+    trial = FolderTrial(folder / f"trial-{int(request['asker'])}")
     match request["do"]:
         case "prepare":
-            trial.prepare()
-            trial.stage(_DOER)
+            trial.make_files()
+            trial.stage_links(_DOER)
         case "change":
-            trial.change()
+            trial.apply_changes()
         case "link":
-            return {"won": trial.link(int(request["round"]), _DOER)}
+            return {"won": trial.try_link(int(request["round"]), _DOER)}
         case "winners":
-            return {"winners": trial.winners()}
+            return {"winners": trial.read_winners()}
     return {"time": time.time()}
 
 
-def meet(
+def meet_peers(
     place: ProbeFolder,
     index: int,
     token: str,
-    peers: Mapping[int, Mapping[str, Any]],
+    published: Mapping[int, Mapping[str, Any]],
     absent: list[int],
-) -> ProbeMeeting:
-    """Meet the others (every task that takes part).
+) -> MeetingResult:
+    """Connect to the other tasks and watch one of them change files (every task that takes part).
 
     Args:
         place: The probe's folder.
         index: This task.
-        token: The probe's.
-        peers: What all that take part have published, by index, this task's own included.
-        absent: Those who have not.
+        token: The probe's token.
+        published: Addresses of all tasks by index, this task's included.
+        absent: Tasks without a published address.
     """
-    own = peers[index]["host"]
-    others = {number: peer for number, peer in sorted(peers.items()) if number != index}
-    sights = [_look_at(number, peer, index, token) for number, peer in others.items()]
-    elsewhere = [s for s in sights if not s.problem and s.host != own]
+    own = published[index]["host"]
+    others = {number: peer for number, peer in sorted(published.items()) if number != index}
+    peers = [_try_peer(number, peer, index, token) for number, peer in others.items()]
+    elsewhere = [p for p in peers if not p.problem and p.host != own]
     if not elsewhere:
-        return ProbeMeeting(sights, absent)
-    neighbour = next((s for s in elsewhere if s.index > index), elsewhere[0])
+        return MeetingResult(peers, absent)
+    neighbour = next((p for p in elsewhere if p.index > index), elsewhere[0])
     try:
-        race, seen = _try_folder(place, index, token, peers[neighbour.index])
+        race, seen = _try_folder(place, index, token, published[neighbour.index])
     except (OSError, ValueError, KeyError) as e:
-        return ProbeMeeting(sights, absent, problem=f"with {neighbour.host}: {e}")
-    return ProbeMeeting(sights, absent, seen, race)
+        return MeetingResult(peers, absent, problem=f"with {neighbour.host}: {e}")
+    return MeetingResult(peers, absent, seen, race)
 
 
-def _look_at(number: int, peer: Mapping[str, Any], asker: int, token: str) -> Sight:
+def _try_peer(number: int, peer: Mapping[str, Any], asker: int, token: str) -> PeerResult:
     address, port, host = peer["address"], peer["port"], peer["host"]
     others = {
         other: _reaches(other, port)
@@ -182,13 +234,15 @@ def _look_at(number: int, peer: Mapping[str, Any], asker: int, token: str) -> Si
         if other != address and (":" in other) == (":" in address)
     }
     if not address:
-        return Sight(number, host, "", "it has no address that others could reach", others=others)
+        return PeerResult(
+            number, host, "", "it has no address that others could reach", others=others
+        )
     try:
-        with _connect(peer, token, _CONNECT_S) as connection:
-            best = min(_ask_time(connection, asker) for _ in range(_TRIES))
+        with connect_to_peer(peer, token, _CONNECT_S) as connection:
+            best = min(_query_time(connection, asker) for _ in range(_TRIES))
     except (OSError, ValueError) as e:
-        return Sight(number, host, address, str(e) or type(e).__name__, others=others)
-    return Sight(number, host, address, "", best[0], best[1], others)
+        return PeerResult(number, host, address, str(e) or type(e).__name__, others=others)
+    return PeerResult(number, host, address, "", best[0], best[1], others)
 
 
 def _reaches(address: str, port: int) -> bool:
@@ -199,25 +253,25 @@ def _reaches(address: str, port: int) -> bool:
     return True
 
 
-def _ask_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
+def _query_time(connection: SignedSocket, asker: int) -> tuple[float, float]:
     """Return the round trip, and how far the other's clock is ahead."""
     sent, before = time.time(), time.monotonic()
-    told = float(request(connection, "time", asker)["time"])
+    answer = float(send_request(connection, "time", asker)["time"])
     took = time.monotonic() - before
-    return took, told - (sent + took / 2)
+    return took, answer - (sent + took / 2)
 
 
-def request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
-    """Send a request to another task, and return its answer.
+def send_request(connection: SignedSocket, what: str, asker: int, **details: int) -> dict[str, Any]:
+    """Send another task a request, and return its answer.
 
     Raises:
-        OSError: it does not answer, or cannot do it.
+        OSError: It does not answer, or reports an error.
     """
     connection.send({"do": what, "asker": asker, **details})
-    return _answer(connection)
+    return _receive_answer(connection)
 
 
-def _answer(connection: SignedSocket) -> dict[str, Any]:
+def _receive_answer(connection: SignedSocket) -> dict[str, Any]:
     answer = connection.receive()
     if "error" in answer:
         raise OSError(answer["error"])
@@ -226,40 +280,41 @@ def _answer(connection: SignedSocket) -> dict[str, Any]:
 
 def _try_folder(
     place: ProbeFolder, index: int, token: str, peer: Mapping[str, Any]
-) -> tuple[Race, Visibility]:
-    """Race with another node, and watch what it does to the folder."""
-    trial = Trial(place.path / f"trial-{index}")
-    patience_s = _SIGHT_S + place.late_s
-    with _connect(peer, token) as connection:
-        request(connection, "prepare", index)
+) -> tuple[LinkRace, Visibility]:
+    """Race with another node, and watch it change the folder."""
+    trial = FolderTrial(place.path / f"trial-{index}")
+    timeout_s = _SIGHT_S + place.staleness_s
+    with connect_to_peer(peer, token) as connection:
+        send_request(connection, "prepare", index)
         race = _race(trial, connection, index)
 
     def change() -> None:
-        with _connect(peer, token) as connection:
-            request(connection, "change", index)
+        with connect_to_peer(peer, token) as connection:
+            send_request(connection, "change", index)
 
-    return race, trial.watch(change, patience_s)
+    return race, trial.watch_changes(change, timeout_s)
 
 
-def _connect(
+def connect_to_peer(
     peer: Mapping[str, Any], token: str, timeout_s: float = _ANSWER_S
 ) -> contextlib.closing[SignedSocket]:
+    """Connect to another task by its published address; the connection closes with the context."""
     address = peer["address"], peer["port"]
     connection = SignedSocket.connect(address, token.encode(), _CONTEXT, timeout_s=timeout_s)
     return contextlib.closing(connection)
 
 
-def _race(trial: Trial, connection: SignedSocket, index: int) -> Race:
-    trial.stage(_OBSERVER)
+def _race(trial: FolderTrial, connection: SignedSocket, index: int) -> LinkRace:
+    trial.stage_links(_OBSERVER)
     won = []
-    trip_s, _ = _ask_time(connection, index)
+    trip_s, _ = _query_time(connection, index)
     for number in range(NUM_ROUNDS):
         connection.send({"do": "link", "asker": index, "round": number})
         time.sleep(number % 4 * trip_s / 2)  # who is first differs
-        mine = trial.link(number, _OBSERVER)
-        won.append((mine, bool(_answer(connection)["won"])))
-    theirs = request(connection, "winners", index)["winners"]
-    return result_of(won, [trial.winners(), theirs])
+        mine = trial.try_link(number, _OBSERVER)
+        won.append((mine, bool(_receive_answer(connection)["won"])))
+    theirs = send_request(connection, "winners", index)["winners"]
+    return count_race(won, [trial.read_winners(), theirs])
 
 
 def free_port() -> int:
@@ -269,11 +324,150 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def publish(place: ProbeFolder, index: int, port: int, facts: Any) -> dict[str, Any]:
-    """Tell the others how this task can be reached; return what they are told."""
+def publish_address(place: ProbeFolder, index: int, port: int, facts: Any) -> dict[str, Any]:
+    """Publish the address of this task for the others; return what was published."""
     content = {
         "host": facts.name, "address": facts.address, "interface": facts.interface,
         "port": port, "addresses": facts.addresses, "store_port": free_port(), "pid": os.getpid(),
     }  # fmt: skip
-    place.write(place.peer(index), content)
+    place.write_json(place.peer_file(index), content)
     return content
+
+
+@dataclass(frozen=True)
+class FolderTrial:
+    """A folder that a doer changes while an observer watches.
+
+    Attributes:
+        path: The folder; the doer creates it.
+    """
+
+    path: Path
+
+    def make_files(self) -> None:
+        """Create the files that will change (doer)."""
+        self.path.mkdir()
+        for name in (*CHANGES, PATH, "race"):
+            (self.path / name).mkdir()
+        (self.path / "renamed" / "old").mkdir()
+        for name in ("removed", "replaced", "appended"):
+            self._file(name).write_text(_OLD)
+
+    def apply_changes(self) -> None:
+        """Make all changes that the observer has to see (doer)."""
+        for name in ("created", PATH):
+            (self.path / name / "new").touch()
+        (self.path / "renamed" / "old").rename(self.path / "renamed" / "new")
+        self._file("removed").unlink()
+        _append(self.path / "replaced" / "staged", _NEW)
+        (self.path / "replaced" / "staged").replace(self._file("replaced"))
+        _append(self._file("appended"), _MORE)
+
+    def watch_changes(self, change: Callable[[], object], timeout_s: float) -> Visibility:
+        """Look at the folder, have it changed, and wait until the changes are seen (observer).
+
+        Args:
+            change: Returns when the doer has changed it.
+            timeout_s: Longest wait in seconds.
+        """
+        start = time.monotonic()
+        while not self._is_prepared():
+            if time.monotonic() - start > timeout_s:
+                return Visibility(dict.fromkeys((*CHANGES, PATH)), timeout_s)
+            time.sleep(_LONGEST_PAUSE_S)
+        unseen = self._detectors()
+        for look in unseen.values():
+            look()
+        change()
+        start, waited_s, new, times = time.monotonic(), 0.0, "", dict[str, float | None]()
+        while unseen and waited_s < timeout_s and (waited_s < _PATH_S or unseen.keys() - {PATH}):
+            for name, look in list(unseen.items()):
+                if found := look():
+                    times[name] = time.monotonic() - start
+                    new = str(found) if name == "replaced" else new
+                    del unseen[name]
+            time.sleep(min(_LONGEST_PAUSE_S, max(_PAUSE_S, waited_s / 20)))
+            waited_s = time.monotonic() - start
+        return Visibility({**times, **dict.fromkeys(unseen)}, waited_s, torn=new not in ("", _NEW))
+
+    def _detectors(self) -> dict[str, Callable[[], object]]:
+        """Return how each change is detected: as a run does, and `PATH` as a run never does."""
+        return {
+            "created": lambda: self._names("created") == {"new"},
+            "renamed": lambda: self._names("renamed") == {"new"},
+            "removed": lambda: self._names("removed") == set(),
+            "replaced": lambda: _read(self._file("replaced")).removeprefix(_OLD),
+            "appended": lambda: _read(self._file("appended")) == _OLD + _MORE,
+            PATH: (self.path / PATH / "new").exists,
+        }
+
+    def _is_prepared(self) -> bool:
+        """Return whether the observer sees the files of the doer."""
+        files = (self._file(name) for name in ("removed", "replaced", "appended"))
+        return self._names("renamed") == {"old"} and all(_read(file) == _OLD for file in files)
+
+    def stage_links(self, who: str) -> None:
+        """Create the files whose links will race (both)."""
+        for number in range(NUM_ROUNDS):
+            self._entry(number, who).write_text(who)
+
+    def try_link(self, number: int, who: str) -> bool:
+        """Try to link the name of a round; return whether this node has won (both).
+
+        Raises:
+            OSError: The result is unknown.
+        """
+        try:
+            os.link(self._entry(number, who), self._entry(number))
+        except FileExistsError:  # or was the reply to our own link lost?
+            return _read(self._entry(number)) == who
+        return True
+
+    def read_winners(self) -> list[str]:
+        """Return the holder of each round's name, as this node reads it; empty if it cannot."""
+        return [_read(self._entry(number)) for number in range(NUM_ROUNDS)]
+
+    def _entry(self, number: int, who: str = "first") -> Path:
+        return self.path / "race" / f"{number}.{who}"
+
+    def _file(self, name: str) -> Path:
+        return self.path / name / "file"
+
+    def _names(self, name: str) -> set[str] | None:
+        """Return the names in one of the folders; None if it cannot be listed."""
+        try:
+            return {*names_in(self.path / name)}
+        except OSError:
+            return None
+
+
+def count_race(won: Sequence[tuple[bool, bool]], winners: Sequence[Sequence[str]]) -> LinkRace:
+    """Return the result of a race (pure).
+
+    Args:
+        won: For each round whether the one and the other were told that they had won.
+        winners: For both nodes, the holder of each round's name.
+    """
+    return LinkRace(
+        rounds=len(won),
+        both=sum(all(pair) for pair in won),
+        neither=sum(not any(pair) for pair in won),
+        differ=sum("" not in pair and pair[0] != pair[1] for pair in zip(*winners, strict=True)),
+    )
+
+
+def _read(file: Path) -> str:
+    """Return the content of a file; empty if it cannot be read."""
+    try:
+        refresh(file)
+        return file.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _append(file: Path, text: str) -> None:
+    """Append to a file, and synchronise it."""
+    with file.open("a") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())

@@ -1,4 +1,7 @@
-"""What runs on a node of the probe: ``python -m hpc_elastic.doctor.probe_task <array-0.json>``."""
+"""The task on a node of the probe: ``python -m hpc_elastic.doctor.probe_task <array-0.json>``.
+
+It collects the facts of its host, as the doctor does on the login node.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import platform
 import resource
 import shutil
 import socket
@@ -23,36 +27,38 @@ import psutil
 from hpc_elastic import _util
 from hpc_elastic.doctor import allreduce_check, probe_network
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.probe_folder import PLACE_POLL_S, ProbeFolder, ProbePlan, await_json
-from hpc_elastic.doctor.probe_network import ProbeMeeting
-from hpc_elastic.doctor.signal_recorder import AGENT, Recorder, start_worker
-from hpc_elastic.doctor.versions import versions
+from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan, wait_for_json
+from hpc_elastic.doctor.probe_network import MeetingResult
+from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
+from hpc_elastic.launcher.prepare import packages
 from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm.client import SlurmClient, reachable
 from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus
 from hpc_elastic.transport import interface as interface_module
 
 _PEER_S = 30.0
+MUST_AGREE = ("python", "hpc_elastic", "torch")
+"""Software that all nodes of a run and the login node must have in the same version."""
 
 
 def main(array_file: str) -> int:
-    """Measure all, then wait for signals until the probe is over; return the exit code."""
+    """Measure everything, then wait for signals until the probe ends; return the exit code."""
     slurm = SlurmEnvironment.from_env(os.environ)
     place, index = ProbeFolder.of(array_file), slurm.array_task_id or 0
     attempt = slurm.restart_count
     if attempt:
-        place.write(place.back(index), {"node": slurm.node_name, "restarts": attempt})
+        place.write_json(place.return_file(index), {"node": slurm.node_name, "restarts": attempt})
         return 0
     plan = place.read_plan()
     end = time.monotonic() + plan.lifetime_s
-    recorder = Recorder(place, AGENT, index, attempt)
+    recorder = SignalRecorder(place, AGENT, index, attempt)
     worker = start_worker(array_file, index, attempt)
     try:
-        place.write(place.node(index), _measure(place, plan, index, slurm))
+        place.write_json(place.report_file(index), _measure(place, plan, index, slurm))
         while time.monotonic() < end and not place.is_over:
-            recorder.beat()
-            time.sleep(PLACE_POLL_S)
+            recorder.record_heartbeat()
+            time.sleep(POLL_S)
     finally:
         worker.kill()
         worker.wait()
@@ -62,58 +68,55 @@ def main(array_file: str) -> int:
 def _measure(
     place: ProbeFolder, plan: ProbePlan, index: int, slurm: SlurmEnvironment
 ) -> dict[str, Any]:
-    """Return all that this task finds out, as `probe_job` reads it."""
-    facts = look_at_node(place, slurm, plan.interface)
+    """Return the report of this task, as `probe_job` reads it."""
+    facts = collect_node_facts(place, slurm, plan.interface)
     server = probe_network.ProbeServer(place, plan.token, v6=":" in facts.address)
-    own = probe_network.publish(place, index, server.port, facts)
-    members = await_json(place.go, plan.lifetime_s, lambda: place.is_over)
+    own = probe_network.publish_address(place, index, server.port, facts)
+    members = wait_for_json(place.members_file, plan.lifetime_s, lambda: place.is_over)
     if not members or index not in members:
-        return {"facts": facts.to_json(), "meeting": ProbeMeeting().to_json(), "hello": None}
-    known = {index: own, **_find(place, [number for number in members if number != index])}
+        return {"facts": facts.to_json(), "meeting": MeetingResult().to_json(), "allreduce": None}
+    known = {index: own, **_find_peers(place, [number for number in members if number != index])}
     absent = [number for number in members if number not in known]
-    meeting = probe_network.meet(place, index, plan.token, known, absent)
-    if lost := [s.host for s in meeting.sights if s.problem] + list(map(str, meeting.absent)):
+    meeting = probe_network.meet_peers(place, index, plan.token, known, absent)
+    if lost := [s.host for s in meeting.peers if s.problem] + list(map(str, meeting.absent)):
         said = _import_only(own, ", ".join(lost))
     else:
-        said = _say_hello(members, index, known, facts.interface)
+        said = _run_allreduce(members, index, known, facts.interface)
     return {
         "facts": facts.to_json(),
         "meeting": meeting.to_json(),
-        "hello": said.to_json(),
+        "allreduce": said.to_json(),
     }
 
 
-def _find(place: ProbeFolder, others: list[int]) -> dict[int, dict[str, Any]]:
-    """Wait for what others publish, and return it by index."""
+def _find_peers(place: ProbeFolder, others: list[int]) -> dict[int, dict[str, Any]]:
+    """Wait for the addresses of other tasks, and return them by index."""
     found: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + _PEER_S + place.late_s
+    deadline = time.monotonic() + _PEER_S + place.staleness_s
     for number in others:
-        left = max(PLACE_POLL_S, deadline - time.monotonic())
-        peer = await_json(place.peer(number), left, lambda: place.is_over)
+        left = max(POLL_S, deadline - time.monotonic())
+        peer = wait_for_json(place.peer_file(number), left, lambda: place.is_over)
         if peer is not None:
             found[number] = peer
     return found
 
 
-def _say_hello(
+def _run_allreduce(
     members: list[int], index: int, known: dict[int, dict[str, Any]], interface: str
 ) -> AllreduceResult:
     first = known.get(members[0])
     if not first or not first.get("address"):
         return AllreduceResult(problems={"torch": f"task {members[0]} was not found"})
-    return allreduce_check.say(
+    return allreduce_check.run_allreduce(
         members.index(index), len(members), first["address"], first["store_port"], interface
     )
 
 
 def _import_only(own: dict[str, Any], lost: str) -> AllreduceResult:
-    """Try torch on this node alone: a group with a node that can not be reached takes minutes."""
-    said = allreduce_check.say(0, 1, "127.0.0.1", own.get("store_port", 0), "")
-    problems = {**said.problems, "gloo": f"not tried: {lost} can not be reached"}
+    """Test torch on this node alone: a group with an unreachable node takes minutes."""
+    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", own.get("store_port", 0), "")
+    problems = {**said.problems, "gloo": f"not tried: {lost} cannot be reached"}
     return replace(said, bandwidths={}, problems=problems)
-
-
-# ---- What a task of the probe finds on its node, on its own
 
 
 _SMI_TIMEOUT_S = 30.0
@@ -121,21 +124,21 @@ _SMI_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node looks like from within a task.
+    """Facts of a node, as a task sees it.
 
     Attributes:
-        name: What Slurm calls it.
+        name: Slurm's name of the node.
         host: Limits, clock, interpreter.
-        folder: The probe's folder, as it is here.
-        versions: As for `versions.versions`.
-        slurm: What is wrong with squeue and scontrol, by name; None: they answer.
+        folder: The probe's folder, as seen on this node.
+        versions: The result of `versions`.
+        slurm: Errors of squeue and scontrol, by name; None if they answer.
         cpus_given: CPUs that Slurm gave the task.
         gpus_given: GPUs that Slurm gave the task; None if it names none.
         gpus_seen: GPUs that the driver shows; None without nvidia-smi.
-        addresses: Own addresses by interface, loopback left out.
-        interface: The one that the agents would use; empty if none can be.
+        addresses: Own addresses by interface, without loopback.
+        interface: The one that agents would use; empty if there is none.
         address: Its address.
-        problem: Why none can be; empty if one can.
+        problem: Why there is no interface; empty if there is one.
     """
 
     name: str
@@ -162,21 +165,23 @@ class NodeFacts:
         return cls(**{**raw, "host": known[0], "folder": known[1]})
 
 
-def look_at_node(place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None) -> NodeFacts:
-    """Look around (every task of the probe).
+def collect_node_facts(
+    place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None
+) -> NodeFacts:
+    """Collect the facts of this node (every task of the probe).
 
     Args:
         place: The probe's folder.
-        slurm: What Slurm tells the task.
+        slurm: The SLURM_* variables.
         wanted: ``launcher.interface``.
     """
     client = SlurmClient()
-    chosen, problem = _choose(slurm.node_name, wanted, client)
+    chosen, problem = _choose_interface(slurm.node_name, wanted, client)
     gpus = granted_gpus(os.environ)
     return NodeFacts(
         name=slurm.node_name,
-        host=look_at_host(),
-        folder=look_at_folder(place.path),
+        host=collect_host_facts(),
+        folder=collect_folder_facts(place.path),
         versions=versions(),
         slurm=reachable(client, slurm.task_name),
         cpus_given=slurm.cpus_on_node,
@@ -189,10 +194,10 @@ def look_at_node(place: ProbeFolder, slurm: SlurmEnvironment, wanted: str | None
     )
 
 
-def _choose(
+def _choose_interface(
     node: str, wanted: str | None, client: SlurmClient
 ) -> tuple[interface_module.Interface, str]:
-    """Choose the interface as an agent does, and say why there is none."""
+    """Choose the interface as an agent does; return it, or why there is none."""
 
     def ask() -> str | None:
         try:
@@ -223,13 +228,10 @@ def _gpus_seen() -> int | None:
 
 
 def count_devices(output: str) -> int:
-    """Return how many devices ``nvidia-smi -L`` lists (pure): slices where GPUs are sliced."""
+    """Return the number of devices in ``nvidia-smi -L``; MIG slices if there are any (pure)."""
     lines = [line.strip() for line in output.splitlines()]
     slices = sum(line.startswith("MIG ") for line in lines)
     return slices or sum(line.startswith("GPU ") for line in lines)
-
-
-# ---- This host as a process finds it: limits, clock, interpreter. The same on login node and nodes
 
 
 _LIMITS = {
@@ -245,14 +247,34 @@ _UNSYNCHRONISED = 5
 _TIMEX_BYTES = 512
 
 
+def versions() -> dict[str, str | None]:
+    """Return versions by name, without importing anything; None if not installed."""
+    return {
+        "python": platform.python_version(),
+        **packages(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "machine": platform.machine(),
+        "system": _system(),
+        "executable": sys.executable,
+    }
+
+
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
 @dataclass(frozen=True)
 class HostFacts:
-    """What a process finds on its host.
+    """Facts of a host, as a process sees it.
 
     Attributes:
         name: The host's name.
         limits: Soft and hard limit by name; None where there is no limit.
-        clock_kept: Whether a time service keeps the clock; None where that can not be told.
+        clock_kept: Whether a time service keeps the clock; None if unknown.
         python: Path of the interpreter.
         python_fs: Type of the file system that the interpreter's environment lies on.
         missing_commands: Slurm's commands that are not on PATH.
@@ -283,8 +305,8 @@ class HostFacts:
         return cls(**{**raw, "limits": limits, "missing_commands": missing})
 
 
-def look_at_host() -> HostFacts:
-    """Look at this host."""
+def collect_host_facts() -> HostFacts:
+    """Collect the facts of this host."""
     return HostFacts(
         name=socket.gethostname(),
         limits={name: _limit(number) for name, number in _LIMITS.items()},
@@ -304,7 +326,7 @@ def _limit(number: int) -> tuple[int | None, int | None]:
 
 
 def _clock_kept() -> bool | None:
-    """Ask the kernel; adjtimex(2) with no modes set only reads, and may be forbidden."""
+    """Query the kernel; adjtimex(2) with no modes set only reads, and may be forbidden."""
     try:
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     except (OSError, AttributeError):
@@ -312,21 +334,18 @@ def _clock_kept() -> bool | None:
     return None if state < 0 else state != _UNSYNCHRONISED
 
 
-# ---- The directory that runs will lie in: what its file system can do, tried out on it
-
-
 @dataclass(frozen=True)
 class FolderFacts:
-    """What was found of a directory.
+    """Facts of a directory.
 
     Attributes:
         path: Its absolute path.
         fs: Type of its file system, such as ``nfs4``; empty if unknown.
         options: The options of its mount that matter (`Mount.telling`).
         free_bytes: Free space for this user.
-        free_files: Files that can still be made; None where the file system does not count them.
-        problems: What does not work (``write``, ``link``, ``rename``, ``lock``), by name, and why;
-            where it can not be written to, nothing else was tried.
+        free_files: Number of files that can still be created; None if unlimited.
+        problems: Errors of operations (``write``, ``link``, ``rename``, ``lock``), by name; without
+            ``write`` nothing else was tried.
         clock_offset_s: How far the file system's clock is ahead of this host's; None if unknown.
     """
 
@@ -340,7 +359,7 @@ class FolderFacts:
 
     @property
     def mount(self) -> Mount:
-        """The mount that it lies on."""
+        """Its mount."""
         return Mount(self.fs, options=self.options)
 
     def to_json(self) -> dict[str, Any]:
@@ -353,8 +372,8 @@ class FolderFacts:
         return cls(**raw)
 
 
-def look_at_folder(path: Path) -> FolderFacts:
-    """Try a directory out, with files that are removed again.
+def collect_folder_facts(path: Path) -> FolderFacts:
+    """Try file operations in a directory, with files that are removed again.
 
     Args:
         path: An existing directory.
@@ -380,7 +399,7 @@ def look_at_folder(path: Path) -> FolderFacts:
 
 
 def _try_all(trial: Path) -> dict[str, str]:
-    """Return what fails, by name, and why."""
+    """Return the errors of operations, by name."""
     trials: dict[str, Callable[[Path], None]] = {"link": _link, "rename": _rename, "lock": _lock}
     problems = {}
     for name, attempt in trials.items():
@@ -392,7 +411,7 @@ def _try_all(trial: Path) -> dict[str, str]:
 
 
 def _link(trial: Path) -> None:
-    """Make a hard link once, and see that a second one of its name is refused."""
+    """Create a hard link, and check that a second one of its name is refused."""
     for name in ("first", "second"):
         (trial / name).touch()
     (trial / "link").hardlink_to(trial / "first")
@@ -415,7 +434,7 @@ def _lock(trial: Path) -> None:
 
 
 def _clock_offset(trial: Path) -> float:
-    """Return how far the clock that dates new files is ahead of ours; 0 within what is measured.
+    """Return how far the clock of new files is ahead of this host's; 0 within the precision.
 
     The server of a network file system dates files by its own clock.
     """

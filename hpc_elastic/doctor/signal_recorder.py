@@ -1,8 +1,8 @@
-"""A process that writes down which signals it gets, and when it lived last.
+"""A process that records its signals and heartbeats.
 
-On each node of the probe two of them: the task's own process, where a run has the agent, and a
-child of it in a session of its own, as a run's workers are. Both ignore what they are asked, so
-that the time between SIGTERM and SIGKILL shows.
+Each node of the probe has two: the task's own process, in the place of a run's agent, and a child
+in a session of its own, like a run's workers. Both ignore signals, so that the time between SIGTERM
+and SIGKILL can be measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from hpc_elastic.doctor.probe_folder import PLACE_POLL_S, ProbeFolder
+from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder
 
 AGENT, WORKER = "agent", "worker"
 _WATCHED = (
@@ -25,39 +25,39 @@ _WATCHED = (
     *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT),
 )
 _ORPHAN_S = 5.0
-"""How long a worker outlives its parent: to show that Slurm left it behind."""
+"""How long a worker lives on after its parent, to show that Slurm left it behind."""
 ORPHANED = "ORPHANED"
 
 
-class Recorder:
-    """Writes the signals and heartbeats of this process; in its main thread.
+class SignalRecorder:
+    """Records the signals and heartbeats of this process; used in its main thread.
 
-    Other machines read the files while they are open, so each line is synchronised: a client of NFS
-    may keep what it is given until the file is closed.
+    Other machines read the files while they are open, so each line is synchronised: an NFS client
+    may keep written data until the file is closed.
     """
 
     def __init__(self, place: ProbeFolder, who: str, index: int, attempt: int) -> None:
-        self._signals = _open(place.signals(who, index, attempt))
-        self._beat = _open(place.beat(who, index, attempt))
+        self._signals = _open(place.signal_file(who, index, attempt))
+        self._beat = _open(place.heartbeat_file(who, index, attempt))
         for number in _WATCHED:
             signal.signal(number, self._received)
-        self.beat()
+        self.record_heartbeat()
 
-    def note(self, what: str) -> None:
-        """Write one line."""
+    def record(self, what: str) -> None:
+        """Append one line with the time."""
         line = json.dumps({"signal": what, "time": time.time()}) + "\n"
         with contextlib.suppress(OSError):
             os.write(self._signals, line.encode())
             os.fsync(self._signals)
 
-    def beat(self) -> None:
-        """Write that this process lives."""
+    def record_heartbeat(self) -> None:
+        """Write the time as a sign of life."""
         with contextlib.suppress(OSError):
             os.pwrite(self._beat, f"{time.time():020.6f}".encode(), 0)
             os.fsync(self._beat)
 
     def _received(self, number: int, _: FrameType | None) -> None:
-        self.note(signal.Signals(number).name)
+        self.record(signal.Signals(number).name)
 
 
 def _open(path: Path) -> int:
@@ -65,24 +65,24 @@ def _open(path: Path) -> int:
 
 
 def start_worker(array_file: str, index: int, attempt: int) -> subprocess.Popen[bytes]:
-    """Start what stands for a worker."""
+    """Start the process in the place of a worker."""
     argv = [sys.executable, "-m", "hpc_elastic.doctor.signal_recorder", array_file]
     return subprocess.Popen([*argv, str(index), str(attempt)], start_new_session=True)
 
 
 def main(array_file: str, index: int, attempt: int) -> None:
-    """Live until the probe is over, or the parent has been dead for a while."""
+    """Run until the probe ends, or for a while after the parent's end."""
     place, parent = ProbeFolder.of(array_file), os.getppid()
-    recorder = Recorder(place, WORKER, index, attempt)
+    recorder = SignalRecorder(place, WORKER, index, attempt)
     end = time.monotonic() + place.read_plan().lifetime_s
     orphaned = False
     while time.monotonic() < end and not place.is_over:
-        recorder.beat()
+        recorder.record_heartbeat()
         if os.getppid() != parent and not orphaned:
             orphaned = True
-            recorder.note(ORPHANED)
+            recorder.record(ORPHANED)
             end = time.monotonic() + _ORPHAN_S
-        time.sleep(PLACE_POLL_S)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 
 from hpc_elastic.doctor import allreduce_check, probe_network, probe_task
 from hpc_elastic.doctor.probe_folder import ProbeFolder, ProbePlan
-from hpc_elastic.doctor.probe_job import last_beat, lived, received, was_orphaned
-from hpc_elastic.doctor.shared_folder import DEEDS, NUM_ROUNDS, PATH, Race, Trial
+from hpc_elastic.doctor.probe_job import last_heartbeat, signal_time, survival_times, was_orphaned
+from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, FolderTrial, LinkRace
 from hpc_elastic.doctor.signal_recorder import start_worker
 from hpc_elastic.slurm.client import SiteClient, reachable
 
@@ -41,7 +41,7 @@ def eventually(condition, what):
 
 def test_this_host_is_looked_at(tmp_path):
     """Limits and clock are there, and it reads back."""
-    found = probe_task.look_at_host()
+    found = probe_task.collect_host_facts()
     assert found.limits["nofile"][0] is None or found.limits["nofile"][0] > 0
     assert found.cpus >= 1 and found.memory_bytes > 0 and found.python == sys.executable
     assert probe_task.HostFacts.from_json(found.to_json()) == found
@@ -50,17 +50,17 @@ def test_this_host_is_looked_at(tmp_path):
 def test_a_worker_writes_down_what_it_gets_and_when_it_lived_last(place):
     """SIGTERM does not end it, SIGKILL does, and the time between shows."""
     worker = start_worker(str(place.array_file), 0, 0)
-    beat = place.beat("worker", 0, 0)
-    eventually(lambda: last_beat(beat) is not None, "it lives")
+    beat = place.heartbeat_file("worker", 0, 0)
+    eventually(lambda: last_heartbeat(beat) is not None, "it lives")
     worker.send_signal(signal.SIGUSR2)
-    eventually(lambda: received(place, "worker", 0, "SIGUSR2"), "the notice")
+    eventually(lambda: signal_time(place, "worker", 0, "SIGUSR2"), "the notice")
     worker.send_signal(signal.SIGTERM)
-    eventually(lambda: received(place, "worker", 0, "SIGTERM"), "the order to end")
-    asked = received(place, "worker", 0, "SIGTERM")
-    eventually(lambda: last_beat(beat) > asked, "it goes on")
+    eventually(lambda: signal_time(place, "worker", 0, "SIGTERM"), "the order to end")
+    asked = signal_time(place, "worker", 0, "SIGTERM")
+    eventually(lambda: last_heartbeat(beat) > asked, "it goes on")
     worker.kill()
     worker.wait()
-    assert lived(place, 0)["worker"] > 0 and lived(place, 0)["agent"] is None
+    assert survival_times(place, 0)["worker"] > 0 and survival_times(place, 0)["agent"] is None
     assert not was_orphaned(place, 0)
 
 
@@ -71,19 +71,21 @@ def test_a_worker_that_is_left_behind_says_so_and_ends(place):
     parent = f"{start}, 0, 0); import time; time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", parent])
     try:
-        eventually(lambda: last_beat(place.beat("worker", 0, 0)) is not None, "it lives")
+        eventually(
+            lambda: last_heartbeat(place.heartbeat_file("worker", 0, 0)) is not None, "it lives"
+        )
     finally:
         process.kill()
         process.wait()
     eventually(lambda: was_orphaned(place, 0), "it has noticed")
-    place.stop.touch()
+    place.stop_file.touch()
 
 
 def test_a_worker_ends_with_the_probe(place):
     """Nothing is left over where the doctor could not cancel it."""
     worker = start_worker(str(place.array_file), 0, 0)
-    eventually(lambda: last_beat(place.beat("worker", 0, 0)) is not None, "it lives")
-    place.stop.touch()
+    eventually(lambda: last_heartbeat(place.heartbeat_file("worker", 0, 0)) is not None, "it lives")
+    place.stop_file.touch()
     assert worker.wait(30) == 0
 
 
@@ -96,31 +98,31 @@ def peer(server, *, host="n1"):
 def meet(place, others, absent=()):
     """What task 0 finds of others."""
     own = {"host": "n0", "address": "127.0.0.1", "port": 0, "addresses": {}}
-    return probe_network.meet(place, 0, TOKEN, {0: own, **others}, list(absent))
+    return probe_network.meet_peers(place, 0, TOKEN, {0: own, **others}, list(absent))
 
 
 def test_two_tasks_meet(place):
     """They reach each other, know the time there, and see each other's files."""
     met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN))})
-    (sight,) = met.sights
+    (sight,) = met.peers
     assert sight.problem == "" and 0 < sight.round_trip_s < 5
     assert abs(sight.clock_ahead_s) < 5 and sight.others == {"127.0.0.9": True}
-    assert all(0 < met.seen.times_s[name] < 20 for name in (*DEEDS, PATH)) and not met.seen.torn
-    assert met.race == Race(NUM_ROUNDS) and not met.problem
-    assert probe_network.ProbeMeeting.from_json(json.loads(json.dumps(met.to_json()))) == met
+    assert all(0 < met.seen.times_s[name] < 20 for name in (*CHANGES, PATH)) and not met.seen.torn
+    assert met.race == LinkRace(NUM_ROUNDS) and not met.problem
+    assert probe_network.MeetingResult.from_json(json.loads(json.dumps(met.to_json()))) == met
 
 
 def test_tasks_on_one_node_try_nothing_of_what_lies_between_nodes(place):
     """They share its caches."""
     met = meet(place, {1: peer(probe_network.ProbeServer(place, TOKEN), host="n0")})
-    assert met.sights[0].problem == "" and met.seen is None and met.race is None
+    assert met.peers[0].problem == "" and met.seen is None and met.race is None
 
 
 def test_a_task_asks_one_that_is_on_another_node(place):
     """Also where the next one is not."""
     server = probe_network.ProbeServer(place, TOKEN)
     others = {1: peer(server, host="n0"), 2: peer(server, host="n1")}
-    assert meet(place, others).race == Race(NUM_ROUNDS)
+    assert meet(place, others).race == LinkRace(NUM_ROUNDS)
 
 
 def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
@@ -129,41 +131,43 @@ def test_a_folder_that_another_node_can_not_use_is_told(place, tmp_path):
         place, {1: peer(probe_network.ProbeServer(ProbeFolder(tmp_path / "gone" / "x"), TOKEN))}
     )
     assert "with n1: " in met.problem and "No such file" in met.problem
-    assert met.seen is None and met.race is None and not met.sights[0].problem
+    assert met.seen is None and met.race is None and not met.peers[0].problem
 
 
 def test_a_port_that_nobody_listens_on_is_named(place):
     """With the address and the reason; the rest of the meeting is not lost."""
     silent = {**peer(probe_network.ProbeServer(place, TOKEN)), "port": probe_network.free_port()}
     met = meet(place, {1: silent}, [2])
-    assert "refused" in met.sights[0].problem.lower()
+    assert "refused" in met.peers[0].problem.lower()
     assert (met.absent, met.seen, met.race) == ([2], None, None)
 
 
 def changed(trial, change):
     """What an observer sees of a change, that waits for a moment only."""
-    trial.prepare()
-    return trial.watch(change, 0.5)
+    trial.make_files()
+    return trial.watch_changes(change, 0.5)
 
 
 def test_what_is_not_seen_is_told(tmp_path):
     """Nothing is made up where another node's changes do not appear."""
-    found = changed(Trial(tmp_path / "trial"), lambda: None)
+    found = changed(FolderTrial(tmp_path / "trial"), lambda: None)
     assert set(found.times_s.values()) == {None} and found.waited_s >= 0.5
 
 
 def test_a_folder_that_does_not_appear_at_all_is_waited_for_no_longer(tmp_path):
     """As where each node has a directory of its own."""
-    found = Trial(tmp_path / "elsewhere").watch(lambda: pytest.fail("not prepared"), 0.5)
+    found = FolderTrial(tmp_path / "elsewhere").watch_changes(
+        lambda: pytest.fail("not prepared"), 0.5
+    )
     assert set(found.times_s.values()) == {None}
 
 
 def test_a_file_that_is_seen_in_part_is_torn(tmp_path):
     """What was synced and renamed is to be read whole."""
-    trial = Trial(tmp_path / "trial")
+    trial = FolderTrial(tmp_path / "trial")
 
     def change():
-        trial.change()
+        trial.apply_changes()
         (trial.path / "replaced" / "file").write_text("newnew")
 
     assert changed(trial, change).torn
@@ -171,51 +175,56 @@ def test_a_file_that_is_seen_in_part_is_torn(tmp_path):
 
 def test_links_that_replace_each_other_are_seen(tmp_path, monkeypatch):
     """Both nodes are told that they have won, and the name has one of them."""
-    first, second = Trial(tmp_path / "trial"), Trial(tmp_path / "trial")
-    first.prepare()
+    first, second = FolderTrial(tmp_path / "trial"), FolderTrial(tmp_path / "trial")
+    first.make_files()
     for trial, who in ((first, "a"), (second, "b")):
-        trial.stage(who)
-    assert first.link(0, "a") and not second.link(0, "b")
+        trial.stage_links(who)
+    assert first.try_link(0, "a") and not second.try_link(0, "b")
 
     def replace(source, name):
         Path(name).unlink(missing_ok=True)
         Path(name).write_text(Path(source).read_text())
 
     monkeypatch.setattr(os, "link", replace)
-    assert first.link(1, "a") and second.link(1, "b")
-    assert first.winners()[:3] == ["a", "b", ""]
+    assert first.try_link(1, "a") and second.try_link(1, "b")
+    assert first.read_winners()[:3] == ["a", "b", ""]
 
 
 def test_a_link_whose_reply_is_lost_is_ones_own(tmp_path, monkeypatch):
     """The name is there, and it is said that it was there before."""
-    trial, link = Trial(tmp_path / "trial"), os.link
-    trial.prepare()
-    trial.stage("a")
+    trial, link = FolderTrial(tmp_path / "trial"), os.link
+    trial.make_files()
+    trial.stage_links("a")
 
     def lose(source, name):
         link(source, name)
         raise FileExistsError
 
     monkeypatch.setattr(os, "link", lose)
-    assert trial.link(0, "a")
+    assert trial.try_link(0, "a")
 
 
-def test_a_stranger_gets_no_answer(place):
-    """Who does not know the token makes no files, and learns nothing."""
+def test_a_connection_without_the_token_is_refused(place):
+    """It creates no files, and gets no answer."""
     server = probe_network.ProbeServer(place, TOKEN)
-    stranger = {"address": "127.0.0.1", "port": server.port}
-    with pytest.raises(OSError), probe_network._connect(stranger, "wrong") as connection:
-        probe_network.request(connection, "prepare", 5)
+    address = {"address": "127.0.0.1", "port": server.port}
+    with (
+        pytest.raises(OSError),
+        probe_network.connect_to_peer(address, "wrong") as connection,
+    ):
+        probe_network.send_request(connection, "prepare", 5)
     assert not (place.path / "trial-5").exists()
 
 
-def test_two_processes_say_hello(monkeypatch):
+def test_two_processes_run_allreduce(monkeypatch):
     """An all_reduce through gloo comes back with the right sum."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # NCCL has no two ranks on one GPU
     port = probe_network.free_port()
     with ThreadPoolExecutor() as pool:
         said = list(
-            pool.map(lambda rank: allreduce_check.say(rank, 2, "127.0.0.1", port, "lo"), (0, 1))
+            pool.map(
+                lambda rank: allreduce_check.run_allreduce(rank, 2, "127.0.0.1", port, "lo"), (0, 1)
+            )
         )
     assert [s.problems for s in said] == [{}, {}]
     assert all(s.bandwidths["gloo"] > 0 and s.import_s > 0 for s in said)
@@ -225,7 +234,7 @@ def test_two_processes_say_hello(monkeypatch):
 def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
     """On the first of them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    said = allreduce_check.say(0, 1, "127.0.0.1", probe_network.free_port(), "lo")
+    said = allreduce_check.run_allreduce(0, 1, "127.0.0.1", probe_network.free_port(), "lo")
     assert (said.problems, said.cuda_devices) == ({}, 1)
     assert set(said.bandwidths) == {"gloo", "nccl"}
 
@@ -233,7 +242,7 @@ def test_where_gpus_are_nccl_says_hello_too(monkeypatch):
 def test_a_hello_that_nobody_answers_comes_to_an_end(monkeypatch):
     """Its process is ended with all it has started."""
     monkeypatch.setattr(allreduce_check, "TIMEOUT_S", 0.5)
-    said = allreduce_check.say(0, 2, "127.0.0.1", probe_network.free_port(), "lo")
+    said = allreduce_check.run_allreduce(0, 2, "127.0.0.1", probe_network.free_port(), "lo")
     assert said.import_s is None and "no end within" in said.problems["torch"]
 
 

@@ -7,7 +7,7 @@ from test_shared_folder import _possible, mounts  # noqa: F401
 from hpc_elastic import shared_files
 from hpc_elastic.doctor import probe_network
 from hpc_elastic.doctor.probe_folder import ProbeFolder
-from hpc_elastic.doctor.shared_folder import DEEDS, NUM_ROUNDS, PATH, Race
+from hpc_elastic.doctor.probe_network import CHANGES, NUM_ROUNDS, PATH, LinkRace
 from slurm_sandbox import SandboxConfig, SlurmSandbox, nfs
 
 NAME = "nfs_doctor"
@@ -34,7 +34,7 @@ def meet(mounts, options, monkeypatch):  # noqa: F811
         i: {"host": f"n{i}", "address": "127.0.0.1", "port": port, "addresses": {}} for i in (0, 1)
     }
     monkeypatch.setattr(probe_network, "_SIGHT_S", 10.0)
-    return probe_network.meet(first, 0, "token", both, [])
+    return probe_network.meet_peers(first, 0, "token", both, [])
 
 
 OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
@@ -44,8 +44,8 @@ OPTIONS = ["", "actimeo=600", "actimeo=0", "nocto", "nocto,actimeo=600"]
 def test_a_sound_client_sees_all_at_once_but_a_path(mounts, options, monkeypatch):  # noqa: F811
     """Folders are listed, so that names which are answered from memory cost nothing."""
     met = meet(mounts, options, monkeypatch)
-    assert met.race == Race(NUM_ROUNDS) and met.problem == "" and not met.seen.torn
-    assert all(met.seen.times_s[name] < 5 for name in DEEDS), met.seen
+    assert met.race == LinkRace(NUM_ROUNDS) and met.problem == "" and not met.seen.torn
+    assert all(met.seen.times_s[name] < 5 for name in CHANGES), met.seen
     assert (met.seen.times_s[PATH] is None) == (not options.endswith("=0"))
 
 
@@ -53,15 +53,15 @@ def test_a_client_that_is_not_made_to_ask_the_server_is_late(mounts, monkeypatch
     """As with a C library without statx(2): what is seen late is told, with the time."""
     monkeypatch.setattr(shared_files, "_LIBC", None)
     met = meet(mounts, "nocto,actimeo=6", monkeypatch)
-    assert met.race == Race(NUM_ROUNDS) and met.problem == ""
-    assert all(1 < met.seen.times_s[name] <= 10 for name in DEEDS), met.seen
+    assert met.race == LinkRace(NUM_ROUNDS) and met.problem == ""
+    assert all(1 < met.seen.times_s[name] <= 10 for name in CHANGES), met.seen
 
 
 def test_a_client_that_sees_nothing_for_long_is_not_waited_for(mounts, monkeypatch):  # noqa: F811
     """A run would wait in vain."""
     monkeypatch.setattr(shared_files, "_LIBC", None)
     met = meet(mounts, "nocto,actimeo=600", monkeypatch)
-    assert {met.seen.times_s[name] for name in DEEDS} == {None} and met.seen.waited_s < 20
+    assert {met.seen.times_s[name] for name in CHANGES} == {None} and met.seen.waited_s < 20
 
 
 def test_links_that_are_not_exclusive_are_seen(mounts, monkeypatch):  # noqa: F811
@@ -79,7 +79,7 @@ def test_nothing_is_said_against_a_mount_without_close_to_open(slurm, place):  #
     bad = [f for f in findings.values() if f["verdict"] in ("fail", "unknown")]
     assert (code, bad) == (0, [])
     mount = findings["directory.node_mounts"]
-    assert "nocto" in mount["found"] and "runs ask the server first" in mount["found"]
+    assert "nocto" in mount["found"] and "runs query the server first" in mount["found"]
     directory = {f["verdict"] for check, f in findings.items() if check.startswith("directory.")}
     assert directory == {"ok"}
     assert left(slurm, place) == ([], [])

@@ -5,10 +5,15 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.config.schema import RendezvousSettings
-from hpc_elastic.doctor import cli_settings, cluster_checks, node_checks
-from hpc_elastic.doctor.cluster import Cluster
-from hpc_elastic.doctor.findings import Verdict, worst
-from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, look_at_folder
+from hpc_elastic.doctor import cluster_checks, node_checks
+from hpc_elastic.doctor.cluster import (
+    ClusterFacts,
+    parse_settings,
+    settings_json,
+    slurm_settings,
+)
+from hpc_elastic.doctor.findings import Verdict, worst_verdict
+from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, collect_folder_facts
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.slurm.parsing import Partition
 
@@ -26,7 +31,7 @@ HOST = HostFacts(
 FOLDER = FolderFacts("/scratch/u", "lustre", 500 * GIB, 10**6, {}, 0.0)
 GPU = Partition("gpu", "UP", True, 86400.0, 60, "REQUEUE", 16)
 CPU = Partition("cpu", "UP", False, None, 0, "OFF", 4)
-CLUSTER = Cluster(
+CLUSTER = ClusterFacts(
     config={
         "SLURM_VERSION": "24.11.5",
         "MaxArraySize": "1001",
@@ -54,17 +59,17 @@ def with_config(**changes):
 
 def findings(cluster=CLUSTER, *words):
     """What is said of a cluster, by check."""
-    return {f.check: f for f in cluster_checks.judge_cluster(cluster, cli_settings.parse(words))}
+    return {f.check: f for f in cluster_checks.check_cluster(cluster, parse_settings(words))}
 
 
 def test_nothing_is_said_against_a_good_cluster():
     """Login node, directory and Slurm."""
     all_of_them = [
-        *node_checks.judge_host(HOST),
-        *cluster_checks.judge_folder(FOLDER, RendezvousSettings()),
+        *node_checks.check_host(HOST),
+        *cluster_checks.check_folder(FOLDER, RendezvousSettings()),
         *findings().values(),
     ]
-    assert worst(all_of_them) is Verdict.OK, all_of_them
+    assert worst_verdict(all_of_them) is Verdict.OK, all_of_them
     assert len({f.check for f in all_of_them}) == len(all_of_them)
 
 
@@ -122,7 +127,10 @@ BAD_SETTINGS = [
         replace(CLUSTER, controllers="Slurmctld(primary) at a is DOWN Slurmctld(backup) is UP"),
         [], "slurm.controller", "warn", "DOWN",
     ),
-    (Cluster(problems={"config": "no answer within 10 s"}), [], "slurm.controller", "fail", "10 s"),
+    (
+        ClusterFacts(problems={"config": "no answer within 10 s"}),
+        [], "slurm.controller", "fail", "10 s",
+    ),
 ]  # fmt: skip
 
 
@@ -178,20 +186,20 @@ BAD_HOSTS = [
 @pytest.mark.parametrize(("changes", "check", "verdict"), BAD_HOSTS)
 def test_what_is_wrong_with_a_login_node_is_found(changes, check, verdict):
     """Locked memory is the nodes' business."""
-    found = {f.check: f for f in node_checks.judge_host(replace(HOST, **changes))}
+    found = {f.check: f for f in node_checks.check_host(replace(HOST, **changes))}
     assert found[check].verdict.value == verdict
 
 
 def test_another_python_on_the_nodes_is_no_business_of_this_one():
     """That of a container, or of launcher.python."""
     local = replace(HOST, python_fs="ext4")
-    assert "host.python" not in {f.check for f in node_checks.judge_host(local, own_python=False)}
+    assert "host.python" not in {f.check for f in node_checks.check_host(local, own_python=False)}
 
 
 def test_little_locked_memory_matters_on_nodes_with_infiniband():
     """TCP does without it."""
     node = replace(HOST, limits={"memlock": (65536, 65536)})
-    plain, fast = ({f.check: f for f in node_checks.limits("nodes", [h])} for h in (
+    plain, fast = ({f.check: f for f in node_checks.check_limits("nodes", [h])} for h in (
         node, replace(node, has_infiniband=True),
     ))  # fmt: skip
     assert plain["nodes.memlock"].verdict is Verdict.OK
@@ -200,7 +208,7 @@ def test_little_locked_memory_matters_on_nodes_with_infiniband():
 
 def judged(**changes):
     """What is said of a directory that differs from a good one, by check."""
-    said = cluster_checks.judge_folder(replace(FOLDER, **changes), RendezvousSettings())
+    said = cluster_checks.check_folder(replace(FOLDER, **changes), RendezvousSettings())
     return {f.check: f for f in said}
 
 
@@ -237,7 +245,7 @@ def test_what_is_wrong_with_a_directory_is_found(changes, check, verdict):
          "the loss of the leader's node is noticed after 3 s; names may be answered from memory "
          "for up to 60 s, so runs list folders"),
         ("nfs", {"vers": "3", "nocto": "", "acregmax": "5", "acdirmax": "7"}, "may be up to 7 s "
-         "old, so runs ask the server first; the loss of the leader's node is noticed after 3 s"),
+         "old, so runs query the server first; the loss of the leader's node is noticed after 3 s"),
         ("beegfs", {}, "beegfs: an opened file may be up to 1 s old; the loss of the leader's "
          "node is noticed after up to 4 s instead of 3 s"),
         ("oddfs", {}, "may be up to 60 s old (unknown, so assumed as on NFS with nocto); the loss "
@@ -266,7 +274,7 @@ def test_locks_that_hold_on_one_node_only_are_said(options, says):
 
 def test_a_real_directory_is_tried_out_and_left_as_it_was(tmp_path):
     """Links, renames and locks work here."""
-    found = look_at_folder(tmp_path)
+    found = collect_folder_facts(tmp_path)
     assert found.problems == {} and found.fs and found.free_bytes > 0
     assert abs(found.clock_offset_s) < 1
     assert list(tmp_path.iterdir()) == []
@@ -275,15 +283,15 @@ def test_a_real_directory_is_tried_out_and_left_as_it_was(tmp_path):
 
 def test_settings_are_those_of_a_script():
     """Short keys are below launcher; forms and contradictions are refused as at a submission."""
-    settings = cli_settings.parse(
+    settings = parse_settings(
         ["+launcher=slurm", "nodes=1:16", "time=4:00:00", "gpus_per_node=2",
          "launcher.sbatch={reservation: night}", 'setup=["export TOKEN=xyzzy"]',
          "env={TOKEN: xyzzy}"]
     )  # fmt: skip
-    launcher = cli_settings.launcher_of(settings)
+    launcher = slurm_settings(settings)
     assert (settings.nodes.max, launcher.time, launcher.gpus_per_node) == (16, "4:00:00", 2)
     assert launcher.sbatch == {"reservation": "night"}
-    assert "xyzzy" not in str(cli_settings.shown(settings))
+    assert "xyzzy" not in str(settings_json(settings))
 
 
 @pytest.mark.parametrize(
@@ -300,4 +308,4 @@ def test_settings_are_those_of_a_script():
 def test_settings_that_can_not_work_are_refused(word, says):
     """With the key and the remedy."""
     with pytest.raises(ConfigError, match=says):
-        cli_settings.parse([word])
+        parse_settings([word])

@@ -8,24 +8,31 @@ import pytest
 from rich.console import Console
 
 from hpc_elastic.config.schema import RendezvousSettings, SlurmSettings
-from hpc_elastic.doctor import cli_settings, node_checks, probe_job
 from hpc_elastic.doctor import findings as findings_module
+from hpc_elastic.doctor import node_checks, probe_job
 from hpc_elastic.doctor.allreduce_check import AllreduceResult
-from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst
+from hpc_elastic.doctor.cluster import parse_settings
+from hpc_elastic.doctor.findings import Verdict, fail, ok, warn, worst_verdict
 from hpc_elastic.doctor.probe_folder import ProbeFolder
 from hpc_elastic.doctor.probe_job import (
     Evidence,
     NodeEnding,
     NodeReport,
     ProbeRun,
-    lived,
     read_reports,
-    received,
+    signal_time,
+    survival_times,
     was_orphaned,
 )
-from hpc_elastic.doctor.probe_network import ProbeMeeting, Sight
+from hpc_elastic.doctor.probe_network import (
+    CHANGES,
+    LinkRace,
+    MeetingResult,
+    PeerResult,
+    Visibility,
+    count_race,
+)
 from hpc_elastic.doctor.probe_task import FolderFacts, HostFacts, NodeFacts, count_devices
-from hpc_elastic.doctor.shared_folder import DEEDS, Race, Visibility, result_of
 from hpc_elastic.slurm.job_state import TaskState
 
 GIB = 1 << 30
@@ -46,23 +53,23 @@ def node(number, **changes):
 
 def seen(number, **changes):
     """What one good node finds of another."""
-    return replace(Sight(number, f"n{number}", f"10.0.0.{number}", "", 2e-4, 1e-3), **changes)
+    return replace(PeerResult(number, f"n{number}", f"10.0.0.{number}", "", 2e-4, 1e-3), **changes)
 
 
-SEEN = Visibility(dict.fromkeys((*DEEDS, "path"), 0.01), 0.02)
+SEEN = Visibility(dict.fromkeys((*CHANGES, "path"), 0.01), 0.02)
 
 
 def met(number, *, race=None, torn=False, waited_s=0.02, **times_s):
     """What a node has found that meets another good one."""
     watched = Visibility({**SEEN.times_s, **times_s}, waited_s, torn)
-    return ProbeMeeting([seen(number)], [], watched, race or Race(50))
+    return MeetingResult([seen(number)], [], watched, race or LinkRace(50))
 
 
-def result(number, *, meeting=None, hello=None, **changes):
+def result(number, *, meeting=None, allreduce=None, **changes):
     """What a good task of two has measured."""
     other = 1 - number
     said = AllreduceResult(4.0, 4, {"gloo": 1e9, "nccl": 2e10}, {})
-    return NodeReport(node(number, **changes), meeting or met(other), hello or said)
+    return NodeReport(node(number, **changes), meeting or met(other), allreduce or said)
 
 
 GOOD = Evidence(
@@ -80,10 +87,10 @@ def findings(evidence, settings=None):
     """All that is said of a probe; where several have one name, the worst."""
     settings = settings or SlurmSettings(gpus_per_node=4)
     said = [
-        *node_checks.judge_nodes(evidence, settings, OWN),
-        *node_checks.judge_shared(evidence, RendezvousSettings()),
-        *node_checks.judge_network(evidence),
-        *node_checks.judge_signals(evidence, 30.0),
+        *node_checks.check_nodes(evidence, settings, OWN),
+        *node_checks.check_shared_folder(evidence, RendezvousSettings()),
+        *node_checks.check_network(evidence),
+        *node_checks.check_signals(evidence, 30.0),
     ]
     order = list(Verdict)
     ranked = sorted(said, key=lambda f: order.index(f.verdict), reverse=True)
@@ -105,7 +112,7 @@ def with_ending(index, **changes):
 def test_nothing_is_said_against_a_good_probe():
     """And every part of it is said."""
     found = findings(GOOD)
-    assert worst(found.values()) is Verdict.OK, [
+    assert worst_verdict(found.values()) is Verdict.OK, [
         f for f in found.values() if f.verdict.value != "ok"
     ]
     assert {f.group for f in found.values()} == {"nodes", "network", "directory", "signals"}
@@ -114,7 +121,7 @@ def test_nothing_is_said_against_a_good_probe():
     assert "not the workers" in found["signals.notice"].found
 
 
-CUT = ProbeMeeting([seen(0, problem="timed out", round_trip_s=None, clock_ahead_s=None,
+CUT = MeetingResult([seen(0, problem="timed out", round_trip_s=None, clock_ahead_s=None,
                     others={"192.168.0.0": True})])  # fmt: skip
 BAD = [
     # evidence, check, verdict, what is said
@@ -124,9 +131,9 @@ BAD = [
     (replace(GOOD, silent={2: "FAILED on n2: no python"}), "nodes.start", "fail", "no python"),
     (replace(GOOD, problem="squeue failed"), "nodes.start", "fail", "cut short"),
     (with_node(versions={**OWN, "torch": "2.5.0"}), "nodes.versions", "fail", "2.5.0 on n1"),
-    (with_node(hello=AllreduceResult(problems={"torch": "no libcuda"})), "nodes.torch", "fail",
+    (with_node(allreduce=AllreduceResult(problems={"torch": "no libcuda"})), "nodes.torch", "fail",
      "no libcuda"),
-    (with_node(hello=AllreduceResult(95.0, 4, {}, {})), "nodes.torch", "warn", "95.0 s"),
+    (with_node(allreduce=AllreduceResult(95.0, 4, {}, {})), "nodes.torch", "warn", "95.0 s"),
     (with_node(slurm={"squeue": "not found"}), "nodes.slurm", "warn", "install Slurm's commands"),
     (with_node(slurm={"squeue": "Unable to contact"}), "nodes.slurm", "warn", "network.reach"),
     (replace(GOOD, outside={"n0": "not found"}), "nodes.slurm_outside", "warn", "not found"),
@@ -138,7 +145,7 @@ BAD = [
     (with_node(gpus_given=2, gpus_seen=2), "nodes.gpus", "fail", "sinfo -o '%P %G'"),
     (with_node(gpus_seen=2), "nodes.gpus", "fail", "n1: Slurm gives 4, the driver shows 2"),
     (with_node(gpus_seen=8), "nodes.gpus", "warn", "ConstrainDevices"),
-    (with_node(hello=AllreduceResult(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail",
+    (with_node(allreduce=AllreduceResult(4.0, 0, {"gloo": 1e9})), "nodes.gpus", "fail",
      "torch does not see"),
     (
         with_node(host=replace(node(1).host, cpus=1)),
@@ -150,41 +157,42 @@ BAD = [
         "directory.nodes", "fail", "on n1: hard links",
     ),
     (with_node(folder=replace(node(1).folder, problems={"write": "Read-only"})), "directory.nodes",
-     "fail", "on n1: /scratch/u can not be written to: Read-only"),
+     "fail", "on n1: /scratch/u cannot be written to: Read-only"),
     (with_node(folder=replace(node(1).folder, fs="nfs4", options={"soft": ""})),
      "directory.node_mounts", "warn", "nfs4 (soft): an opened file is fresh"),
     (with_node(folder=replace(node(1).folder, fs="oddfs")), "directory.node_mounts", "unknown",
      "after up to 63 s instead of 3 s on n1"),
     (with_node(folder=replace(node(1).folder, fs="oddfs")), "directory.node_mounts", "unknown",
      "noticed after 3 s on n0"),
-    (with_node(meeting=met(0, race=Race(50, both=3))), "directory.election", "fail",
-     "of 100 names that two nodes linked at once, both nodes were told that they had made 3"),
-    (with_node(meeting=met(0, race=Race(50, neither=1))), "directory.election", "fail", "neither"),
-    (with_node(meeting=met(0, race=Race(50, differ=2))), "directory.election", "fail",
+    (with_node(meeting=met(0, race=LinkRace(50, both=3))), "directory.election", "fail",
+     "of 100 names that two nodes linked at once, both nodes won 3"),
+    (with_node(meeting=met(0, race=LinkRace(50, neither=1))), "directory.election", "fail",
+     "no node won 1"),
+    (with_node(meeting=met(0, race=LinkRace(50, differ=2))), "directory.election", "fail",
      "different winners of 2"),
-    (with_node(meeting=met(0, race=Race(50, both=3))), "directory.election", "fail",
+    (with_node(meeting=met(0, race=LinkRace(50, both=3))), "directory.election", "fail",
      "choose another directory"),
     (with_node(meeting=met(0, removed=None, waited_s=20.0)), "directory.delay", "fail",
      "on n1 a removal was not seen within 20 s"),
-    (with_node(meeting=met(0, **dict.fromkeys(DEEDS), waited_s=20.0)), "directory.delay", "fail",
+    (with_node(meeting=met(0, **dict.fromkeys(CHANGES), waited_s=20.0)), "directory.delay", "fail",
      "on n1 nothing was seen within 20 s"),
     (with_node(meeting=met(0, created=12.0)), "directory.delay", "warn", "a new file after 12 s"),
     (replace(GOOD, blind={0: "n0", 1: "n1"}, reports={}), "directory.delay", "fail",
      "does not appear on n0, n1"),
     (with_node(meeting=met(0, torn=True)), "directory.content", "fail", "n1 read a part"),
     (replace(GOOD, reports={
-        i: result(i, meeting=ProbeMeeting([seen(1 - i)], [], problem="with n: EIO")) for i in (0, 1)
+        i: result(i, meeting=MeetingResult([seen(1 - i)], problem="with n: EIO")) for i in (0, 1)
      }), "directory.election", "unknown", "n1 with n: EIO"),
     (with_node(problem="no address"), "network.interface", "fail", "n1: no address"),
     (with_node(interface="eth0"), "network.interface", "warn", "not the same"),
-    (with_node(meeting=CUT), "network.reach", "fail", "n1 can not reach n0 at 10.0.0.0: timed out"),
+    (with_node(meeting=CUT), "network.reach", "fail", "n1 cannot reach n0 at 10.0.0.0: timed out"),
     (with_node(meeting=CUT), "network.reach", "fail", "but at 192.168.0.0"),
-    (with_node(meeting=ProbeMeeting([], [0])), "network.reach", "fail", "n1 found no file of n0"),
-    (with_node(meeting=ProbeMeeting([seen(0, clock_ahead_s=-75.0)], [])), "network.clocks",
+    (with_node(meeting=MeetingResult([], [0])), "network.reach", "fail", "n1 found no file of n0"),
+    (with_node(meeting=MeetingResult([seen(0, clock_ahead_s=-75.0)], [])), "network.clocks",
      "warn", "75 s"),
-    (with_node(hello=AllreduceResult(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo", "fail",
-     "n1: ti"),
-    (replace(GOOD, reports={0: result(0, meeting=ProbeMeeting())}), "network.reach", "unknown",
+    (with_node(allreduce=AllreduceResult(4.0, 4, {}, {"gloo": "timed out"})), "network.gloo",
+     "fail", "n1: ti"),
+    (replace(GOOD, reports={0: result(0, meeting=MeetingResult())}), "network.reach", "unknown",
      "only n0 was tried"),
     (replace(GOOD, notices={0: {"agent": None, "worker": None}}), "signals.notice", "fail",
      "n0"),
@@ -215,14 +223,14 @@ def test_each_fault_of_nodes_and_network_is_found(evidence, check, verdict, says
 def test_many_tasks_that_fail_alike_are_not_all_listed():
     """A few, and how many more."""
     silent = {i: "FAILED" for i in range(60)}
-    said = list(node_checks.judge_nodes(Evidence(60, silent=silent), SlurmSettings(), OWN))
+    said = list(node_checks.check_nodes(Evidence(60, silent=silent), SlurmSettings(), OWN))
     assert len(said) == 3 and "57 more tasks" in said[-1].found
 
 
 def test_tasks_on_one_machine_show_nothing_of_the_network_and_the_shared_folder():
     """Where a run has shares of nodes, two of its tasks may be on one."""
-    alone = {0: ProbeMeeting([seen(1, host="n0")]), 1: ProbeMeeting([seen(0)])}
-    both = {i: NodeReport(node(0), alone[i], GOOD.reports[i].hello) for i in (0, 1)}
+    alone = {0: MeetingResult([seen(1, host="n0")]), 1: MeetingResult([seen(0)])}
+    both = {i: NodeReport(node(0), alone[i], GOOD.reports[i].allreduce) for i in (0, 1)}
     found = findings(replace(GOOD, reports=both))
     not_tried = ("network.reach", "directory.delay", "directory.election", "directory.content")
     assert {found[check].verdict.value for check in not_tried} == {"unknown"}
@@ -235,7 +243,7 @@ def test_names_that_are_answered_from_memory_cost_nothing():
     nfs = {i: result(i, folder=replace(node(i).folder, fs="nfs4"), meeting=met(1 - i, path=None,
            waited_s=3.1)) for i in (0, 1)}  # fmt: skip
     found = findings(replace(GOOD, reports=nfs))
-    assert worst(found.values()) is Verdict.OK
+    assert worst_verdict(found.values()) is Verdict.OK
     assert (
         "by its path alone a new file was not seen within 3.1 s (names are kept for up to 60 s)"
         in (found["directory.delay"].found)
@@ -246,13 +254,14 @@ def test_who_wins_a_race():
     """Each round has one winner, whom both nodes read afterwards, as far as they read anything."""
     won = [(True, False), (False, True), (True, True), (False, False)]
     winners = [["a", "b", "a", ""], ["a", "b", "b", "a"]]
-    assert result_of(won, winners) == Race(4, both=1, neither=1, differ=1)
+    assert count_race(won, winners) == LinkRace(4, both=1, neither=1, differ=1)
 
 
 def test_gpus_that_nobody_asked_for():
     """None there is fine; some that are given are named."""
     none = {
-        i: result(i, gpus_given=None, gpus_seen=None, hello=AllreduceResult(4.0)) for i in (0, 1)
+        i: result(i, gpus_given=None, gpus_seen=None, allreduce=AllreduceResult(4.0))
+        for i in (0, 1)
     }
     assert (
         findings(replace(GOOD, reports=none), SlurmSettings())["nodes.gpus"].verdict.value == "ok"
@@ -299,7 +308,7 @@ def test_slices_of_gpus_count_as_gpus():
 )
 def test_a_probe_asks_for_no_more_time_than_it_may(words, longest_s, minutes):
     """Ten minutes, the run's time, or the partition's, whichever is least."""
-    assert probe_job.time_limit(cli_settings.parse(words), longest_s) == minutes
+    assert probe_job.time_limit(parse_settings(words), longest_s) == minutes
 
 
 def test_a_report_reads_back():
@@ -312,9 +321,9 @@ def test_what_another_version_has_measured_is_named(tmp_path):
     """As where a container has its own: what it tells can not be read, and costs no other."""
     place = ProbeFolder(tmp_path)
     raw = GOOD.reports[0].to_json()
-    place.write(place.node(0), raw)
-    place.write(place.node(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
-    place.write(place.node(2), {"hello": None})
+    place.write_json(place.report_file(0), raw)
+    place.write_json(place.report_file(1), {**raw, "facts": {**raw["facts"], "colour": "red"}})
+    place.write_json(place.report_file(2), {"allreduce": None})
     found, unreadable = read_reports(place, [0, 1, 2, 3])
     assert found == {0: GOOD.reports[0]} and set(unreadable) == {1, 2}
     assert "hpc_elastic 0.1.0, which is not" in unreadable[1]
@@ -324,29 +333,29 @@ def test_how_long_a_process_lived_after_sigterm(tmp_path):
     """From its first SIGTERM to its last heartbeat; a signal that never came is None."""
     place = ProbeFolder(tmp_path)
     lines = [{"signal": "SIGTERM", "time": 100.0}, {"signal": "SIGTERM", "time": 105.0}]
-    place.signals("agent", 0, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place.beat("agent", 0, 0).write_text("00000000110.500000")
-    assert lived(place, 0) == {"agent": 10.5, "worker": None}
-    assert received(place, "agent", 0, "SIGUSR2") is None
+    place.signal_file("agent", 0, 0).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place.heartbeat_file("agent", 0, 0).write_text("00000000110.500000")
+    assert survival_times(place, 0) == {"agent": 10.5, "worker": None}
+    assert signal_time(place, "agent", 0, "SIGUSR2") is None
     assert not was_orphaned(place, 0)
 
 
 class Waiting:
-    """A probe none of whose tasks has started."""
+    """A probe without started tasks."""
 
     job_id, num_nodes, has_ended = "7", 1, False
 
-    def states(self):
-        """Say so."""
+    def query_tasks(self):
+        """No task has started."""
         return {}
 
-    def end(self):
-        """Keep that."""
+    def cancel(self):
+        """Record the call."""
         self.has_ended = True
         return []
 
 
-def test_a_probe_is_ended_though_nobody_listens_any_more():
+def test_a_probe_is_cancelled_when_the_reader_of_its_output_has_ended():
     """`doctor --probe | head`."""
 
     def say(_):
@@ -354,35 +363,33 @@ def test_a_probe_is_ended_though_nobody_listens_any_more():
 
     probe = Waiting()
     with pytest.raises(BrokenPipeError):
-        ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=say).run(60.0)
+        ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=say).run(60.0)
     assert probe.has_ended
 
 
-def test_a_probe_that_can_not_be_told_to_begin_is_told_of_with_the_rest(tmp_path):
-    """On a disk that is full: what was found before is not lost."""
+def test_a_probe_that_cannot_start_is_reported_with_the_other_findings(tmp_path):
+    """On a full disk: earlier facts are not lost."""
     probe = Waiting()
     probe.place = ProbeFolder(tmp_path / "gone")
-    probe.states = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
-    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    probe.query_tasks = lambda: {0: TaskState("7_0", "RUNNING", node="n0")}
+    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=lambda _: None).run(60.0)
     assert "gone" in found.problem and probe.has_ended
 
 
-def test_a_task_that_does_not_see_what_is_written_is_told_from_one_that_has_failed(
-    tmp_path, monkeypatch
-):
-    """It runs, and has said so: then it is the directory, and not Python."""
+def test_a_task_that_does_not_see_new_files_differs_from_one_that_has_failed(tmp_path, monkeypatch):
+    """It runs, and has published its address: the cause is the directory, not Python."""
     monkeypatch.setattr(probe_job, "_MEASURE_S", 0.0)
     probe = Waiting()
     probe.num_nodes, probe.place = 2, ProbeFolder(tmp_path)
-    probe.states = lambda: {i: TaskState(f"7_{i}", "RUNNING", node=f"n{i}") for i in (0, 1)}
-    probe.log = lambda _: ""
-    probe.place.write(probe.place.peer(0), {})
-    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, say=lambda _: None).run(60.0)
+    probe.query_tasks = lambda: {i: TaskState(f"7_{i}", "RUNNING", node=f"n{i}") for i in (0, 1)}
+    probe.log_tail = lambda _: ""
+    probe.place.write_json(probe.place.peer_file(0), {})
+    found = ProbeRun(probe, notice="USR2", kill_wait_s=1.0, report=lambda _: None).run(60.0)
     assert found.blind == {0: "n0"} and found.silent.keys() == {1}
 
 
 def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):
-    """Its tasks are not told to end, they are ended."""
+    """Without the file that ends them, the tasks are cancelled."""
     cancelled = []
 
     class Client:
@@ -395,7 +402,7 @@ def test_a_probe_whose_folder_is_full_is_cancelled_all_the_same(tmp_path):
             return {}
 
     place = ProbeFolder(tmp_path / "gone" / "probe")
-    assert probe_job.ProbeJob("7", 1, place, Client()).end() == [] and cancelled == ["7"]
+    assert probe_job.ProbeJob("7", 1, place, Client()).cancel() == [] and cancelled == ["7"]
 
 
 @pytest.mark.parametrize("width", [80, 160])
@@ -404,10 +411,10 @@ def test_the_table_says_what_to_do_and_failures_come_first(width):
     rows = [
         ok("host.commands", "fine"),
         warn("slurm.grace", "short " * 30, "saving takes time", "ask the admin"),
-        fail("network.reach", "n1 can not reach n0", "agents meet", "launcher.interface"),
+        fail("network.reach", "n1 cannot reach n0", "agents meet", "launcher.interface"),
     ]
     console = Console(file=io.StringIO(), width=width)
-    findings_module.show(rows, console, probed=False)
+    findings_module.print_findings(rows, console, probed=False)
     text = console.file.getvalue()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= min(width, 120)
     assert text.index("Login node") < text.index("Network")

@@ -4,7 +4,7 @@ import pytest
 
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from soak.checks import rank_checks
-from soak.expected_events import Finding, InjectedFault, explain
+from soak.expected_events import ExplanationKind, InjectedFault, explain
 from soak.inject import INJECTORS
 from soak.plan import KINDS, NUM_NODES, Fault, num_tasks, overlapping_groups, plan
 
@@ -85,21 +85,21 @@ def test_a_fault_is_explained_by_its_cause_and_its_host(kind, what):
         shrank(what, "node2", at=130.0),
     ]  # fmt: skip
     found = explain(fault, [fault], others)
-    assert found.finding is Finding.MISSING and "node2" in found.problem
+    assert found.kind is ExplanationKind.MISSING and "node2" in found.problem
 
 
 def test_every_node_that_was_hit_has_to_be_named():
     """In one entry or in several."""
     fault = injected("preempt", "node1", "node2")
     both = [shrank("preempted", "node1"), shrank("preempted", "node2", at=110.0)]
-    assert explain(fault, [fault], both).finding is Finding.EXPLAINED
+    assert explain(fault, [fault], both).kind is ExplanationKind.EXPLAINED
     assert explain(fault, [fault], both[:1]).problem.startswith("no entry on node2")
 
 
 def test_some_faults_need_no_entry():
     """A loose cable, say: the run has not noticed."""
     fault = injected("flap", "node1")
-    assert explain(fault, [fault], []).finding is Finding.NOT_EXPECTED
+    assert explain(fault, [fault], []).kind is ExplanationKind.NOT_EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_fault_that_changes_no_group_has_an_entry_of_its_own(kind, entry_kind,
     if hosts:
         others.append(TimelineEntry(entry_kind, 101.0, facts={"host": "node3"}))
     found = explain(fault, [fault], others)
-    assert found.finding is Finding.MISSING and entry_kind in found.problem
+    assert found.kind is ExplanationKind.MISSING and entry_kind in found.problem
 
 
 def test_a_fault_may_share_the_entry_of_one_that_it_overlaps():
@@ -124,11 +124,11 @@ def test_a_fault_may_share_the_entry_of_one_that_it_overlaps():
     node = injected("kill-node", "node1")
     worker = injected("kill-worker", "node2", number=2, group=1)
     timeline = [shrank("node_lost", "node1")]
-    assert explain(node, [node, worker], timeline).finding is Finding.EXPLAINED
-    assert explain(worker, [node, worker], timeline).finding is Finding.SHARED
-    assert explain(worker, [node, worker], []).finding is Finding.MISSING
+    assert explain(node, [node, worker], timeline).kind is ExplanationKind.EXPLAINED
+    assert explain(worker, [node, worker], timeline).kind is ExplanationKind.SHARED
+    assert explain(worker, [node, worker], []).kind is ExplanationKind.MISSING
     alone = injected("kill-worker", "node2", number=2)
-    assert explain(alone, [node, alone], timeline).finding is Finding.MISSING
+    assert explain(alone, [node, alone], timeline).kind is ExplanationKind.MISSING
 
 
 def test_a_worker_that_was_stopped_needs_the_verdict_of_a_hang():
@@ -137,16 +137,17 @@ def test_a_worker_that_was_stopped_needs_the_verdict_of_a_hang():
     failed = shrank("worker_failed", "node2")
     hang = TimelineEntry("hang", 101.0, facts={"ranks": [{"rank": 1, "host": "node2"}]})
     assert "'hang'" in explain(fault, [fault], [failed]).problem
-    assert explain(fault, [fault], [hang, failed]).finding is Finding.EXPLAINED
+    assert explain(fault, [fault], [hang, failed]).kind is ExplanationKind.EXPLAINED
 
 
 def test_a_damaged_checkpoint_is_not_resumed_from():
     """The one before is, or a newer one."""
     fault = injected("damage", "node2", damaged_step=40)
-    for step, finding in ((40, Finding.MISSING), (20, Finding.EXPLAINED), (60, Finding.EXPLAINED)):
+    missing, explained = ExplanationKind.MISSING, ExplanationKind.EXPLAINED
+    for step, kind in ((40, missing), (20, explained), (60, explained)):
         cost = Cost(reached_step=70, resumed_step=step, lost_steps=70 - step, pause_s=1.0)
         found = explain(fault, [fault], [shrank("worker_failed", "node2", cost=cost)])
-        assert found.finding is finding
+        assert found.kind is kind
     assert (found.lost_steps, found.pause_s) == (10, 1.0)
 
 

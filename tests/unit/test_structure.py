@@ -1,4 +1,4 @@
-"""The shape of the package: one meaning for each name, and no circles."""
+"""The shape of the package and its tools: one meaning for each name, and no circles."""
 
 import ast
 import graphlib
@@ -7,14 +7,18 @@ from pathlib import Path
 
 import hpc_elastic
 
-PACKAGE = Path(hpc_elastic.__file__).parent
-MODULES = {
-    ".".join(["hpc_elastic", *p.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
-        ".__init__"
-    ): ast.parse(p.read_text())
-    for p in PACKAGE.rglob("*.py")
-    if "testing" not in p.parts
-}
+ROOT = Path(hpc_elastic.__file__).parents[1]
+ROOTS = (ROOT, ROOT / "tools", ROOT / "tools" / "slurm_sandbox")
+PACKAGES = (ROOT / "hpc_elastic", ROOT / "tools" / "soak", ROOTS[-1] / "slurm_sandbox")
+
+
+def name_of(path: Path) -> str:
+    """The name by which a module is imported."""
+    root = max((r for r in ROOTS if path.is_relative_to(r)), key=lambda r: len(r.parts))
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): ast.parse(path.read_text()) for p in PACKAGES for path in p.rglob("*.py")}
 
 
 def test_no_two_modules_define_public_classes_of_the_same_name():
@@ -27,20 +31,22 @@ def test_no_two_modules_define_public_classes_of_the_same_name():
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
-def imported(body: list[ast.stmt]) -> set[str]:
-    """The modules that are imported when a module is, or for its types."""
+def imported(body: list[ast.stmt], package: str) -> set[str]:
+    """The modules that are imported when a module of a package is, or for its types."""
     found = set()
     for node in body:
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & MODULES.keys()) or {node.module}
+        if isinstance(node, ast.ImportFrom):
+            source = ".".join(filter(None, [package if node.level else "", node.module]))
+            names = {f"{source}.{alias.name}" for alias in node.names}
+            found |= (names & MODULES.keys()) or ({source} & MODULES.keys())
         elif isinstance(node, ast.If | ast.Try):
-            found |= imported(node.body)
+            found |= imported(node.body, package)
     return found
 
 
 def test_no_module_imports_itself_by_way_of_others():
     """Not for types either."""
-    graph = {m: imported(tree.body) - {m} for m, tree in MODULES.items()}
+    graph = {m: imported(t.body, m.rpartition(".")[0]) - {m} for m, t in MODULES.items()}
+    assert "slurm_sandbox.config" in graph["slurm_sandbox.sandbox"]
     order = graphlib.TopologicalSorter(graph)
     order.prepare()  # raises CycleError, which names the circle

@@ -25,7 +25,7 @@ from slurm_sandbox import SandboxConfig, SandboxError, SlurmSandbox, disk
 from slurm_sandbox.processes import wait_until
 from slurm_sandbox.releases import SUITES
 from soak import checks, training
-from soak.expected_events import Finding, InjectedFault, SoakRecord, explain
+from soak.expected_events import ExplanationKind, InjectedFault, SoakRecord, explain
 from soak.inject import NoTargetError, RunMonitor, SoakTargets, inject
 from soak.plan import NUM_NODES, Fault, num_tasks, overlapping_groups, plan
 
@@ -253,8 +253,8 @@ class _Soak:
         """Return whether the runs have noticed, so that faults may be undone."""
         timelines = {False: self._targets.run.timeline, True: self._targets.companion.timeline}
         return all(
-            explain(each, injected, timelines[each.fault.kind.companion]).finding
-            is not Finding.MISSING
+            explain(each, injected, timelines[each.fault.kind.companion]).kind
+            is not ExplanationKind.MISSING
             for each in injected
             if not each.fault.kind.visible_after
         )

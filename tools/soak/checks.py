@@ -27,7 +27,7 @@ from hpc_elastic.shared_files import read_json
 from slurm_sandbox import SandboxTimeoutError, SlurmSandbox
 from slurm_sandbox.processes import wait_until
 from soak import training
-from soak.expected_events import Explanation, Finding, InjectedFault, SoakRecord
+from soak.expected_events import Explanation, ExplanationKind, InjectedFault, SoakRecord
 from soak.inject import leftover_processes
 from soak.plan import Fault
 
@@ -79,7 +79,7 @@ def run_checks(record: SoakRecord, sandbox: SlurmSandbox, work: Path) -> list[So
 
 def _check_explanations(record: SoakRecord) -> SoakCheck:
     explained = record.explanations()
-    num_shared = sum(found.finding is Finding.SHARED for _, found in explained)
+    num_shared = sum(found.kind is ExplanationKind.SHARED for _, found in explained)
     name = "the timeline explains every fault"
     name += f", {num_shared} together with one that it overlaps" if num_shared else ""
     missing = ((each.fault, found.problem) for each, found in explained if found.problem)
@@ -203,9 +203,9 @@ def _leftovers(run: Path, sandbox: SlurmSandbox) -> Iterator[str]:
 
 
 _NO_ENTRY = {
-    Finding.NOT_EXPECTED: "(no entry is expected)",
-    Finding.SHARED: "(together with a fault that it overlaps)",
-    Finding.MISSING: "[bold red]MISSING:[/] ",
+    ExplanationKind.NOT_EXPECTED: "(no entry is expected)",
+    ExplanationKind.SHARED: "(together with a fault that it overlaps)",
+    ExplanationKind.MISSING: "[bold red]MISSING:[/] ",
 }
 
 
@@ -241,7 +241,7 @@ def fault_table(record: SoakRecord) -> Table:
 
 def _fault_row(injected: InjectedFault, explanation: Explanation, started: float) -> list[str]:
     fault = injected.fault
-    shown = [_NO_ENTRY.get(explanation.finding, "") + escape(explanation.problem)]
+    shown = [_NO_ENTRY.get(explanation.kind, "") + escape(explanation.problem)]
     shown += [escape(sentence(entry)) for entry in explanation.entries]
     has_cost = any(e.cost.pause_s is not None for e in explanation.entries)
     return [

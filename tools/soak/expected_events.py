@@ -15,7 +15,7 @@ _CLOCK_S = 0.5
 _JOINED = ("arrived", "returned")
 
 
-class Finding(Enum):
+class ExplanationKind(Enum):
     """What the timeline shows of a fault."""
 
     EXPLAINED = "explained"
@@ -50,12 +50,12 @@ class Explanation:
     """What the timeline shows of one fault.
 
     Attributes:
-        finding: In one word.
+        kind: In one word.
         entries: The timeline entries that belong to it.
         problem: What is missing, for people; empty if nothing is.
     """
 
-    finding: Finding
+    kind: ExplanationKind
     entries: tuple[TimelineEntry, ...] = ()
     problem: str = ""
 
@@ -122,14 +122,14 @@ def explain(
     during = [e for e in timeline if began - _CLOCK_S <= e.time <= injected.until + _CLOCK_S]
     changes = tuple(e for e in during if {cause.what for cause in e.causes} - set(_JOINED))
     if not (injected.fault.kind.causes or injected.fault.kind.timeline_kind):
-        return Explanation(Finding.NOT_EXPECTED, changes)
+        return Explanation(ExplanationKind.NOT_EXPECTED, changes)
     entries = tuple(e for e in during if _named_hosts(e, injected) or _is_own_entry(e, injected))
     problem = _missing_part(injected, entries)
     if not problem:
-        return Explanation(Finding.EXPLAINED, entries)
+        return Explanation(ExplanationKind.EXPLAINED, entries)
     if changes and overlapping:
-        return Explanation(Finding.SHARED, entries or changes)
-    return Explanation(Finding.MISSING, entries, problem)
+        return Explanation(ExplanationKind.SHARED, entries or changes)
+    return Explanation(ExplanationKind.MISSING, entries, problem)
 
 
 def _missing_part(injected: InjectedFault, entries: Sequence[TimelineEntry]) -> str:

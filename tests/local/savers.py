@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import os
+import random
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -71,6 +72,14 @@ def restored(folder: Path) -> int | None:
 def names_in(folder: Path) -> list[str]:
     """Return the names in a folder."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_bit(path: Path, bit: int | None = None) -> None:
+    """Change one bit of a file, somewhere if it is not said which."""
+    data = bytearray(path.read_bytes())
+    bit = random.randrange(8 * len(data)) if bit is None else bit
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
 
 
 def count_on(folder: Path, writer: int, tell: int) -> None:

@@ -275,6 +275,15 @@ def test_what_can_not_be_stored_is_refused_at_construction(tmp_path, state, mess
         Checkpointer(tmp_path, state)
 
 
+def test_what_can_no_longer_be_stored_is_refused_by_the_save(tmp_path):
+    """On the caller's thread."""
+    state = {"it": {"here": 1}}
+    with Checkpointer(tmp_path, state) as c:
+        state["it"]["here"] = torch.return_types.max((torch.ones(1), torch.ones(1)))
+        with pytest.raises(ConfigError, match=r"^state: it/here=.*takes tensors"):
+            c.save(1)
+
+
 @pytest.mark.parametrize("step", [-1, 1.0, "1", None, True])
 def test_a_step_is_a_count(tmp_path, step):
     """Whatever counts as an integer; nothing else."""
@@ -318,65 +327,16 @@ def test_names_that_look_like_those_of_pieces_are_kept_apart(tmp_path):
     assert len(load_file(tmp_path / "shard-0.safetensors")) == len(pieces)
 
 
-def test_a_key_of_the_formats_own_is_restored(tmp_path):
-    """At the top of the state, where it is the whole name of a tensor."""
-    save(tmp_path, {"__metadata__": torch.tensor([1.0, 2.0]), "a[0]": torch.tensor([3.0])})
-    state = {"__metadata__": torch.zeros(2), "a[0]": torch.zeros(1)}
-    assert Checkpointer(tmp_path, state).restore() == 1
-    assert state["__metadata__"].tolist() == [1.0, 2.0]
-    assert state["a[0]"].tolist() == [3.0]
-
-
-def test_sizes_and_parameters_come_back_as_such(tmp_path):
+def test_parameters_come_back_as_such(tmp_path):
     """Into a dict that has them, and into one that has not."""
-    made = {
-        "size": torch.Size([2, 3]), "tuple": (2, 3), "long": 3**20_000,
-        "weight": nn.Parameter(torch.ones(2)), "ids": nn.Parameter(torch.arange(3), False),
-    }  # fmt: skip
+    made = {"weight": nn.Parameter(torch.ones(2)), "ids": nn.Parameter(torch.arange(3), False)}
     fresh = there_and_back(tmp_path, made, {})
-    assert {key: type(value) for key, value in fresh.items()} == {
-        key: type(value) for key, value in made.items()
-    }
+    assert [type(value) for value in fresh.values()] == [nn.Parameter] * 2
     assert fresh["weight"].requires_grad
     assert not fresh["ids"].requires_grad
-    assert (fresh["size"], fresh["tuple"], fresh["long"]) == ((2, 3), (2, 3), 3**20_000)
     mine = nn.Parameter(torch.zeros(2))
     assert there_and_back(tmp_path, made, {"weight": mine})["weight"] is mine
     assert mine.tolist() == [1.0, 1.0]
-
-
-def nested(depth: int) -> Any:
-    """Return lists in lists."""
-    tree: Any = 1
-    for _ in range(depth):
-        tree = [tree]
-    return tree
-
-
-ENDLESS: list[Any] = []
-ENDLESS.append(ENDLESS)
-
-
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
-        (nested(400), "nested more than 100 deep"),
-        (ENDLESS, "contains itself"),
-        ({3**20_000: 1}, "a key has no text"),
-        (np.ma.masked_array([1.0, 2.0], [True, False]), "takes tensors"),
-        (torch.return_types.max((torch.ones(1), torch.ones(1))), "takes tensors"),
-    ],
-    ids=["nested", "endless", "key", "masked", "named"],
-)
-def test_what_would_not_come_back_is_refused_by_its_path(tmp_path, value, what):
-    """On the caller's thread, by the constructor and by a save."""
-    with pytest.raises(ConfigError, match=rf"^state: it/here.*{what}"):
-        Checkpointer(tmp_path, {"it": {"here": value}})
-    state = {"it": {"here": 1}}
-    with Checkpointer(tmp_path, state) as c:
-        state["it"]["here"] = value
-        with pytest.raises(ConfigError, match=rf"^state: it/here.*{what}"):
-            c.save(1)
 
 
 def test_an_expanded_view_is_refused_before_anything_is_restored(tmp_path):

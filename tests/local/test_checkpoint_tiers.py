@@ -19,6 +19,7 @@ import torch.distributed as dist
 from gloo_ranks import PATIENCE_S, run_ranks
 from group import eventually
 from near_memory import fill, is_of, nodes, parts_of
+from savers import flip_a_bit
 
 from ended import is_gone
 from hpc_elastic import launch
@@ -75,13 +76,6 @@ def test_nodes_that_come_fresh_get_what_they_lack(saved):
     (saved / "memory-0").rename(saved / "gone")
     (saved / "memory-1").rename(saved / "memory-2")
     assert all(run_ranks(restore, 3, str(saved), 50, env=nodes(saved, 1, 1, 1)))
-
-
-def flip_a_bit(file: Path) -> None:
-    """Damage a file in its middle."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.write_bytes(data)
 
 
 def test_damage_in_memory_costs_one_copy_at_most(saved):

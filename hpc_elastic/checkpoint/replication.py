@@ -313,9 +313,7 @@ class CopyGathering:
         self, good: Mapping[int, RankPart], rows: Sequence[Sequence[int]]
     ) -> list[RankPart]:
         """Return every part, as sent by the first rank that has checked it."""
-        senders = [
-            next(r for r, row in enumerate(rows) if row[part]) for part in range(len(rows[0]))
-        ]
+        senders = [column.index(1) for column in zip(*rows, strict=True)]
         parts: dict[int, RankPart] = {}
         for sender in sorted(set(senders)):
             mine = [part for part, by in enumerate(senders) if by == sender and part in good]

@@ -115,7 +115,7 @@ def test_a_client_that_drips_is_refused_in_time(listener, accepted, monkeypatch)
         dripping = threading.Thread(target=drip)
         dripping.start()
         try:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match="time"):  # and not the test's own
                 there.result(PATIENCE_S)
         finally:
             over.set()

@@ -1,10 +1,13 @@
 """Frames and handshakes: what a holder of the secret sends is read; everything else is refused."""
 
+import asyncio
 import json
+from unittest.mock import Mock
 
 import pytest
 
 from hpc_elastic.transport.auth import (
+    MAX_UNPROVED_BYTES,
     WELCOME,
     AuthenticationError,
     FrameSigner,
@@ -14,6 +17,7 @@ from hpc_elastic.transport.auth import (
     session_key,
     sign,
 )
+from hpc_elastic.transport.connection import ServerConnection
 
 
 def pair(secret: bytes = b"s", other: bytes = b"s") -> tuple[FrameSigner, FrameSigner]:
@@ -139,3 +143,22 @@ def test_what_is_no_nonce_is_refused(nonce):
         ServerHandshake(b"s", 1).read(nonce)
     with pytest.raises(AuthenticationError):
         answer_greeting(b'{"nonce": "%s"}' % nonce, b"s", 1, {})
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_server_keeps_little_of_a_client_without_proof(proved):
+    """Of one that has proved that it holds the secret it keeps a whole frame."""
+
+    async def receive(words: bytes) -> asyncio.Transport:
+        buffer, transport = memoryview(bytearray(1 << 16)), Mock(asyncio.Transport)
+        connection = ServerConnection(b"s", 1, Mock(), buffer)
+        connection.connection_made(transport)
+        if proved:
+            (greeting,) = transport.write.call_args.args
+            words = answer_greeting(greeting, b"s", 1, {"agent": {}})[0] + words
+        buffer[: len(words)] = words
+        connection.buffer_updated(len(words))
+        return transport
+
+    transport = asyncio.run(receive(b"x" * (MAX_UNPROVED_BYTES + 1)))
+    assert transport.abort.called == (not proved)

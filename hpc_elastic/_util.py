@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import select
+import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,12 @@ def short(seconds: float) -> str:
 def _both(number: int, size: int, large: str, small: str) -> str:
     many, few = divmod(number, size)
     return f"{many} {large} {few} {small}" if few else f"{many} {large}"
+
+
+def quoted(path: Path) -> str:
+    """Return a path for a shell, relative to the working directory if it lies below that."""
+    near = path.is_relative_to(Path.cwd()) and path != Path.cwd()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if near else path))
 
 
 def node_time(node_s: float, like: float | None = None) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
 from hpc_elastic.errors import (
     CheckpointNotFoundError,
@@ -98,7 +99,7 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
     if result is not None:
         print(f"its tasks are gone; it {result} before it was cancelled")
         return 0
-    print(f"cancelled; to go on from its last checkpoint: hpc-elastic resume {options.quoted(run)}")
+    print(f"cancelled; to go on from its last checkpoint: hpc-elastic resume {quoted(run)}")
     return 0
 
 

@@ -16,7 +16,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import Event, EventReader
 
 if TYPE_CHECKING:
-    from hpc_elastic.cli.run_view import RunEnd
+    from hpc_elastic.launcher.run_view import RunView
     from hpc_elastic.report.causes import TimelineEntry
 
 _LOOK_AGAIN_S = 0.5
@@ -59,9 +59,9 @@ def _tell(run: Path, *, as_json: bool) -> int:
     from hpc_elastic.report.attempts import EventIndex
     from hpc_elastic.report.sentences import lines
     from hpc_elastic.report.timeline import build_timeline
-    from hpc_elastic.run.event_schema import sound
+    from hpc_elastic.run.event_schema import valid_events
 
-    found = build_timeline(EventIndex(sound(EventReader(RunDir(run).event_logs).new())))
+    found = build_timeline(EventIndex(valid_events(EventReader(RunDir(run).event_logs).new())))
     if as_json:
         print(json.dumps([_as_json(episode) for episode in found], indent=2))
     elif not found:
@@ -96,9 +96,9 @@ def _follow(run: Path, *, as_json: bool) -> int:
     events: list[Event] = []
 
     def show(new: list[Event]) -> None:
-        from hpc_elastic.run.event_schema import sound
+        from hpc_elastic.run.event_schema import valid_events
 
-        events.extend(sound(new))
+        events.extend(valid_events(new))
         if new or told.waits:
             told.tell(events, time.time())
 
@@ -107,23 +107,23 @@ def _follow(run: Path, *, as_json: bool) -> int:
     return _tell_end(end)
 
 
-def _read(run: Path, show: Callable[[list[Event]], None]) -> RunEnd:
+def _read(run: Path, show: Callable[[list[Event]], None]) -> RunView:
     """Show what there is, and what comes until the run has ended; return how it has."""
-    from hpc_elastic.cli.run_view import EndDetector
+    from hpc_elastic.launcher.run_view import EndDetector
 
-    reader, ending = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
+    reader, detector = EventReader(RunDir(run).event_logs), EndDetector(RunDir(run), warn=_say)
     while True:
-        end = ending.come()  # before: what comes after it is shown too
+        ended = detector.poll()  # first: events that come after it are shown too
         show(reader.new())
-        if end is not None:
-            return end
+        if ended is not None:
+            return ended
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _tell_end(end: RunEnd) -> int:
-    """Say how a run ended, beside its events, and return the exit code."""
-    _say(end.sentence)
-    return end.exit_code
+def _tell_end(view: RunView) -> int:
+    """Print how a run ended on standard error; return the exit code."""
+    _say(view.describe())
+    return view.ended.exit_code if view.ended is not None else 1
 
 
 def _say(text: str) -> None:

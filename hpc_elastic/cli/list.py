@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,7 @@ from hpc_elastic.run.registry import KnownRun
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpc_elastic.run.directory import RunSpec
-    from hpc_elastic.slurm.scheduler import QueueSnapshot
+    from hpc_elastic.launcher.run_view import Query
 
 _WIDE = 130
 """From so many columns on a run is one line; otherwise what was overridden stands below."""
@@ -87,72 +86,35 @@ def list_command(everything: bool, limit: int, as_json: bool) -> int:
     return 0
 
 
-def listed(
-    known: Sequence[KnownRun], asks: Callable[[Sequence[RunSpec]], QueueSnapshot] | None = None
-) -> list[Listed]:
-    """Return what is known of these runs; the scheduler is asked once for all that go on.
+def listed(known: Sequence[KnownRun], query: Query | None = None) -> list[Listed]:
+    """Return the runs as they are listed; the scheduler is queried once for all that go on.
 
     Args:
         known: The runs.
-        asks: Asks the scheduler; None: Slurm, and the local launchers' tables.
+        query: Queries the scheduler; None: Slurm, and the tables of local launchers.
     """
+    from hpc_elastic.launcher.run_view import label_of, read_views
     from hpc_elastic.slurm.scheduler import take_snapshot
 
-    files = [_Files.read(run) for run in known]
-    going = [f.spec for f in files if f.spec is not None and f.result is None]
-    queue = (asks or take_snapshot)(going)
-    return [f.listed(queue) for f in files]
-
-
-@dataclass(frozen=True)
-class _Files:
-    """What the files of one run say."""
-
-    run: KnownRun
-    spec: RunSpec | None
-    result: dict[str, Any] | None
-    status: dict[str, Any]
-    problem: str | None
-
-    @classmethod
-    def read(cls, run: KnownRun) -> _Files:
-        from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.run.directory import RunDir
-        from hpc_elastic.shared_files import read_json
-
-        files = RunDir(run.path)
-        try:
-            return cls(
-                run, files.load(), read_json(files.result), read_json(files.status) or {}, None
-            )
-        except (HpcElasticError, OSError, ValueError) as e:
-            return cls(run, None, None, {}, str(e))
-
-    def listed(self, queue: QueueSnapshot) -> Listed:
-        """Return its line."""
-        from hpc_elastic.cli.run_view import label_of, number, phase_of
-        from hpc_elastic.run.directory import RunDir
-        from hpc_elastic.shared_files import is_there
-
-        run, status = self.run, self.status
+    views = read_views([run.path for run in known], query or take_snapshot)
+    found = []
+    for run, view in zip(known, views, strict=True):
         head = (run.run_id, str(run.path), run.submitted)
-        if self.spec is None:
-            return Listed(*head, "unknown", problem=self.problem)
-        states = None if self.result is not None else queue.tasks_of(self.spec)
-        age_s = time.time() - (number(status.get("updated")) or run.submitted)
-        cancelled = is_there(RunDir(run.path).cancelled)
-        state = phase_of(states, status, self.result, age_s=age_s, cancelled=cancelled)
-        return Listed(
-            *head, state, _whole(status.get("nodes")) if state == "training" else None,
-            _whole(status.get("step")), _whole(status.get("total_steps")), label_of(run.path),
-        )  # fmt: skip
-
-
-def _whole(value: object) -> int | None:
-    from hpc_elastic.cli.run_view import number
-
-    found = number(value)
-    return None if found is None else int(found)
+        if view.spec is None:
+            found.append(Listed(*head, "unknown", problem=view.notes[0]))
+            continue
+        status = view.status
+        found.append(
+            Listed(
+                *head,
+                view.phase,
+                status.nodes if status is not None and view.phase == "training" else None,
+                None if status is None else status.step,
+                None if status is None else status.total_steps,
+                label_of(run.path),
+            )
+        )
+    return found
 
 
 # ---- for people ----------------------------------------------------------------------------

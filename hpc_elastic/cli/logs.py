@@ -15,8 +15,8 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.cli.log_lines import Writer, as_json
 from hpc_elastic.cli.options import FORMS, PointInTime
-from hpc_elastic.cli.run_view import EndDetector, RunEnd, doing, how_it_ended
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.run_view import EndDetector, RunView, read_view
 from hpc_elastic.report import log_files
 from hpc_elastic.report.log_files import (
     Keep,
@@ -30,6 +30,7 @@ from hpc_elastic.report.log_files import (
 )
 from hpc_elastic.report.log_follow import Follower
 from hpc_elastic.run.directory import RunDir
+from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.nodelist import expand, expand_indices
 
 _FIRST_LINES = 10
@@ -241,28 +242,29 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
     """
     discovery = log_files.Discovery(run)
     if query.follow:
-        end = _follow(run, query, out, discovery)
-        _say(end.sentence)
-        return end.exit_code
+        view = _follow(run, query, out, discovery)
+        _say(view.describe())
+        return view.ended.exit_code if view.ended is not None else 1
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.takes(source)]
     _require_output(run, query.selection, sources, chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, {}))
     if not out.num_lines:
-        _say(f"nothing to show; {doing(run)}")
+        _say(f"nothing to show; {read_view(run.path).describe()}")
     return 0 if out.num_lines else 1
 
 
 def _require_output(
     run: RunDir, selection: Selection, sources: Sequence[LogSource], chosen: Sequence[LogSource]
 ) -> None:
-    """Raise the error that says why what is asked for is not there."""
+    """Raise an error if nothing is selected."""
     if any(source.is_worker for source in sources):
         require_there(selection, sources)
     elif not chosen:
-        remedy = "; --agent shows what its agents say" if sources else ""
-        raise RunDirectoryError(f"{run.path}: no output of workers yet; {doing(run)}{remedy}")
+        remedy = "; --agent shows the logs of its agents" if sources else ""
+        doing = read_view(run.path).describe()
+        raise RunDirectoryError(f"{run.path}: no output of workers yet; {doing}{remedy}")
 
 
 def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -> Iterator[LogLine]:
@@ -280,26 +282,26 @@ def _so_far(chosen: Sequence[LogSource], query: Query, until: dict[Path, int]) -
     yield from filter(query.keep, merge(streams))
 
 
-def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunEnd:
+def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discovery) -> RunView:
     """Print what there is and what is added, until the run has ended and all is told."""
-    ending, ended_at = EndDetector(run, warn=_say), 0.0
-    end: RunEnd | None = None
+    detector, ended_at = EndDetector(run, warn=_say), 0.0
+    ended: RunView | None = None
     follower = Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
     chosen = [source for source in sources if query.selection.takes(source)]
     until = follower.skip(chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, until))
-    if how_it_ended(run) is None:
+    if not is_there(run.result):
         _say_what_is_awaited(run, query.selection, sources)
-    while end is None or not _all_told(ended_at, follower.last_news):
+    while ended is None or not _all_told(ended_at, follower.last_news):
         out.write(follower.poll())
         sys.stdout.flush()
-        if end is None and (end := ending.come()) is not None:
+        if ended is None and (ended := detector.poll()) is not None:
             ended_at = time.monotonic()
         time.sleep(_POLL_S)
     out.write(follower.finish())
-    return end
+    return ended
 
 
 def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[LogSource]) -> None:
@@ -308,7 +310,7 @@ def _say_what_is_awaited(run: RunDir, selection: Selection, sources: Sequence[Lo
         if any(source.is_worker for source in sources):
             require_there(selection, sources)
         else:
-            _say(f"waiting for output; {doing(run)}")
+            _say(f"waiting for output; {read_view(run.path).describe()}")
     except NothingSelectedError as e:
         _say(f"{e}; waiting for it")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -61,12 +60,6 @@ def _run_below(folder: Path) -> Path:
         names = ", ".join(str(run.name) for run in runs[:5]) + (", ..." if len(runs) > 5 else "")
         raise RunDirectoryError(f"{folder} holds {len(runs)} runs: give one of them ({names})")
     return runs[0]
-
-
-def quoted(path: Path) -> str:
-    """Return a path as it can be given to a shell, relative to here where that is shorter."""
-    near = path.is_relative_to(Path.cwd()) and path != Path.cwd()
-    return shlex.quote(str(path.relative_to(Path.cwd()) if near else path))
 
 
 class RunName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

@@ -16,7 +16,7 @@ from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic
 
 if TYPE_CHECKING:
-    from hpc_elastic.cli.run_view import RunFacts
+    from hpc_elastic.cli.run_details import RunDetails
     from hpc_elastic.report.report import About, Configuration, Report
 
 _FORMATS = ("html", "png", "json")
@@ -142,38 +142,40 @@ def report_of(run: Path) -> Report:
     Raises:
         RunDirectoryError: this is no run directory, nor what is left of one.
     """
-    from hpc_elastic.cli.run_view import look
+    from hpc_elastic.cli.run_details import read_details
     from hpc_elastic.report.report import report
     from hpc_elastic.report.timeline import build_timeline
 
-    facts = look(run)
-    notes = list(facts.notes)
+    details = read_details(run)
+    notes = list(details.notes)
+    timeline = build_timeline(details.history)
     return report(
-        _about(facts), facts.account, facts.points, build_timeline(facts.history), made=time.time(),
-        kept=_kept(run, notes), configuration=_configuration(facts, notes), notes=notes,
+        _about(details), details.account, details.points, timeline, made=time.time(),
+        kept=_kept(run, notes), configuration=_configuration(details, notes), notes=notes,
     )  # fmt: skip
 
 
-def _about(facts: RunFacts) -> About:
+def _about(details: RunDetails) -> About:
     from dataclasses import asdict
 
-    from hpc_elastic.cli.run_view import overrides_of
+    from hpc_elastic.launcher.run_view import overrides_of
     from hpc_elastic.launcher.session import overrides_label
     from hpc_elastic.report.progress_log import Point
     from hpc_elastic.report.report import About, redact_argument
 
-    status, spec = facts.status or Point(facts.now), facts.spec
-    overrides = [redact_argument(line) for line in overrides_of(facts.directory)]
+    view, spec = details.view, details.view.spec
+    status, ended = details.status or Point(view.now), view.ended
+    overrides = [redact_argument(line) for line in overrides_of(view.run.path)]
     return About(
-        run_id=facts.run_id, directory=str(facts.directory), overrides=overrides_label(overrides),
-        launcher=facts.launcher, ft=spec is not None and spec.ft, phase=facts.phase,
-        submitted=facts.submitted, until=facts.now if facts.ended is None else facts.ended.time,
-        ended=None if facts.ended is None else asdict(facts.ended),
-        min_nodes=facts.nodes and facts.nodes[1], max_nodes=facts.nodes and facts.nodes[2],
-        restarts=facts.restarts[0], max_restarts=facts.restarts[1],
-        rounds=facts.round, step=status.step, total_steps=status.total_steps,
+        run_id=details.run_id, directory=str(view.run.path), overrides=overrides_label(overrides),
+        launcher=details.launcher, ft=spec is not None and spec.ft, phase=view.phase,
+        submitted=view.submitted, until=view.now if ended is None else ended.time,
+        ended=None if ended is None else asdict(ended),
+        min_nodes=details.nodes and details.nodes[1], max_nodes=details.nodes and details.nodes[2],
+        restarts=view.restarts[0], max_restarts=view.restarts[1],
+        rounds=details.round, step=status.step, total_steps=status.total_steps,
         samples=status.samples, loss=status.loss,
-        steps_per_s=facts.pace.steps_per_s, remaining_s=facts.pace.remaining_s,
+        steps_per_s=details.pace.steps_per_s, remaining_s=details.pace.remaining_s,
     )  # fmt: skip
 
 
@@ -192,10 +194,10 @@ def _kept(run: Path, notes: list[str]) -> list[dict[str, Any]]:
         return []
 
 
-def _configuration(facts: RunFacts, notes: list[str]) -> Configuration:
+def _configuration(details: RunDetails, notes: list[str]) -> Configuration:
     from hpc_elastic.report.report import Configuration, redact, redact_argument
 
-    files, spec = RunDir(facts.directory), facts.spec
+    files, spec = RunDir(details.view.run.path), details.view.spec
     config = _read(files.hydra / "config.yaml", notes)
     if config is None and spec is not None:
         config = {"args": spec.entry.args} if spec.entry.kind == "function" else None

@@ -1,4 +1,4 @@
-"""How `status` shows the facts of a run to a person; `page` for a terminal or a file, and lines."""
+"""Text of `hpc-elastic status`: `page` for a terminal or a file, `line` for a watch in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_elastic._util import counted, duration, node_time
-from hpc_elastic.cli.run_view import RunFacts, RunTask
+from hpc_elastic.cli.run_details import RunDetails, RunTask
 from hpc_elastic.report.node_time import KINDS
 
 PHASES = {
@@ -31,86 +31,84 @@ _DEPARTURES = {
     "preempted": ("preemption", None), "time_limit": ("time limit", None),
     "requeued": ("task requeued", "tasks requeued"),
     "cancelled": ("task cancelled", "tasks cancelled"), "node_lost": ("node lost", "nodes lost"),
-    "silence": ("node lost without a word", "nodes lost without a word"),
-    "asked": ("node left as asked", "nodes left as asked"),
-    "nodes_requeued": ("node given back", "nodes given back"),
-    "agent_failed": ("node gave up", "nodes gave up"),
-    "signal": ("task told to stop", "tasks told to stop"),
+    "silence": ("node lost without a report", "nodes lost without a report"),
+    "asked": ("node left on request", "nodes left on request"),
+    "nodes_requeued": ("node requeued by the run", "nodes requeued by the run"),
+    "agent_failed": ("agent failed", "agents failed"),
+    "signal": ("task terminated", "tasks terminated"),
 }  # fmt: skip
 _NOT_LISTED = "not in the queue"
-_LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a word"}
-"""How the last attempt of a task ended that the scheduler lists no more."""
+_LAST = {"end": "until the end", "node_lost": "lost", "silence": "lost without a report"}
+"""How the last attempt ended of a task that the scheduler does not list any more."""
 _MOST_TASKS = 40
 _MOST_SLOW = 4
 _FILE_WIDTH = 160
 _WORTH_TELLING_S = 1.0
 _WORTH_NAMING = 0.0005
 _WORTH_WAITING_S = 7 * 86_400.0
-"""Slurm expects a start in a year where nobody has set a time limit."""
+"""Without time limits Slurm expects a start in a year."""
 _LABEL_WIDTH = 10
 
 
 def console() -> Console:
-    """Return where to print to; a file or pipe has lines as long as those of a wide terminal."""
+    """Return the console of standard output; a file or pipe has long lines."""
     narrow = Console(highlight=False)
     wide = not narrow.is_terminal and "COLUMNS" not in os.environ
     return Console(highlight=False, width=_FILE_WIDTH) if wide else narrow
 
 
-def page(facts: RunFacts, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
+def page(details: RunDetails, width: int, *, most_tasks: int = _MOST_TASKS) -> RenderableType:
     """Return the whole page.
 
     Args:
-        facts: What is to be shown.
+        details: The run.
         width: Characters of a line.
-        most_tasks: Lines for tasks; what is beyond is counted.
+        most_tasks: Lines for tasks; further ones are counted.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in _rows(facts, max(24, width - _LABEL_WIDTH - 4)):
+    for label, text in _rows(details, max(24, width - _LABEL_WIDTH - 4)):
         grid.add_row(label, text)
-    parts: list[RenderableType] = [_head(facts), Text(), grid, Text()]
-    if facts.tasks:
-        parts += [_tasks(facts, most_tasks)]
-    parts += [Text(f"! {note}", style="yellow") for note in facts.notes]
+    parts: list[RenderableType] = [_head(details), Text(), grid, Text()]
+    if details.tasks:
+        parts += [_tasks(details, most_tasks)]
+    parts += [Text(f"! {note}", style="yellow") for note in details.notes]
     return Group(*parts)
 
 
-def _head(facts: RunFacts) -> RenderableType:
-    title = Text.assemble((facts.run_id, "bold"), "  ", _phase(facts))
-    if facts.submitted is not None:
-        title.append(f"  submitted {duration(facts.now - facts.submitted)} ago", style="dim")
-    where = Text(str(facts.directory), style="dim", overflow="fold")
-    if facts.label:
-        where.append(f"\n{facts.label}")
+def _head(details: RunDetails) -> RenderableType:
+    view = details.view
+    title = Text.assemble((details.run_id, "bold"), "  ")
+    title.append(f"● {view.phase}", PHASES.get(view.phase, "bold"))
+    if view.submitted is not None:
+        title.append(f"  submitted {duration(view.now - view.submitted)} ago", style="dim")
+    where = Text(str(view.run.path), style="dim", overflow="fold")
+    if details.label:
+        where.append(f"\n{details.label}")
     return Group(title, where)
 
 
-def _phase(facts: RunFacts) -> tuple[str, str]:
-    return f"● {facts.phase}", PHASES.get(facts.phase, "bold")
-
-
-def _rows(facts: RunFacts, width: int) -> Iterator[tuple[str, RenderableType]]:
-    """Yield a label and a text for each line; what is not known has none."""
+def _rows(details: RunDetails, width: int) -> Iterator[tuple[str, RenderableType]]:
+    """Yield a label and a text for each known property."""
     makers = (
         ("ended", _ended), ("step", _step), ("pace", _pace), ("checkpoint", _checkpoint),
         ("nodes", _nodes), ("slow", _slow), ("so far", _history), ("goodput", _goodput),
         ("node time", _time),
     )  # fmt: skip
     for label, maker in makers:
-        text = maker(facts, width)
+        text = maker(details, width)
         if text is not None:
             yield label, text
 
 
-def _ended(facts: RunFacts, width: int) -> RenderableType | None:
-    if facts.ended is None:
+def _ended(details: RunDetails, width: int) -> RenderableType | None:
+    view, ended = details.view, details.view.ended
+    if ended is None:
         return None
-    ended = facts.ended
-    took = ended.time - facts.submitted if facts.submitted is not None else 0.0
-    ago = duration(facts.now - ended.time)
-    text = Text(f"{clock(ended.time, facts.now)}, {ago} ago")
+    took = ended.time - view.submitted if view.submitted is not None else 0.0
+    ago = duration(view.now - ended.time)
+    text = Text(f"{clock(ended.time, view.now)}, {ago} ago")
     text.append(f", {duration(took)} after it was submitted" if took > 0 else "")
     if ended.why:
         text.append(f"\n{ended.why}", style="red")
@@ -118,8 +116,8 @@ def _ended(facts: RunFacts, width: int) -> RenderableType | None:
     return text.append(f"\n{log}", style="dim") if log else text
 
 
-def _step(facts: RunFacts, width: int) -> RenderableType | None:
-    status = facts.status
+def _step(details: RunDetails, width: int) -> RenderableType | None:
+    status = details.status
     if status is None or status.step is None:
         return None
     text = Text().append(f"{status.step:,}", style="bold")
@@ -134,75 +132,76 @@ def _step(facts: RunFacts, width: int) -> RenderableType | None:
     return text
 
 
-def _pace(facts: RunFacts, width: int) -> RenderableType | None:
-    pace = facts.pace
+def _pace(details: RunDetails, width: int) -> RenderableType | None:
+    pace = details.pace
     if pace.steps_per_s is None:
         return None
     parts = [f"{number(pace.steps_per_s)} steps/s"]
     if pace.samples_per_s is not None:
         parts.append(f"{number(pace.samples_per_s)} samples/s")
     if pace.remaining_s is not None:
-        at = clock(facts.now + pace.remaining_s, facts.now)
+        now = details.view.now
+        at = clock(now + pace.remaining_s, now)
         parts.append(f"done in about {duration(pace.remaining_s)} ({at})")
     return Text(" · ".join(parts))
 
 
-def _checkpoint(facts: RunFacts, width: int) -> RenderableType | None:
-    saved = facts.saved
+def _checkpoint(details: RunDetails, width: int) -> RenderableType | None:
+    saved = details.saved
     if saved is None:
-        return None if facts.status is None or facts.status.step is None else Text("none yet")
+        return None if details.status is None or details.status.step is None else Text("none yet")
     kept = f" ({saved.kept} kept)" if saved.kept else ""
-    return Text(f"step {saved.step:,}, {duration(facts.now - saved.time)} ago{kept}")
+    return Text(f"step {saved.step:,}, {duration(details.view.now - saved.time)} ago{kept}")
 
 
-def _nodes(facts: RunFacts, width: int) -> RenderableType | None:
-    if facts.nodes is None:
+def _nodes(details: RunDetails, width: int) -> RenderableType | None:
+    if details.nodes is None:
         return None
-    now, fewest, most = facts.nodes
+    now, fewest, most = details.nodes
     wanted = counted(most, "node") if fewest == most else f"{fewest}–{most} nodes"
     text = Text()
-    if facts.ended is None:
+    if details.view.ended is None:
         text.append(f"{now} of {wanted}", style="bold" if now else "bold yellow")
-        if now and facts.status is not None:
-            text.append(f", {counted(facts.status.world_size, 'worker')}, round {facts.round}")
+        if now and details.status is not None:
+            text.append(f", {counted(details.status.world_size, 'worker')}, round {details.round}")
     else:
-        text.append(f"{wanted}, {counted(facts.round, 'round')}")
-    spark = _spark(facts, min(60, width - len(text) - 4))
+        text.append(f"{wanted}, {counted(details.round, 'round')}")
+    spark = _spark(details, min(60, width - len(text) - 4))
     return text.append("  ").append(spark, style="cyan") if spark else text
 
 
-def _spark(facts: RunFacts, width: int) -> str:
-    sizes = facts.account.sizes
-    if not sizes or facts.nodes is None or width < 8:
+def _spark(details: RunDetails, width: int) -> str:
+    sizes = details.account.sizes
+    if not sizes or details.nodes is None or width < 8:
         return ""
     changes = [(size.time, float(size.nodes)) for size in sizes]
-    end = facts.now if facts.ended is None else facts.ended.time
-    return sparkline(changes, changes[0][0], end, width, facts.nodes[2])
+    end = details.view.now if details.view.ended is None else details.view.ended.time
+    return sparkline(changes, changes[0][0], end, width, details.nodes[2])
 
 
-def _slow(facts: RunFacts, width: int) -> RenderableType | None:
-    """Return the ranks that hold the others up."""
-    named = [f"rank {s.get('rank')} on {s.get('host')}" for s in facts.stragglers]
-    ratios = [f" ({s.get('ratio')} times the median)" for s in facts.stragglers]
+def _slow(details: RunDetails, width: int) -> RenderableType | None:
+    """Return the persistently slow ranks."""
+    named = [f"rank {s.get('rank')} on {s.get('host')}" for s in details.stragglers]
+    ratios = [f" ({s.get('ratio')} times the median)" for s in details.stragglers]
     shown = [name + ratio for name, ratio in zip(named, ratios, strict=True)][:_MOST_SLOW]
     more = len(named) - len(shown)
     shown += [f"and {more} more"] if more else []
     return Text(", ".join(shown), style="yellow") if shown else None
 
 
-def _history(facts: RunFacts, width: int) -> RenderableType | None:
-    spent, allowed = facts.restarts
+def _history(details: RunDetails, width: int) -> RenderableType | None:
+    spent, allowed = details.view.restarts
     parts = [f"{spent} of {counted(allowed, 'restart')} spent"]
     for why, (one, many) in _DEPARTURES.items():
-        if facts.departures.get(why):
-            parts.append(counted(facts.departures[why], one, many))
-    if len(parts) == 1 and not spent and facts.status is None:
+        if details.departures.get(why):
+            parts.append(counted(details.departures[why], one, many))
+    if len(parts) == 1 and not spent and details.status is None:
         return None
     return Text(" · ".join(parts))
 
 
-def _goodput(facts: RunFacts, width: int) -> RenderableType | None:
-    spent = facts.account
+def _goodput(details: RunDetails, width: int) -> RenderableType | None:
+    spent = details.account
     if spent.goodput is None:
         return Text("unknown: no step was reported yet", style="dim") if spent.node_s else None
     text = Text().append(f"{spent.goodput:.1%}", style="bold")
@@ -213,9 +212,9 @@ def _goodput(facts: RunFacts, width: int) -> RenderableType | None:
     return text
 
 
-def _time(facts: RunFacts, width: int) -> RenderableType | None:
-    """Return where the node-seconds went, as a bar and in numbers."""
-    spent, total = facts.account.seconds, facts.account.node_s
+def _time(details: RunDetails, width: int) -> RenderableType | None:
+    """Return what node time was spent on, as a bar and in numbers."""
+    spent, total = details.account.seconds, details.account.node_s
     if not total:
         return None
     bar = Text(no_wrap=True)
@@ -227,7 +226,7 @@ def _time(facts: RunFacts, width: int) -> RenderableType | None:
 
 
 def _legend(texts: dict[str, str], width: int) -> Text:
-    """Return the colour and the text of each kind, in lines of at most so many characters."""
+    """Return the colour and the text of each kind, in lines of at most `width` characters."""
     legend, used = Text(), 0
     for kind, text in texts.items():
         needed = len(text) + len("■   ")
@@ -238,7 +237,7 @@ def _legend(texts: dict[str, str], width: int) -> Text:
 
 
 def _shares(spent: dict[str, float], total: float, width: int) -> Iterator[tuple[str, int]]:
-    """Yield how many of so many characters each kind gets; together, all of them."""
+    """Yield the share of each kind in `width` characters; the shares add up to `width`."""
     at, drawn = 0.0, 0
     for kind in KINDS:
         at += spent[kind]
@@ -250,10 +249,10 @@ def _shares(spent: dict[str, float], total: float, width: int) -> Iterator[tuple
 # ---- tasks ---------------------------------------------------------------------------------
 
 
-def _tasks(facts: RunFacts, most: int) -> RenderableType:
+def _tasks(details: RunDetails, most: int) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    rows = list(_grouped(facts.tasks))
-    limited = any(task.time_left_s is not None for task in facts.tasks)
+    rows = list(_grouped(details.tasks))
+    limited = any(task.time_left_s is not None for task in details.tasks)
     names = ("task", "state", "node", "attempt", "ranks", *(["time left"] if limited else []))
     for name in names:
         right = name in ("attempt", "ranks", "time left")
@@ -267,7 +266,7 @@ def _tasks(facts: RunFacts, most: int) -> RenderableType:
 
 
 def _grouped(tasks: Sequence[RunTask]) -> Iterator[tuple[RunTask, int]]:
-    """Yield tasks, and how many of them each stands for: those that wait alike are one."""
+    """Yield tasks, each with the number of tasks it stands for: similar pending ones are one."""
     for waits, group in groupby(tasks, key=_alike):
         alike = list(group)
         if waits is None or len(alike) < 3:
@@ -311,33 +310,34 @@ def _state(task: RunTask, num: int) -> Text:
 # ---- one line ------------------------------------------------------------------------------
 
 
-def line(facts: RunFacts) -> str:
-    """Return a run in one line, for a watch that no terminal shows."""
-    parts = [facts.phase]
-    if facts.nodes is not None and facts.ended is None:
-        parts.append(f"{facts.nodes[0]} of {facts.nodes[2]} nodes")
-    status = facts.status
+def line(details: RunDetails) -> str:
+    """Return a run in one line, for a watch whose output is no terminal."""
+    parts = [details.view.phase]
+    if details.nodes is not None and details.view.ended is None:
+        parts.append(f"{details.nodes[0]} of {details.nodes[2]} nodes")
+    status = details.status
     if status is not None and status.step is not None:
         of = f" of {status.total_steps:,}" if status.total_steps else ""
         parts.append(f"step {status.step:,}{of}")
         parts += [f"loss {status.loss:.4g}"] if status.loss is not None else []
-    if facts.pace.steps_per_s is not None:
-        parts.append(f"{number(facts.pace.steps_per_s)} steps/s")
-    if facts.pace.remaining_s is not None:
-        parts.append(f"{duration(facts.pace.remaining_s)} to go")
-    if facts.account.goodput is not None:
-        parts.append(f"goodput {facts.account.goodput:.1%}")
-    if facts.ended is not None and facts.ended.why:
-        parts.append(facts.ended.why)
+    if details.pace.steps_per_s is not None:
+        parts.append(f"{number(details.pace.steps_per_s)} steps/s")
+    if details.pace.remaining_s is not None:
+        parts.append(f"{duration(details.pace.remaining_s)} to go")
+    if details.account.goodput is not None:
+        parts.append(f"goodput {details.account.goodput:.1%}")
+    if details.view.ended is not None and details.view.ended.why:
+        parts.append(details.view.ended.why)
     return ", ".join(parts)
 
 
-def calm(facts: RunFacts) -> tuple[object, ...]:
-    """Return what a line is printed for at once when it changes: not steps, pace and loss."""
-    return facts.phase, facts.nodes, facts.restarts, tuple(sorted(facts.departures.items()))
+def calm(details: RunDetails) -> tuple[object, ...]:
+    """Return the values whose change is printed at once; not steps, pace and loss."""
+    view = details.view
+    return view.phase, details.nodes, view.restarts, tuple(sorted(details.departures.items()))
 
 
-# ---- Times and numbers as a person reads them (pure)
+# ---- times and numbers (pure)
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -346,7 +346,7 @@ _HOUR = 3600
 
 
 def clock(at: float, now: float) -> str:
-    """Return a moment on this machine's clock, with its day where that is not today."""
+    """Return a local time, with its day if that is not today."""
     there, here = time.localtime(at), time.localtime(now)
     if there[:3] == here[:3]:
         return time.strftime("%H:%M:%S" if abs(at - now) < _HOUR else "%H:%M", there)
@@ -354,7 +354,7 @@ def clock(at: float, now: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three significant digits; whole ones from a thousand on by thousands."""
+    """Return a number with three significant digits, large ones with separators."""
     if value and abs(value) < 0.001:
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -363,14 +363,14 @@ def number(value: float) -> str:
 def sparkline(
     changes: Sequence[tuple[float, float]], begin: float, end: float, width: int, top: float
 ) -> str:
-    """Return a value over time as a line of blocks, each the mean over its stretch.
+    """Return a value over time as a line of blocks, each the mean over its interval.
 
     Args:
-        changes: From when on it was what, in order of time; before the first it was 0.
+        changes: Times and values in order of time; the value is 0 before the first.
         begin: Unix seconds of the left edge.
-        end: Of the right edge.
+        end: Unix seconds of the right edge.
         width: Characters, at least 1.
-        top: What the highest block stands for.
+        top: Value of the highest block.
     """
     if end <= begin or top <= 0:
         return ""

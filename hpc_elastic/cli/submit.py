@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
-from hpc_elastic.cli.run_view import label_of
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
+from hpc_elastic.launcher.run_view import label_of
 from hpc_elastic.launcher.wait import SubmittedTasks, TrackedRun
 from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
 from hpc_elastic.run.registry import user
@@ -149,7 +150,7 @@ def _print_submission(entry: dict[str, Any]) -> None:
     if entry["launcher"] == "slurm":
         print(f"submitted to Slurm as job {' '.join(entry['job_ids'])}: {entry['sweep']}")
     else:
-        log = options.quoted(Path(entry["log"]))
+        log = quoted(Path(entry["log"]))
         print(f"started on this machine by process {entry['pid']}; its output is in {log}")
     for run in entry["runs"]:
         print_run(run["run_id"], Path(run["run"]))

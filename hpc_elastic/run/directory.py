@@ -53,6 +53,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,7 +61,7 @@ from typing import Any, Literal
 
 from hpc_elastic.config.schema import AgentSettings, Nproc, RendezvousSettings
 from hpc_elastic.errors import RunDirectoryError
-from hpc_elastic.shared_files import create_atomic, names_in, read_json, write_atomic
+from hpc_elastic.shared_files import create_atomic, is_there, names_in, read_json, write_atomic
 
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
@@ -179,6 +180,28 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
+class Cancellation:
+    """The content of ``<run>/cancelled``.
+
+    Attributes:
+        user: Who cancelled the run.
+        host: Where.
+        time: Unix seconds; 0 if unknown.
+    """
+
+    user: str = ""
+    host: str = ""
+    time: float = 0.0
+
+    @property
+    def by_whom(self) -> str:
+        """Return `` by USER on HOST at TIME``, as far as it is known."""
+        parts = [("by", self.user), ("on", self.host)]
+        at = time.strftime("%F %T", time.localtime(self.time)) if self.time else ""
+        return "".join(f" {word} {value}" for word, value in [*parts, ("at", at)] if value)
+
+
+@dataclass(frozen=True)
 class RunDir:
     """Paths below one run directory, and atomic reads and writes of its files."""
 
@@ -243,6 +266,16 @@ class RunDir:
     def cancelled(self) -> Path:
         """Who cancelled the run, and when; exists from before the first task is cancelled on."""
         return self.path / "cancelled"
+
+    def cancellation(self) -> Cancellation | None:
+        """Return who cancelled the run; None if nobody did."""
+        try:
+            if not is_there(self.cancelled):
+                return None
+            raw = read_json(self.cancelled) or {}
+            return Cancellation(str(raw["user"]), str(raw["host"]), float(raw["time"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return Cancellation()  # cut off by a full disk: the run was cancelled all the same
 
     @property
     def is_over(self) -> bool:

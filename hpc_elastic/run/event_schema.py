@@ -252,7 +252,7 @@ def problems(event: Mapping[str, Any]) -> list[str]:
     return field_problems(event, KINDS)
 
 
-def sound(events: Iterable[Event]) -> list[Event]:
+def valid_events(events: Iterable[Event]) -> list[Event]:
     """Return the events that can be relied on: what a disk or a person has damaged is left out."""
     return [event for event in events if fits(event, KINDS)]
 

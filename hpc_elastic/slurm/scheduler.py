@@ -427,8 +427,7 @@ def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, Task
         listed: What the queue lists, by queue name; also of other runs.
     """
     gangs: dict[str, GangNodes] = {}
-    # the first slots are the gang's
-    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None
+    job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None  # its slots are the first
     if job is not None:
         nodes = read_gang_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
         gangs = {job: nodes} if nodes else {}

@@ -12,7 +12,7 @@ from local_runs import LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_view import look
+from hpc_elastic.cli.run_details import read_details
 
 SCRIPT = textwrap.dedent(
     """
@@ -68,7 +68,7 @@ def test_its_steps_and_its_pace_are_shown(tmp_path, capsys):
     overrides = ("-m", "+launcher=local", f"launcher.agent.metrics_port={port}")
     with LocalRun(script, tmp_path, *overrides) as run:
         run.eventually(
-            lambda: (run.path / "run.json").exists() and look(run.path).pace.steps_per_s,
+            lambda: (run.path / "run.json").exists() and read_details(run.path).pace.steps_per_s,
             "steps and their pace are known",
         )
         assert main(["status", "--json", str(run.path)]) == 0

@@ -15,7 +15,7 @@ from local_runs import PATIENCE_S, LocalRun
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_view import RunFacts, look
+from hpc_elastic.cli.run_details import RunDetails, read_details
 from hpc_elastic.report.node_time import KINDS
 from hpc_elastic.report.progress_log import read_points
 
@@ -71,13 +71,13 @@ class Run(LocalRun):
         script.write_text(SCRIPT.format(folder=str(folder), every=EVERY))
         super().__init__(script, folder, "-m", "+launcher=local", "nodes=1:2")
 
-    def until(self, holds: Callable[[RunFacts], object], what: str) -> RunFacts:
+    def until(self, holds: Callable[[RunDetails], object], what: str) -> RunDetails:
         """Wait until something is so; return what was found then."""
-        found: list[RunFacts] = []
+        found: list[RunDetails] = []
 
         def is_so() -> bool:
             if (self.path / "run.json").exists():
-                found.append(look(self.path))
+                found.append(read_details(self.path))
             return bool(found) and bool(holds(found[-1]))
 
         self.eventually(is_so, what)
@@ -105,15 +105,15 @@ def run(tmp_path) -> Iterator[Run]:
 
 def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     """It trains; loses a node, and replays what was not saved; and ends."""
-    facts = run.until(
+    details = run.until(
         lambda f: f.nodes and f.nodes[0] == 2 and f.pace.steps_per_s and f.saved,
         "two nodes train and have saved",
     )
-    assert (facts.phase, facts.nodes) == ("training", (2, 1, 2))
-    assert [task.ranks for task in facts.tasks] == [(0, 0), (1, 1)]
-    assert {task.state for task in facts.tasks} == {"RUNNING"}
-    assert facts.pace.remaining_s and facts.status.samples == 8 * facts.status.step
-    assert facts.account.goodput is not None and 0 < facts.account.goodput < 1
+    assert (details.view.phase, details.nodes) == ("training", (2, 1, 2))
+    assert [task.ranks for task in details.tasks] == [(0, 0), (1, 1)]
+    assert {task.state for task in details.tasks} == {"RUNNING"}
+    assert details.pace.remaining_s and details.status.samples == 8 * details.status.step
+    assert details.account.goodput is not None and 0 < details.account.goodput < 1
     first = {event["task"]: event for event in run.events("first_step")}
     assert {(e["step"], e["restored"], e["round"]) for e in first.values()} == {(1, None, 1)}
     assert all(e["start_s"] > 0 and e["attempt"] == 0 for e in first.values())
@@ -121,9 +121,9 @@ def test_a_run_is_told_of_from_its_start_to_its_end(run, capsys):
     follower = next(e for e in run.events("task") if e["task"] != run.events("leader")[0]["task"])
     run.until(lambda f: LOST <= f.status.step - f.saved.step < EVERY / 2, "something is to be lost")
     os.kill(follower["pid"], signal.SIGKILL)
-    facts = run.until(lambda f: f.round == 2 and f.pace.steps_per_s, "one goes on alone")
-    assert facts.nodes == (1, 1, 2) and facts.departures == {"node_lost": 1}
-    sizes = [size.nodes for size in facts.account.sizes]
+    details = run.until(lambda f: f.round == 2 and f.pace.steps_per_s, "one goes on alone")
+    assert details.nodes == (1, 1, 2) and details.departures == {"node_lost": 1}
+    sizes = [size.nodes for size in details.account.sizes]
     assert [size for size in sizes if size] in ([2, 1], [1, 2, 1]) and sizes[-2] == 0
     (again,) = (e for e in run.events("first_step") if e["round"] == 2)
     assert again["restored"] % EVERY == 0 and again["step"] == again["restored"] + 1
@@ -187,7 +187,7 @@ def reported_as(told: dict, folder: Path, capsys) -> None:
 
 def test_a_watch_shows_lines_where_no_terminal_is_and_ends_with_the_run(run):
     """And Ctrl-C leaves it without a word."""
-    run.until(lambda f: f.phase == "training", "it trains")
+    run.until(lambda f: f.view.phase == "training", "it trains")
     argv = [
         sys.executable,
         "-m",

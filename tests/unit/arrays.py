@@ -29,7 +29,7 @@ def run_of(
 ) -> RunDir:
     """Return a run with these slots, whose arrays have this job id; more follow: 7, 8..."""
     submission = Submission(folder / ".hpc_elastic")
-    submission.path.mkdir(exist_ok=True)
+    submission.path.mkdir(parents=True, exist_ok=True)
     for number in dict.fromkeys(k for k, _ in tasks):
         submission.array(number).submitted_as(str(int(job_id) + number))
     run = RunDir(folder / name)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from arrays import write_table
+from arrays import GONE, run_of, write_table
 
 import hpc_elastic
 from hpc_elastic.cli.main import main
@@ -20,6 +20,7 @@ from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.launcher import local
 from hpc_elastic.launcher.plan import PlannedRun, make_plan
 from hpc_elastic.launcher.prepare import prepare
+from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 
 ROOT = Path(__file__).parents[2]
@@ -307,6 +308,16 @@ def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
     assert "hpc-elastic wait" in view.leave()
 
 
+def test_wait_ends_though_the_launcher_was_killed(tmp_path, capsys):
+    """With the exit code of a run that has no result, and its last words."""
+    run = run_of(tmp_path, "17", [(0, 0)], launcher="local")
+    submission = Submission(tmp_path / ".hpc_elastic")
+    write_table(submission, **{"17_0": {"state": "RUNNING", "pid": GONE, "launcher": GONE}})
+    submission.array(0).tasks.write_text(json.dumps({"runs": [{"dir": str(run.path)}]}))
+    assert main(["wait", str(run.path), "--poll-interval-s", "0.2"]) == 1
+    assert "the run ended without a result" in capsys.readouterr().out
+
+
 def plan_of_a_function(value):
     """Stand for a user's function; the fake task never calls it."""
 
@@ -362,3 +373,32 @@ def test_launch_refuses_a_lambda(tmp_path):
     """Workers could not import it."""
     with pytest.raises(ConfigError, match="module level"):
         hpc_elastic.launch(lambda: None, run_dir=tmp_path / "r")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["render", "train.py"], "render is now called submit --dry-run\n"),
+        (["stauts"], "no such command: stauts (did you mean 'status'?)"),
+        (["frobnicate"], "no such command: frobnicate\n"),
+        (["status", "--wacth", "x"], "--watch"),
+    ],
+)
+def test_a_misspelt_command_or_option_is_answered_with_the_near_one(argv, words, capsys):
+    """As a wrong argument."""
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_unknown_run_is_answered_with_the_near_one(tmp_path, monkeypatch, capsys):
+    """And with how to list them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    registry.add({"train-20300131-120000-abcd": run_of(tmp_path, "17", [(0, 0)]).path})
+    assert main(["status", "train-20300131-120000-abce"]) == 1
+    told = capsys.readouterr().err
+    assert "(did you mean 'train-20300131-120000-abcd'?)" in told and "hpc-elastic list" in told
+    assert main(["status", "lst"]) == 1
+    assert "(did you mean 'last'?)" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["logs", str(tmp_path / "file")]) == 1
+    assert "is no directory; give a run directory" in capsys.readouterr().err

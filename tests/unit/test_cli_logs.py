@@ -15,11 +15,9 @@ from helps import not_in_help
 from hpc_elastic.cli.log_lines import Writer, as_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.options import parse_time
-from hpc_elastic.cli.run_view import what_tasks_do
 from hpc_elastic.report.log_files import LogLine, LogSource
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.shared_files import write_atomic
-from hpc_elastic.slurm.job_state import TaskState
 
 NOON = datetime(2030, 1, 31, 12, 0, 0).timestamp()
 OUT = LogSource(Path("o"), "out", "7_0", 0, 1, 3, "node1.cluster.org")
@@ -140,26 +138,6 @@ def test_a_run_without_output_says_what_it_is_doing(capsys, tmp_path):
     assert main(["logs", str(run.path)]) == 1
     told = capsys.readouterr().err
     assert "no output of workers yet; it has ended: failed" in told and "--agent" in told
-
-
-@pytest.mark.parametrize(
-    ("states", "phase", "expected"),
-    [
-        (["PENDING"] * 2, None, "it waits: 2 tasks PENDING (Resources)"),
-        (
-            ["RUNNING", "PENDING"],
-            None,
-            "it is starting: 1 task RUNNING, 1 task PENDING (Resources)",
-        ),
-        (["RUNNING"], "training", "it is training: 1 task RUNNING"),
-        (["FAILED"], None, "none of its tasks is left, and it has left no result: 1 task FAILED"),
-        ([], None, "none of its tasks is left, and it has left no result"),
-    ],
-)
-def test_what_a_run_is_doing_is_said_in_half_a_sentence(states, phase, expected):
-    """By its tasks and its status."""
-    tasks = [TaskState("7_0", s, "Resources" if s == "PENDING" else "") for s in states]
-    assert what_tasks_do(tasks, {"phase": phase}) == expected
 
 
 def test_output_and_errors_and_ranks_are_told_apart():

@@ -1,16 +1,19 @@
 """The scheduler of a run: what it lists and what it does, in Slurm and in the local queue."""
 
+import os
 from pathlib import Path
 
 import pytest
 from arrays import GONE, ME, run_of, write_table
 
-from hpc_elastic.errors import SlurmCommandError
+from hpc_elastic.errors import LocalQueueError, SlurmCommandError
+from hpc_elastic.launcher.run_view import read_view
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm import requeue as requeue_module
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.local_queue import LocalQueue
 from hpc_elastic.slurm.requeue import current_names
-from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler
+from hpc_elastic.slurm.scheduler import QueueSnapshot, Scheduler, take_snapshot
 
 
 def spec(submission, tasks, **fields) -> RunSpec:
@@ -324,3 +327,81 @@ def test_nodes_are_avoided_by_those_that_wait_and_by_those_that_come_back(tmp_pa
     scheduler.exclude_nodes(["n3"], "CUDA error")
     scheduler.restart_tasks(["70_0"])
     assert client.excluded_nodes == [(["70_0"], ["n3"])] * 2
+
+
+# ---- the tasks of many runs
+
+
+class QueryClient:
+    """Remembers what it is asked."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error, self.asked = error, []
+
+    def tasks(self, jobs, *, once=False):
+        """Return nothing."""
+        self.asked.append(list(jobs))
+        if self.error:
+            raise SlurmCommandError(["squeue"], 1, self.error)
+        return {}
+
+
+def test_of_somebody_else_each_job_is_asked_for_by_itself(tmp_path):
+    """Of several, squeue would list the caller's own only, and a living run would seem lost."""
+    runs = [
+        run_of(tmp_path / str(i), "17", [(0, 0)], provenance={"user": "ada"}).load()
+        for i in range(2)
+    ]
+    Submission(tmp_path / "1" / ".hpc_elastic").array(0).submitted_as("18")
+    own = run_of(tmp_path / "own", "17", [(0, 0)]).load()
+    client = QueryClient()
+    take_snapshot([*runs, own], client)
+    assert client.asked == [["17"], ["17"], ["18"]]
+    assert (
+        take_snapshot([own], QueryClient("out of order")).why_unknown(own).endswith("out of order")
+    )
+
+
+def local_run(folder, **entry) -> RunDir:
+    """A local run of one task, whose launcher has this entry in its table."""
+    run = run_of(folder, "17", [(0, 0)], launcher="local")
+    write_table(Submission(folder / ".hpc_elastic"), **{"17_0": entry})
+    return run
+
+
+@pytest.mark.parametrize(
+    ("entry", "state"),
+    [
+        ({"state": "RUNNING", "pid": GONE}, "COMPLETING"),
+        ({"state": "RUNNING", "pid": os.getpid(), "started": 1.0}, "COMPLETING"),
+        ({"state": "RUNNING", **ME}, "RUNNING"),
+        ({"state": "RUNNING", "pid": GONE, "started": 1.0, "launcher": GONE}, "CANCELLED"),
+        ({"state": "RUNNING", "pid": GONE, "host": "elsewhere"}, "RUNNING"),
+        ({"state": "PENDING", "launcher": GONE, "launcher_started": 1.0}, "CANCELLED"),
+        ({"state": "PENDING"}, "PENDING"),
+        ({"state": "PENDING", "launcher": GONE, "host": "elsewhere"}, "PENDING"),
+        ({"state": "ENDED", "exit_code": 0}, "COMPLETED"),
+        ({"state": "ENDED", "exit_code": None}, "CANCELLED"),
+        ({"state": "ENDED", "exit_code": -9}, "FAILED"),
+    ],
+)
+def test_what_a_local_launcher_left_behind_is_seen_through(tmp_path, entry, state):
+    """It may have been killed; another process may have its pid by now."""
+    run = local_run(tmp_path, **entry)
+    found = take_snapshot([run.load()]).tasks_of(run.load())["17_0"]
+    assert found.state == state and ("killed by" in found.reason) == (state == "FAILED")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"17_0": 3}', '{"17_0": {"state": "RUNNING"}}'])
+def test_a_table_that_is_damaged_is_told_as_such(tmp_path, text):
+    """Nothing is known of the tasks then."""
+    run = local_run(tmp_path, state="ENDED")
+    submission = Submission(tmp_path / ".hpc_elastic")
+    submission.local_tasks.write_text(text)
+    if text == "[]":
+        assert LocalQueue(submission).tasks(["17"]) == {}
+        return
+    with pytest.raises(LocalQueueError, match=r"local-tasks\.json cannot be read"):
+        LocalQueue(submission).tasks(["17"])
+    assert take_snapshot([run.load()]).tasks_of(run.load()) is None
+    assert "local-tasks.json" in read_view(run.path).why_unknown

@@ -12,7 +12,7 @@ from story_events import event, group
 
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.run import event_schema
-from hpc_elastic.run.event_schema import KINDS, problems, sound
+from hpc_elastic.run.event_schema import KINDS, problems, valid_events
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
@@ -101,4 +101,4 @@ def test_readers_pass_over_what_is_damaged_and_take_what_is_newer():
     fits = [event(1.0, "leader", epoch=1, of="7"), event(2.0, "news"), group(3.0, 1, 0)]
     newer = {**group(3.0, 1, 0), "members": [{**fits[2]["members"][0], "gpus": 8}]}
     damaged = [event(1.0, "leader"), event(1.0, "leader", epoch="1"), {**newer, "members": [{}]}]
-    assert sound([*damaged, *fits, newer]) == [*fits, newer]
+    assert valid_events([*damaged, *fits, newer]) == [*fits, newer]

@@ -15,8 +15,8 @@ from helps import not_in_help
 from hpc_elastic._util import duration
 from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_view import look, phase_of
-from hpc_elastic.cli.status import PatientAsks
+from hpc_elastic.cli.run_details import read_details
+from hpc_elastic.cli.status import CachedQuery
 from hpc_elastic.cli.status_text import clock, line, number, page, sparkline
 from hpc_elastic.errors import RunDirectoryError
 from hpc_elastic.run import registry
@@ -75,10 +75,10 @@ RUNS = TaskState("17_0", "RUNNING", node="node1", restarts=1, time_left_s=7200.0
 WAITS = TaskState("17_1", "PENDING", "Resources", restarts=0, starts_in_s=600.0)
 
 
-def shown(facts, width: int = 80) -> str:
+def shown(details, width: int = 80) -> str:
     """The page as text."""
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(page(facts, width))
+    console.print(page(details, width))
     return console.export_text()
 
 
@@ -86,8 +86,8 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     """Everything that can be known."""
     run = made(tmp_path)
     training(run, time.time())
-    facts = look(run.path, slurm(RUNS, WAITS))
-    told = json.loads(json.dumps(facts.to_json()))
+    details = read_details(run.path, slurm(RUNS, WAITS))
+    told = json.loads(json.dumps(details.to_json()))
     entries = (told, told["tasks"][0], told["group"][0])
     assert not set().union(*(not_in_help("status", entry) for entry in entries))
     assert (told["phase"], told["nodes"], told["world_size"], told["round"]) == (
@@ -103,11 +103,11 @@ def test_a_run_that_trains_beside_a_task_that_waits(tmp_path):
     assert (runs["node"], runs["attempt"], runs["ranks"]) == ("node1", 1, [0, 3])
     assert (waits["state"], waits["reason"], waits["node"]) == ("PENDING", "Resources", None)
     for width in (80, 160):
-        text = shown(facts, width)
+        text = shown(details, width)
         assert max(map(len, text.splitlines())) <= width
         assert "400 of 1,000" in text and "PENDING (Resources) in 10 min" in text
         assert "2 h" in text and "0 to 3" in text and "1 of 1–2 nodes, 4 workers" in text
-    assert line(facts).startswith("training, 1 of 2 nodes, step 400 of 1,000, loss 0.25")
+    assert line(details).startswith("training, 1 of 2 nodes, step 400 of 1,000, loss 0.25")
 
 
 def announced(run: RunDir, *told: int | tuple[int, int] | None, begin: float) -> None:
@@ -148,16 +148,16 @@ def test_the_newest_checkpoint_is_told_with_its_age(tmp_path, told, there, step,
     announced(run, *told, begin=now - 200)
     for at_step, age in there.items():
         saved(run, at_step, now - age)
-    facts = look(run.path, slurm(RUNS, WAITS))
-    found = facts.to_json()["checkpoint"]
+    details = read_details(run.path, slurm(RUNS, WAITS))
+    found = details.to_json()["checkpoint"]
     if step is None:
         assert found is None
         return
     assert (found["step"], found["kept"]) == (step, kept) and not not_in_help("status", found)
-    assert found["age_s"] == pytest.approx(facts.now - now + age_s, abs=1e-3)
+    assert found["age_s"] == pytest.approx(details.view.now - now + age_s, abs=1e-3)
     assert found["time"] == pytest.approx(now - age_s, abs=1e-3)
-    assert f"step {step}, {duration(found['age_s'])} ago" in shown(facts)
-    assert (f"({kept} kept)" in shown(facts)) == bool(kept)
+    assert f"step {step}, {duration(found['age_s'])} ago" in shown(details)
+    assert (f"({kept} kept)" in shown(details)) == bool(kept)
 
 
 def test_tasks_that_wait_alike_are_one_line(tmp_path):
@@ -165,20 +165,20 @@ def test_tasks_that_wait_alike_are_one_line(tmp_path):
     run = made(tmp_path, num_tasks=1000)
     training(run, time.time())
     waiting = [replace(WAITS, task=f"17_{i}") for i in range(1, 1000)]
-    facts = look(run.path, slurm(RUNS, *waiting))
-    text = shown(facts)
+    details = read_details(run.path, slurm(RUNS, *waiting))
+    text = shown(details)
     assert "17_1 to 999" in text and "999 PENDING" in text and len(text.splitlines()) < 30
-    assert len(facts.to_json()["tasks"]) == 1000
+    assert len(details.to_json()["tasks"]) == 1000
 
 
 def test_slurm_that_does_not_answer_is_said(tmp_path):
     """The rest is shown as the leader last wrote it."""
     run = made(tmp_path)
     training(run, time.time())
-    facts = look(run.path, slurm(silent="squeue: timed out"))
-    assert facts.phase == "training" and "squeue: timed out" in facts.notes[0]
-    assert [(task.state, task.node) for task in facts.tasks] == [(None, "node1"), (None, None)]
-    told = shown(facts)
+    details = read_details(run.path, slurm(silent="squeue: timed out"))
+    assert details.view.phase == "training" and "squeue: timed out" in details.notes[0]
+    assert [(task.state, task.node) for task in details.tasks] == [(None, "node1"), (None, None)]
+    told = shown(details)
     assert "Slurm does not answer" in told and "not in the queue" not in told
     assert "unknown (last known: running)" in told
     assert "unknown (last known: never started)" in told
@@ -188,8 +188,8 @@ def test_a_leader_that_is_silent_is_said(tmp_path):
     """As long as somebody has a node, the run may go on."""
     run = made(tmp_path)
     training(run, time.time() - 300)
-    facts = look(run.path, slurm(RUNS))
-    assert facts.phase == "training" and "no leader has written" in facts.notes[0]
+    details = read_details(run.path, slurm(RUNS))
+    assert details.view.phase == "training" and "no leader has written" in details.notes[0]
 
 
 def test_a_run_that_failed_shows_why(tmp_path):
@@ -199,22 +199,24 @@ def test_a_run_that_failed_shows_why(tmp_path):
     training(run, now - 60)
     result = {"status": "failed", "ended": now - 50, "restarts": 3, "failure": FAILURE}
     run.result.write_text(json.dumps(result))
-    facts = look(run.path, lambda specs: pytest.fail("nothing is to be asked"))
+    details = read_details(run.path, lambda specs: pytest.fail("nothing is to be asked"))
     why = "rank 3 on node1: torch.OutOfMemoryError: CUDA out of memory"
-    assert facts.ended is not None and (facts.ended.status, facts.ended.why) == ("failed", why)
-    text = shown(facts)
+    ended = details.view.ended
+    assert ended is not None and (ended.status, ended.why) == ("failed", why)
+    text = shown(details)
     assert why in text and "/runs/7/rank-3.err" in text and "3 of 3 restarts" in text
-    assert facts.account.node_s == pytest.approx(140, abs=1), "it does not go on after its end"
+    assert details.account.node_s == pytest.approx(140, abs=1), "it does not go on after its end"
 
 
 def test_a_run_whose_tasks_are_gone_is_lost(tmp_path):
     """It ended when it was last heard of."""
     run = made(tmp_path)
     training(run, time.time() - 300)
-    facts = look(run.path, slurm(replace(RUNS, state="CANCELLED")))
-    assert facts.phase == "lost" and facts.ended is not None and facts.ended.why is not None
-    assert "1 CANCELLED" in facts.ended.why
-    assert facts.ended.time == pytest.approx(time.time() - 300, abs=5)
+    details = read_details(run.path, slurm(replace(RUNS, state="CANCELLED")))
+    ended = details.view.ended
+    assert details.view.phase == "lost" and ended is not None
+    assert ended.why == "its tasks have ended without a result: 1 task CANCELLED"
+    assert ended.time == pytest.approx(time.time() - 300, abs=5)
 
 
 def test_what_is_left_of_a_run_is_shown(tmp_path):
@@ -225,62 +227,33 @@ def test_what_is_left_of_a_run_is_shown(tmp_path):
     run.status.write_text("")
     run.progress.unlink()
     (tmp_path / "0" / "events" / "17_1.jsonl").write_text('{"no": "event"}\n')
-    facts = look(run.path, slurm())
-    assert len(facts.notes) == 2 and "status.json" in facts.notes[1]
-    assert "unknown" in shown(facts) and json.dumps(facts.to_json())
+    details = read_details(run.path, slurm())
+    assert len(details.notes) == 2 and "status.json" in details.notes[1]
+    assert "unknown" in shown(details) and json.dumps(details.to_json())
 
 
 def test_a_run_that_was_just_submitted(tmp_path):
     """Nothing is known yet but that it waits."""
     run = made(tmp_path)
-    facts = look(run.path, slurm(replace(WAITS, task="17_0"), WAITS))
-    assert facts.phase == "queued" and facts.nodes == (0, 1, 2) and facts.notes == []
-    assert "queued" in shown(facts) and "goodput" not in shown(facts)
+    details = read_details(run.path, slurm(replace(WAITS, task="17_0"), WAITS))
+    assert details.view.phase == "queued" and details.nodes == (0, 1, 2) and details.notes == []
+    assert "queued" in shown(details) and "goodput" not in shown(details)
 
 
 def test_a_run_that_waits_for_nothing_any_more(tmp_path):
     """Cancelled before it began, and forgotten by Slurm; or only rendered, and never submitted."""
     run = made(tmp_path, provenance={"time": "2020-01-01T00:00:00+00:00"})
-    assert look(run.path, slurm()).phase == "lost"
+    assert read_details(run.path, slurm()).view.phase == "lost"
     Submission(tmp_path / ".hpc_elastic").array(0).job_id_file.unlink()
-    assert look(run.path, slurm()).phase == "not submitted"
+    assert read_details(run.path, slurm()).view.phase == "not submitted"
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     """With what to give instead."""
     with pytest.raises(RunDirectoryError, match="hpc-elastic list"):
-        look(tmp_path)
+        read_details(tmp_path)
     assert main(["status", str(tmp_path)]) == 1
     assert "is no run directory" in capsys.readouterr().err
-
-
-PENDING, RUNNING = {"17_0": WAITS}, {"17_0": RUNS, "17_1": WAITS}
-OTHER = {"17_0": WAITS, "17_1": RUNS}
-
-
-@pytest.mark.parametrize(
-    ("states", "status", "result", "age_s", "phase"),
-    [
-        (PENDING, None, None, 0, "queued"),
-        (PENDING, "training", None, 0, "queued"),
-        (RUNNING, None, None, 0, "starting"),
-        (RUNNING, "waiting", None, 0, "waiting"),
-        (RUNNING, "training", None, 300, "training"),
-        (OTHER, "training", None, 0, "starting"),
-        (RUNNING, "training", "succeeded", 0, "succeeded"),
-        ({}, "training", "failed", 300, "failed"),
-        ({}, "training", None, 0, "training"),
-        ({}, "training", None, 300, "lost"),
-        ({"17_0": TaskState("17_0", "FAILED")}, None, None, 0, "lost"),
-        (None, "training", None, 300, "training"),
-        (None, None, None, 0, "unknown"),
-    ],
-)
-def test_what_a_run_is_doing(states, status, result, age_s, phase):
-    """The result's word, then the scheduler's, then the leader's."""
-    told = {"phase": status, "members": [{"task": "17_0", "nproc": 1}]} if status else {}
-    ended = {"status": result} if result else None
-    assert phase_of(states, told, ended, age_s=age_s) == phase
 
 
 def test_a_list_asks_once_for_all_that_go_on(tmp_path):
@@ -366,16 +339,15 @@ def test_a_watch_asks_slurm_seldom_while_the_run_trains(monkeypatch):
         "hpc_elastic.slurm.scheduler.take_snapshot",
         lambda specs: asked.append(now[0]) or QueueSnapshot(),
     )
-    asks = PatientAsks()
+    query = CachedQuery()
 
     def asked_in(seconds: int, phase: str, nodes: int, silent_s: float = 1.0) -> int:
         before = len(asked)
         for _ in range(seconds):
             now[0] += 1.0
-            asks([spec])
-            status = SimpleNamespace(nodes=nodes)
-            seen = {"phase": phase, "round": 1, "status": status, "updated": now[0] - silent_s}
-            asks.saw(SimpleNamespace(now=now[0], **seen))
+            query([spec])
+            view = SimpleNamespace(phase=phase, now=now[0], updated=now[0] - silent_s)
+            query.note(SimpleNamespace(view=view, round=1, status=SimpleNamespace(nodes=nodes)))
         return len(asked) - before
 
     assert asked_in(60, "waiting", 0) == 6

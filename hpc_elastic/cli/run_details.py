@@ -1,0 +1,373 @@
+"""All that `status` and `report` show of one run: its view, events, progress and checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.checkpoint.store import Store, directories
+from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.run_view import (
+    CANCELLED,
+    LOST,
+    STALE_S,
+    Query,
+    RunView,
+    label_of,
+    read_view,
+)
+from hpc_elastic.report.attempts import EventIndex
+from hpc_elastic.report.node_time import Account, account
+from hpc_elastic.report.progress_log import Point, Rates, rates, read_points
+from hpc_elastic.run.directory import RunDir
+from hpc_elastic.run.event_schema import valid_events
+from hpc_elastic.run.events import Event, read_events
+from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.slurm.requeue import current_names
+from hpc_elastic.slurm.scheduler import take_snapshot
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """One node's task.
+
+    Attributes:
+        task: Its name.
+        slot: Its place in the run, from 0.
+        state: The scheduler's term; None if it does not list the task, or does not answer.
+        reason: Reason of the state; without a state, how its last attempt ended (`NodeTime`).
+            None if there is none.
+        node: Its node; None if it has none.
+        attempt: Number of its requeues; None if it never started.
+        ranks: The first and the last rank of its workers; None if it is not in the group.
+        time_left_s: What is left of its time limit; None if it has none, or does not run.
+        starts_in_s: While it is pending, when it may start; None if unknown.
+        last_known: If the scheduler does not answer: ``running``, ``never started``, or how its
+            last attempt ended; else None.
+    """
+
+    task: str
+    slot: int
+    state: str | None
+    reason: str | None = None
+    node: str | None = None
+    attempt: int | None = None
+    ranks: tuple[int, int] | None = None
+    time_left_s: float | None = None
+    starts_in_s: float | None = None
+    last_known: str | None = None
+
+
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """The newest checkpoint.
+
+    Attributes:
+        step: Its step.
+        time: When it was committed, in Unix seconds; if its files are elsewhere, when the leader
+            first knew of it.
+        kept: Number of checkpoints in the run's directories.
+    """
+
+    step: int
+    time: float
+    kept: int
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    """A run at one moment, in detail.
+
+    Attributes:
+        view: What it is doing.
+        label: Its overrides in one line.
+        nodes: Nodes of the group now, and the fewest and most it may have; None if unknown.
+        status: The last state of the group, with what is known of earlier ones; None if there is
+            none.
+        round: Number of the last round; 0 before the first.
+        tasks: Its tasks by slot.
+        pace: The pace of the present group.
+        saved: The newest checkpoint; None if there is none.
+        departures: Number of ended attempts of tasks by how they ended (`NodeTime`).
+        account: Where the time of its nodes went.
+        history: The valid events of all tasks.
+        points: Its progress in order of time, until now.
+        notes: What cannot be found out, and why.
+    """
+
+    view: RunView
+    label: str
+    nodes: tuple[int, int, int] | None
+    status: Point | None
+    round: int
+    tasks: Sequence[RunTask]
+    pace: Rates
+    saved: NewestCheckpoint | None
+    departures: Mapping[str, int]
+    account: Account
+    history: EventIndex
+    points: Sequence[Point]
+    notes: Sequence[str]
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run."""
+        return self.view.spec.run_id if self.view.spec else self.view.run.path.name
+
+    @property
+    def launcher(self) -> str:
+        """``slurm``, ``local`` or ``unknown``."""
+        return self.view.spec.launcher if self.view.spec else "unknown"
+
+    @property
+    def stragglers(self) -> Sequence[Mapping[str, Any]]:
+        """The persistently slow ranks of the group that trains now."""
+        return self.view.stragglers if _trains(self.view) else ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``status --json`` prints; its help describes the keys."""
+        view, saved, nodes = self.view, self.saved, self.nodes
+        status = self.status or Point(view.now, "unknown")
+        time_s = {kind: round(s, 1) for kind, s in self.account.seconds.items()}
+        return {
+            "run_id": self.run_id, "directory": str(view.run.path), "launcher": self.launcher,
+            "overrides": self.label, "phase": view.phase, "time": view.now,
+            "updated": view.updated, "submitted": view.submitted, "round": self.round,
+            "nodes": nodes and nodes[0], "min_nodes": nodes and nodes[1],
+            "max_nodes": nodes and nodes[2],
+            "world_size": status.world_size if nodes and nodes[0] else 0,
+            "group": [asdict(size) for size in self.account.sizes],
+            "tasks": [asdict(task) for task in self.tasks],
+            "step": status.step, "total_steps": status.total_steps, "loss": status.loss,
+            "samples": status.samples, "steps_per_s": self.pace.steps_per_s,
+            "samples_per_s": self.pace.samples_per_s, "remaining_s": self.pace.remaining_s,
+            "checkpoint": None if saved is None else {
+                **asdict(saved), "age_s": max(0.0, view.now - saved.time),
+            },
+            "restarts": view.restarts[0], "max_restarts": view.restarts[1],
+            "departures": dict(self.departures),
+            "stragglers": [dict(straggler) for straggler in self.stragglers],
+            "goodput": self.account.goodput, "node_seconds": time_s,
+            "queue_seconds": round(self.account.queue_s, 1),
+            "ended": None if view.ended is None else asdict(view.ended),
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def read_details(run: Path, query: Query = take_snapshot) -> RunDetails:
+    """Return the details of a run.
+
+    Args:
+        run: The run directory.
+        query: Queries the scheduler.
+
+    Raises:
+        RunDirectoryError: This is no run directory, nor what is left of one.
+    """
+    view = read_view(run, query)
+    notes: list[str] = []
+    history = EventIndex(_read_events(view.run, notes))
+    if view.spec is None and view.status is None and view.ended is None and not history.events:
+        remedy = "give a run directory, or an id of `hpc-elastic list`"
+        raise RunDirectoryError(f"{run} is no run directory, nor what is left of one: {remedy}")
+    points = read_points(view.run.progress)
+    if view.updated is not None and view.status is not None:
+        points.append(view.status)
+    view = _with_last_sign(view, history, points)
+    lives = _trains(view)
+    names = current_names(view.spec) if view.spec is not None else []
+    spent = _account(view, history, points, names)
+    stale_s = 0.0 if view.updated is None else view.now - view.updated
+    if stale_s > STALE_S and view.ended is None and view.phase in ("training", "waiting"):
+        notes.append(f"no leader has written status.json for {stale_s:.0f} s")
+    last = _last_known(points, lives=lives)
+    spec = view.spec
+    return RunDetails(
+        view=view,
+        label=label_of(run),
+        nodes=(last.nodes if last and lives else 0, spec.min_nodes, spec.max_nodes)
+        if spec
+        else None,
+        status=last,
+        round=int(view.status.round) if view.status else 0,
+        tasks=_tasks(view, history, names, {node.task: node.ended_by for node in spent.nodes}),
+        pace=rates(points) if lives else Rates(),
+        saved=_newest_checkpoint(view.run, points),
+        departures=Counter(node.ended_by for node in spent.nodes if node.ended_by),
+        account=spent,
+        history=history,
+        points=points,
+        notes=[*view.notes, *notes],
+    )
+
+
+def _trains(view: RunView) -> bool:
+    return view.phase == "training" and view.ended is None
+
+
+def _read_events(run: RunDir, notes: list[str]) -> list[Event]:
+    try:
+        found = read_events(run.event_logs)
+        valid = valid_events(found)
+        if len(valid) < len(found):
+            notes.append(f"damaged events are left out: {len(found) - len(valid)}")
+        return valid
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        notes.append(f"the events cannot be read: {e}")
+        return []
+
+
+def _with_last_sign(view: RunView, history: EventIndex, points: Sequence[Point]) -> RunView:
+    """Return a view in which a run without a result ended with its last event or point."""
+    if view.ended is None or view.ended.status not in (LOST, CANCELLED):
+        return view
+    signs = [*(float(e["time"]) for e in history.events), *(p.time for p in points)]
+    if view.cancellation is not None:
+        signs.append(view.cancellation.time)
+    ended = max(signs, default=view.submitted or 0.0)
+    return replace(view, ended=replace(view.ended, time=ended))
+
+
+def _account(
+    view: RunView, history: EventIndex, points: Sequence[Point], names: Sequence[str]
+) -> Account:
+    running, waiting = None, set[str]()
+    if view.tasks is not None:
+        phases = {name: view.tasks[name].phase for name in names if name in view.tasks}
+        running = {n for n, phase in phases.items() if phase in (Phase.RUNNING, Phase.LEAVING)}
+        waiting = {name for name, phase in phases.items() if phase is Phase.PENDING}
+    until = view.now if view.ended is None else view.ended.time
+    return account(
+        history, points, now=until, running=running, waiting=waiting, submitted=view.submitted
+    )
+
+
+def _last_known(points: Sequence[Point], *, lives: bool) -> Point | None:
+    """Return the last point, with the last known values of those before it.
+
+    When nothing trains any more, a saved step was made even if no heartbeat has reported it.
+    """
+    if not points:
+        return None
+    last = asdict(points[-1])
+    for name in ("step", "total_steps", "loss", "samples", "checkpoint"):
+        values = (getattr(p, name) for p in reversed(points))
+        last[name] = next((value for value in values if value is not None), None)
+    if not lives and None not in (last["step"], last["checkpoint"]):
+        last["step"] = max(last["step"], last["checkpoint"])
+    return Point(**last)
+
+
+# ---- checkpoints
+
+
+def _newest_checkpoint(run: RunDir, points: Sequence[Point]) -> NewestCheckpoint | None:
+    """Return the newest checkpoint: on disk, or announced by a framework that keeps its own."""
+    there = _on_disk(run)
+    announced = _announced(points)
+    if announced is None or (there is not None and there.step >= announced[0]):
+        return there
+    return NewestCheckpoint(*announced, 0 if there is None else there.kept)
+
+
+def _announced(points: Sequence[Point]) -> tuple[int, float] | None:
+    """Return the newest step whose checkpoint was announced, and when it was announced first.
+
+    A group that resumes before that step has not found the checkpoint: it was lost with its nodes,
+    although leaders go on to announce it.
+    """
+    known: dict[int, float] = {}
+    lost = None
+    for point in points:
+        if point.step is not None:
+            known = {step: time for step, time in known.items() if step <= point.step}
+        if point.checkpoint is None:
+            continue
+        if point.step is not None and point.step < point.checkpoint:
+            lost = point.checkpoint
+        elif point.checkpoint != lost:
+            known.setdefault(point.checkpoint, point.time)
+            lost = None
+    return max(known.items(), default=None)
+
+
+def _on_disk(run: RunDir) -> NewestCheckpoint | None:
+    try:
+        stores = [Store(directory) for directory in directories(run)]
+        found = [(step, store.folder(step)) for store in stores for step in store.steps()]
+        if not found:
+            return None
+        step, folder = max(found)
+        return NewestCheckpoint(step, folder.stat().st_mtime, len(found))
+    except OSError:  # removed meanwhile, or the server is away
+        return None
+
+
+# ---- tasks
+
+
+def _tasks(
+    view: RunView,
+    history: EventIndex,
+    names: Sequence[str],
+    ended_by: Mapping[str, str | None],
+) -> list[RunTask]:
+    """Return the run's tasks by slot; by their events if nothing else is known."""
+    started = {event["task"]: event for event in history.of("task")}
+    ranks = _ranks(view)
+    states = view.tasks or {}
+    is_known = view.tasks is not None or view.ended is not None
+    return [
+        _task(
+            name, slot, states.get(name), started.get(name), ranks.get(name), ended_by.get(name),
+            is_known=is_known,
+        )
+        for slot, name in enumerate(names or started)
+    ]  # fmt: skip
+
+
+def _task(
+    name: str,
+    slot: int,
+    state: TaskState | None,
+    started: Event | None,
+    ranks: tuple[int, int] | None,
+    ended_by: str | None,
+    *,
+    is_known: bool,
+) -> RunTask:
+    host = str(started["host"]) if started is not None else None
+    attempt = int(started["attempt"]) if started is not None else None
+    if state is None:
+        last_known = "never started" if started is None else ended_by or "running"
+        return RunTask(
+            name, slot, None, ended_by, node=host, attempt=attempt, ranks=ranks,
+            last_known=None if is_known else last_known,
+        )  # fmt: skip
+    runs = state.phase in (Phase.RUNNING, Phase.LEAVING)
+    return RunTask(
+        name, slot, state.state, state.reason or None,
+        (state.node or host) if runs else None,
+        attempt if state.restarts is None or started is None else state.restarts,
+        ranks if runs else None,
+        state.time_left_s if runs else None,
+        state.starts_in_s,
+    )  # fmt: skip
+
+
+def _ranks(view: RunView) -> dict[str, tuple[int, int]]:
+    """Return the ranks of the workers of each member of the present group."""
+    if view.status is None or view.status.phase != "training" or not _has_no_result(view):
+        return {}
+    ranks, first = {}, 0
+    for task, num in view.members:
+        ranks[task] = (first, first + num - 1)
+        first += num
+    return ranks
+
+
+def _has_no_result(view: RunView) -> bool:
+    return view.ended is None or view.ended.status in (LOST, CANCELLED)

@@ -1,0 +1,236 @@
+"""What a run is doing, and when it has ended."""
+
+import json
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.cli import status
+from hpc_elastic.launcher import wait
+from hpc_elastic.launcher.run_view import EndDetector, must_have_ended, phase_of, read_view
+from hpc_elastic.run.directory import Cancellation, Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.slurm.scheduler import QueueSnapshot
+
+RUNS, ENDS = TaskState("17_0", "RUNNING"), TaskState("17_0", "COMPLETING")
+WAITS = TaskState("17_0", "PENDING", "Resources")
+HAS_ENDED = TaskState("17_0", "CANCELLED")
+
+
+def made(folder, num_tasks: int = 1, **fields) -> RunDir:
+    """A run that was submitted as job 17."""
+    submission = Submission(folder / ".hpc_elastic")
+    submission.path.mkdir(parents=True)
+    submission.array(0).submitted_as("17")
+    run = RunDir(folder / "0")
+    entry = Entry("hydra", "main")
+    slots = [(0, index) for index in range(num_tasks)]
+    run.create(RunSpec("train-1", 1, num_tasks, 1, 3, entry, str(submission.path), slots, **fields))
+    return run
+
+
+class Scheduler:
+    """Says of the task what a test wants, and counts the questions."""
+
+    def __init__(self, *states: TaskState, silent: str | None = None) -> None:
+        self.states, self.silent, self.asked = states, silent, 0
+        self.now = 100.0
+
+    def __call__(self, specs) -> QueueSnapshot:
+        """Return what there is."""
+        self.asked += 1
+        return QueueSnapshot({state.task: state for state in self.states}, self.silent)
+
+    def clock(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def followed(run: RunDir, slurm: Scheduler, seconds: float):
+    """Look for so many seconds, five times in each; return how the run ended, or None."""
+    detector = EndDetector(run, slurm, slurm.clock)
+    return poll(detector, slurm, seconds)
+
+
+def poll(detector: EndDetector, slurm: Scheduler, seconds: float):
+    """Look on for so many seconds."""
+    until = slurm.now + seconds
+    while slurm.now < until:
+        if (end := detector.poll()) is not None:
+            return end
+        slurm.now += 0.2
+    return None
+
+
+@pytest.mark.parametrize("states", [[], [HAS_ENDED]])
+@pytest.mark.parametrize(
+    ("is_cancelled", "status", "words"),
+    [(True, "cancelled", "it was cancelled by"), (False, "lost", "without a result")],
+)
+def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, words):
+    """After a while, for its result may be on its way; Slurm is not asked at each look."""
+    run, slurm = made(tmp_path), Scheduler(*states)
+    if is_cancelled:
+        wait.mark(run, print)
+    detector = EndDetector(run, slurm, slurm.clock)
+    assert poll(detector, slurm, 5.0) is None
+    end = poll(detector, slurm, 60.0)
+    assert end is not None and (end.ended.status, end.ended.exit_code) == (status, 1)
+    assert words in end.describe() and "hpc-elastic resume" in end.describe()
+    assert slurm.asked <= 4
+    assert read_view(run.path, slurm).describe() == end.describe()
+
+
+@pytest.mark.parametrize("state", [RUNS, WAITS, ENDS])
+def test_a_run_with_a_task_goes_on_even_if_it_is_cancelled(tmp_path, state):
+    """It saves a checkpoint, and says so in its logs."""
+    run = made(tmp_path)
+    wait.mark(run, print)
+    assert followed(run, Scheduler(state), 120.0) is None
+
+
+def test_a_task_that_comes_back_is_waited_for_anew(tmp_path):
+    """While it is requeued, or replaced, Slurm may list none for a moment."""
+    run, slurm = made(tmp_path), Scheduler()
+    detector = EndDetector(run, slurm, slurm.clock)
+    assert poll(detector, slurm, 4.0) is None
+    slurm.states = (WAITS,)
+    assert poll(detector, slurm, 60.0) is None
+    slurm.states = ()
+    assert poll(detector, slurm, 60.0).ended.status == "lost"
+
+
+def test_a_result_is_believed_at_once(tmp_path):
+    """Whatever Slurm says; the exit code is the run's."""
+    run, slurm = made(tmp_path), Scheduler(RUNS)
+    run.result.write_text(json.dumps({"status": "succeeded"}))
+    assert followed(run, slurm, 0.1).ended.exit_code == 0
+    run.result.write_text(json.dumps({"status": "failed"}))
+    assert followed(run, slurm, 0.1).ended.exit_code == 1
+    run.result.write_text("{")
+    end = followed(run, slurm, 0.1)
+    assert end.ended.status == "unknown" and "result.json cannot be read" in end.describe()
+    assert slurm.asked == 0
+
+
+def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(tmp_path):
+    """Others go on for all that is known."""
+    run, slurm = made(tmp_path), Scheduler(silent="no answer within 30 s")
+    assert followed(run, slurm, 600.0) is None
+    assert "Slurm does not answer: no answer within 30 s" in read_view(run.path, slurm).describe()
+    wait.mark(run, print)
+    assert followed(run, slurm, 600.0) is None
+    mark = {"user": "ada", "host": "login1", "time": time.time() - 3600}
+    run.cancelled.write_text(json.dumps(mark))
+    assert followed(run, slurm, 0.1).ended.status == "cancelled"
+
+
+def test_that_slurm_is_silent_is_said_once(tmp_path):
+    """And that it answers again."""
+    run, slurm, said = made(tmp_path), Scheduler(silent="no answer"), []
+    detector = EndDetector(run, slurm, slurm.clock, said.append)
+    assert poll(detector, slurm, 60.0) is None
+    assert len(said) == 1 and "Slurm does not answer: no answer" in said[0]
+    slurm.states, slurm.silent = (RUNS,), None
+    assert poll(detector, slurm, 60.0) is None
+    assert said[1:] == ["its tasks can be listed again"]
+
+
+def test_how_long_the_tasks_of_a_cancelled_run_may_take(tmp_path):
+    """Slurm's KillWait, and a margin."""
+    spec = made(tmp_path, kill_wait_s=40.0).load()
+    mark = Cancellation("ada", "login1", 1000.0)
+    assert not must_have_ended(spec, mark, 1040.0) and must_have_ended(spec, mark, 1071.0)
+    assert not must_have_ended(spec, None, 1e9)
+
+
+def test_a_run_that_was_not_submitted_yet_is_waited_for(tmp_path):
+    """Its script may be given to sbatch by hand, which is seen when its first task starts."""
+    run, slurm = made(tmp_path), Scheduler()
+    Submission(tmp_path / ".hpc_elastic").array(0).job_id_file.unlink()
+    assert followed(run, slurm, 600.0) is None
+    assert "not submitted yet" in read_view(run.path, slurm).describe()
+
+
+def test_a_cancelled_run_is_told_from_a_lost_one(tmp_path):
+    """And one that is being cancelled from both."""
+    run = made(tmp_path)
+    wait.mark(run, print)
+    view = read_view(run.path, Scheduler(HAS_ENDED))
+    assert view.phase == view.ended.status == "cancelled"
+    assert f"on {socket.gethostname()}" in view.ended.why
+    assert read_view(run.path, Scheduler(RUNS)).ended is None
+    run.cancelled.unlink()
+    assert read_view(run.path, Scheduler(HAS_ENDED)).phase == "lost"
+
+
+def test_a_watch_ends_once_the_tasks_were_gone_for_a_while(tmp_path):
+    """With a result at once."""
+    run = made(tmp_path)
+    lost = read_view(run.path, Scheduler(HAS_ENDED))
+    has_ended = status.EndCheck()
+    assert not has_ended(_at(lost, 1000.0)) and not has_ended(_at(lost, 1010.0))
+    assert not has_ended(read_view(run.path, Scheduler(RUNS)))
+    assert not has_ended(_at(lost, 1011.0)) and has_ended(_at(lost, 1024.0)).exit_code == 1
+    run.result.write_text(json.dumps({"status": "succeeded", "ended": 1.0}))
+    assert status.EndCheck()(read_view(run.path)).exit_code == 0
+
+
+def _at(view, now):
+    """The same at another time, of a run that ended just before 1000."""
+    return replace(view, now=now, ended=replace(view.ended, time=999.0))
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "described"),
+    [
+        (["PENDING"] * 2, None, "it waits: 2 tasks PENDING (Resources)"),
+        (
+            ["RUNNING", "PENDING"],
+            None,
+            "it is starting: 1 task RUNNING, 1 task PENDING (Resources)",
+        ),
+        (["RUNNING"], "training", "it is training: 1 task RUNNING"),
+        (["FAILED"], None, "it is lost: its tasks have ended without a result: 1 task FAILED; "),
+        ([], None, "it is lost: its tasks have ended without a result; "),
+    ],
+)
+def test_a_run_is_described_by_its_tasks_and_its_status(tmp_path, states, status, described):
+    """In one sentence, with what can be done about it."""
+    run = made(tmp_path, num_tasks=2)
+    if status is not None:
+        run.status.write_text(json.dumps({"phase": status, "updated": time.time()}))
+    tasks = [
+        TaskState(f"17_{i}", state, "Resources" if state == "PENDING" else "")
+        for i, state in enumerate(states)
+    ]
+    assert read_view(run.path, Scheduler(*tasks)).describe().startswith(described)
+
+
+PENDING, RUNNING = {"17_0": WAITS}, {"17_0": RUNS, "17_1": WAITS}
+OTHER = {"17_0": WAITS, "17_1": RUNS}
+
+
+@pytest.mark.parametrize(
+    ("states", "status", "result", "age_s", "phase"),
+    [
+        (PENDING, None, None, 0, "queued"),
+        (PENDING, "training", None, 0, "queued"),
+        (RUNNING, None, None, 0, "starting"),
+        (RUNNING, "waiting", None, 0, "waiting"),
+        (RUNNING, "training", None, 300, "training"),
+        (OTHER, "training", None, 0, "starting"),
+        (RUNNING, "training", "succeeded", 0, "succeeded"),
+        ({}, "training", "failed", 300, "failed"),
+        ({}, "training", None, 0, "training"),
+        ({}, "training", None, 300, "lost"),
+        ({"17_0": TaskState("17_0", "FAILED")}, None, None, 0, "lost"),
+        (None, "training", None, 300, "training"),
+        (None, None, None, 0, "unknown"),
+    ],
+)
+def test_the_phase_of_a_run(states, status, result, age_s, phase):
+    """By its result, then the scheduler, then its leader."""
+    assert phase_of(states, status or "", ["17_0"], result, age_s=age_s) == phase

@@ -240,7 +240,7 @@ class Fetch:
         self._live = set(_fetchers(wanted))
         self._layouts: dict[int, tuple[StateLayout, str]] = {}
         self._chosen: int | None = None
-        self._heard: set[int] = set()
+        self._answered: set[int] = set()
         self._first_layout_at = float("inf")
         self._failures: dict[int, str] = {}
         self._board: RangeScheduler | None = None
@@ -257,28 +257,32 @@ class Fetch:
             HealTimeoutError: none did in time.
         """
         threads = [
-            threading.Thread(target=self._fetch, args=(who, place), name="heal-fetch", daemon=True)
-            for place, who in enumerate(sorted(self._live, key=lambda w: (w.number, w.source)))
+            threading.Thread(
+                target=self._fetch, args=(fetcher, place), name="heal-fetch", daemon=True
+            )
+            for place, fetcher in enumerate(sorted(self._live, key=lambda w: (w.number, w.source)))
         ]
         for thread in threads:
             thread.start()
         with self._changed:
             while not self._is_over() and (left := self._until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            aborted, live = self._stopped, {who.source for who in self._live}
+            aborted, live = self._stopped, {fetcher.source for fetcher in self._live}
         self.abort()
         for thread in threads:
             thread.join()
         self._raise_unless_complete(aborted=aborted, live=live)
-        self._tell_the_others()
+        self._notify_unused_sources()
 
-    def _tell_the_others(self) -> None:
-        """Tell the sources that have not been heard of yet that they need not wait for us."""
+    def _notify_unused_sources(self) -> None:
+        """Send `done` to the sources that have not answered yet, so that they do not wait."""
         for number, urls in enumerate(self._wanted.sources):
-            if number not in self._heard:
+            if number not in self._answered:
                 note = HealRequest("", "done", self._wanted.step, self._client, "")
                 args = urls, self._wanted.key, note
-                threading.Thread(target=tell, args=args, name="heal-done", daemon=True).start()
+                threading.Thread(
+                    target=notify_done, args=args, name="heal-done", daemon=True
+                ).start()
 
     def abort(self) -> None:
         """End it, at once (any thread)."""
@@ -313,24 +317,24 @@ class Fetch:
     def _name(self, source: int) -> str:
         return re.sub(r"/[0-9a-f]*(?=,|$)", "", self._wanted.sources[source])
 
-    def _fetch(self, who: Fetcher, place: int) -> None:
+    def _fetch(self, fetcher: Fetcher, place: int) -> None:
         try:
-            if self._is_needed(who, place):
-                self._work(who, self._connect(who))
+            if self._is_needed(fetcher, place):
+                self._work(fetcher, self._connect(fetcher))
         except _FAILURES as e:
-            self._fail(who, str(e) or type(e).__name__)
+            self._fail(fetcher, str(e) or type(e).__name__)
         except BaseException as e:  # a state of ours that does not fit, or a bug
             with self._changed:
                 self._fatal = self._fatal or e
         finally:
             with self._changed:
-                self._live.discard(who)
-                connection = self._sockets.pop(who, None)
+                self._live.discard(fetcher)
+                connection = self._sockets.pop(fetcher, None)
                 self._changed.notify_all()
             if connection:
                 _http.close(connection)
 
-    def _is_needed(self, who: Fetcher, place: int) -> bool:
+    def _is_needed(self, fetcher: Fetcher, place: int) -> bool:
         """Wait until a connection is wanted, by its place in the line; False if it never is.
 
         The first begins at once, the others where there is enough to fetch, or if another source
@@ -344,22 +348,22 @@ class Fetch:
                 if is_worth_it or self._failures or left <= 0:
                     break
                 self._changed.wait(left)
-            return who.source not in self._failures and not self._is_over()
+            return fetcher.source not in self._failures and not self._is_over()
 
-    def _fail(self, who: Fetcher, why: str) -> None:
+    def _fail(self, fetcher: Fetcher, why: str) -> None:
         with self._changed:
             if self._stopped:
                 return
-            self._live.discard(who)
-            known = self._failures.setdefault(who.source, why) is not why
+            self._live.discard(fetcher)
+            known = self._failures.setdefault(fetcher.source, why) is not why
             if self._live and not known:
-                _log.warning("healing goes on without %s: %s", self._name(who.source), why)
+                _log.warning("healing goes on without %s: %s", self._name(fetcher.source), why)
             if self._board:
-                self._board.give_back(who)
-            if any(w.source != who.source for w in self._live):
-                self._leave_out(who.source)
+                self._board.put_back(fetcher)
+            if any(w.source != fetcher.source for w in self._live):
+                self._drop_source(fetcher.source)
 
-    def _leave_out(self, source: int) -> None:
+    def _drop_source(self, source: int) -> None:
         """End all connections to a source; those that fetch from it `_fail`, too, once they see."""
         for other in [w for w in self._live if w.source == source]:
             if other in self._sockets:
@@ -372,27 +376,27 @@ class Fetch:
         if not self._board:
             self._layouts.pop(source, None)
         elif self._board.owner == source:
-            self._board.own(min(live))
+            self._board.set_owner(min(live))
 
-    def _connect(self, who: Fetcher) -> socket.socket:
+    def _connect(self, fetcher: Fetcher) -> socket.socket:
         """Connect to the first of the source's addresses that answers as ours."""
         failure: Exception = HealError("it has no address")
-        for url in self._wanted.sources[who.source].split(","):
+        for url in self._wanted.sources[fetcher.source].split(","):
             try:
-                return self._introduce(who, url)
+                return self._introduce(fetcher, url)
             except OSError as e:
                 failure = e
                 if self._stopped:
                     break
         raise failure
 
-    def _introduce(self, who: Fetcher, url: str) -> socket.socket:
+    def _introduce(self, fetcher: Fetcher, url: str) -> socket.socket:
         place = Address.of(url)
         connection = socket.socket(place.family, socket.SOCK_STREAM)
         with self._changed:
-            if old := self._sockets.get(who):
+            if old := self._sockets.get(fetcher):
                 _http.close(old)
-            self._sockets[who] = connection
+            self._sockets[fetcher] = connection
             if self._stopped:
                 raise ConnectionAbortedError("aborted")
         until_cut = self._left() + 1.0  # `run` cuts it off when time is up, and says why
@@ -400,7 +404,7 @@ class Fetch:
         connection.connect(place.where)
         _http.prepare(connection, until_cut)
         request = self._request(place.token, "layout")
-        self._announce(who, ask(connection, self._wanted.key, request))
+        self._take_layout(fetcher, request_body(connection, self._wanted.key, request))
         return connection
 
     def _left(self) -> float:
@@ -415,15 +419,15 @@ class Fetch:
             self._left() + 1.0, self._digest if piece else "", begin, end,
         )  # fmt: skip
 
-    def _announce(self, who: Fetcher, raw: bytes) -> None:
-        """Take a source's layout, and wait until there is memory for that which counts."""
+    def _take_layout(self, fetcher: Fetcher, raw: bytes) -> None:
+        """Take a source's layout, and wait until there is memory for the layout that is fetched."""
         layout = StateLayout.from_json(raw)
         with self._changed:
-            if who not in self._live:
+            if fetcher not in self._live:
                 raise HealError("its source is left out")
             self._first_layout_at = min(self._first_layout_at, time.monotonic())
-            self._layouts[who.source] = layout, digest(raw)
-            self._heard.add(who.source)
+            self._layouts[fetcher.source] = layout, digest(raw)
+            self._answered.add(fetcher.source)
             self._changed.notify_all()
             while self._chosen is None and not self._stopped:
                 left = self._first_layout_at + _BEST_S - time.monotonic()
@@ -452,23 +456,23 @@ class Fetch:
             self._board = RangeScheduler(layout.small_bytes, layout.num_bytes, owner)
             self._changed.notify_all()
 
-    def _work(self, who: Fetcher, connection: socket.socket) -> None:
-        token = Address.of(self._wanted.sources[who.source].split(",")[0]).token
-        while (piece := self._next(who)) is not None:
+    def _work(self, fetcher: Fetcher, connection: socket.socket) -> None:
+        token = Address.of(self._wanted.sources[fetcher.source].split(",")[0]).token
+        while (piece := self._next(fetcher)) is not None:
             self._receive(connection, self._request(token, "data", piece))
             with self._changed:
                 assert self._board
-                self._board.finish(who, time.monotonic())
+                self._board.finish(fetcher, time.monotonic())
                 self._changed.notify_all()
 
-    def _next(self, who: Fetcher) -> FetchedPiece | None:
+    def _next(self, fetcher: Fetcher) -> FetchedPiece | None:
         """Return what to fetch next; None if all is done or the fetch is over."""
         with self._changed:
-            while self._board and not self._is_over() and who in self._live:
+            while self._board and not self._is_over() and fetcher in self._live:
                 now = time.monotonic()
-                if piece := self._board.take(who, now):
+                if piece := self._board.take(fetcher, now):
                     return piece
-                slow, left = self._board.latest(who, now)
+                slow, left = self._board.slowest(fetcher, now)
                 if slow and slow in self._sockets:
                     _http.cut(self._sockets[slow])
                 self._changed.wait(left or 1.0)
@@ -503,11 +507,11 @@ def _fetchers(wanted: WantedState) -> list[Fetcher]:
     return [Fetcher(source, number) for source in range(sources) for number in range(each)]
 
 
-# ---- Which range of a state is fetched from whom (pure)
-# Ranges are taken by whoever is free, so that a fast source gives more. Small tensors come from
-# one source, the *owner*; if it fails they are all taken again from the next. Where nothing is
-# left to take, whoever is free has the latest of the others cut off, if it takes much longer than
-# all before.
+# ---- Which range of a state is fetched from which source (pure)
+# A fetcher that is free takes the next range, so a fast source gives more. Small tensors come from
+# one source, the *owner*; if it fails, all of them are taken again from the next. Where nothing is
+# left to take, a free fetcher has the slowest of the others cut off, if that takes much longer than
+# any before.
 
 
 PIECE_BYTES = 8 << 20
@@ -562,35 +566,35 @@ class RangeScheduler:
         """Whether everything is there."""
         return self._num_done == self._num_pieces
 
-    def take(self, who: Fetcher, now: float) -> FetchedPiece | None:
+    def take(self, fetcher: Fetcher, now: float) -> FetchedPiece | None:
         """Return what a connection is to fetch next; None if there is nothing for it now."""
-        if who.source == self.owner and self._small:
+        if fetcher.source == self.owner and self._small:
             piece = self._small.pop()
         elif self._todo:
             piece = self._todo.pop()
         else:
             return None
-        self._under_way[who] = piece, now
+        self._under_way[fetcher] = piece, now
         return piece
 
-    def is_fetching(self, who: Fetcher) -> bool:
+    def is_fetching(self, fetcher: Fetcher) -> bool:
         """Tell whether a connection has taken a piece that is not finished."""
-        return who in self._under_way
+        return fetcher in self._under_way
 
-    def finish(self, who: Fetcher, now: float) -> None:
+    def finish(self, fetcher: Fetcher, now: float) -> None:
         """Note that a connection has fetched what it took."""
-        _, since = self._under_way.pop(who)
+        _, since = self._under_way.pop(fetcher)
         self._slowest_s = max(self._slowest_s, now - since)
         self._num_done += 1
 
-    def give_back(self, who: Fetcher) -> None:
+    def put_back(self, fetcher: Fetcher) -> None:
         """Note that a connection has failed: others take what it had."""
-        if who not in self._under_way:
+        if fetcher not in self._under_way:
             return
-        piece, _ = self._under_way.pop(who)
+        piece, _ = self._under_way.pop(fetcher)
         (self._small if piece.is_small else self._todo).append(piece)
 
-    def own(self, source: int) -> None:
+    def set_owner(self, source: int) -> None:
         """Make another source the owner: all small tensors are fetched again, from it.
 
         Nothing of the last one is under way any more.
@@ -599,8 +603,8 @@ class RangeScheduler:
         self._small = list(self._smalls)
         self.owner = source
 
-    def latest(self, than: Fetcher, now: float) -> tuple[Fetcher | None, float]:
-        """Return whom to cut off for a connection that has nothing to do, or when to ask again.
+    def slowest(self, than: Fetcher, now: float) -> tuple[Fetcher | None, float]:
+        """Return the fetcher to cut off for one that has nothing to do, or when to call again.
 
         Returns:
             A connection to another source and 0, or None and seconds.
@@ -611,9 +615,9 @@ class RangeScheduler:
         ]
         if not others:
             return None, patience
-        since, who = min(others, key=lambda pair: pair[0])
+        since, fetcher = min(others, key=lambda pair: pair[0])
         left = since + patience - now
-        return (who, 0.0) if left <= 0 else (None, left)
+        return (fetcher, 0.0) if left <= 0 else (None, left)
 
 
 def _cut(begin: int, end: int, *, is_small: bool) -> list[FetchedPiece]:
@@ -648,7 +652,7 @@ class Address:
         return cls(family, where, parts.path.strip("/"))
 
 
-def ask(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
+def request_body(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
     """Return the body of a peer's answer.
 
     Raises:
@@ -665,8 +669,8 @@ def ask(connection: socket.socket, key: bytes, request: HealRequest) -> bytes:
     return body
 
 
-def tell(urls: str, key: bytes, note: HealRequest) -> None:
-    """Send a request to the first address of a peer that answers; its answer is of no interest.
+def notify_done(urls: str, key: bytes, note: HealRequest) -> None:
+    """Send `done` to the first address of a peer that answers.
 
     Args:
         urls: `StateServer.urls`.
@@ -680,7 +684,9 @@ def tell(urls: str, key: bytes, note: HealRequest) -> None:
                 connection.settimeout(CONNECT_TIMEOUT_S)
                 connection.connect(place.where)
                 _http.prepare(connection, CONNECT_TIMEOUT_S)
-                ask(connection, key, replace(note, token=place.token, nonce=_http.new_token()))
+                request_body(
+                    connection, key, replace(note, token=place.token, nonce=_http.new_token())
+                )
                 return
         except _FAILURES as e:
-            _log.debug("%s was not told that it need not wait: %s", url, e)
+            _log.debug("%s did not get `done`: %s", url, e)

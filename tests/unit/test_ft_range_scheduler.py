@@ -20,10 +20,10 @@ def test_whoever_fails_the_rest_give_everything(seed):
         if who in busy and draw.random() < 0.15 and len(live) > 1:
             live.remove(who)
             busy.pop(who)
-            board.give_back(who)
+            board.put_back(who)
             others = sorted(w.source for w in live)
             if board.owner not in others:
-                board.own(others[0])
+                board.set_owner(others[0])
         elif who in busy:
             piece = busy.pop(who)
             got |= dict.fromkeys(range(piece.begin // 4096, -(-piece.end // 4096)), who.source)
@@ -49,6 +49,6 @@ def test_who_takes_much_longer_than_all_before_is_cut_off_by_another_source():
         board.take(who, 10.0)
     for who in (same, other):
         board.finish(who, 11.0)
-    assert board.latest(other, 12.0) == (None, 2.0)
-    assert board.latest(other, 14.0) == (slow, 0.0)
-    assert board.latest(same, 99.0)[0] is None
+    assert board.slowest(other, 12.0) == (None, 2.0)
+    assert board.slowest(other, 14.0) == (slow, 0.0)
+    assert board.slowest(same, 99.0)[0] is None

@@ -11,13 +11,13 @@
             optimizer.step()                          # now the batch counts as trained
 
 `sampler` holds the position in the data, `batch` divides a global batch among the ranks,
-`epoch_plan` shuffles without a list of indices, `ledger` writes down what each rank trained on, and
+`epoch_plan` shuffles without a list of indices, `ledger` records the samples of each rank, and
 `audit` proves from it that no sample was left out or used twice.
 
 `ElasticStream` does the same for sharded data that is read forwards: files, ranges, generators. It
-is used as the sampler is, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
+is used like the sampler, with ``DataLoader(stream.dataset, batch_sampler=stream)``.
 
-The package imports NumPy, and no torch.
+The package imports NumPy, but not torch.
 """
 
 from hpc_elastic.data.batch import GlobalBatch

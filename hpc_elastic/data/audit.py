@@ -1,23 +1,27 @@
 """The proof, from a run's ledger, that each sample was trained once an epoch.
 
 An epoch's order is a permutation of the dataset, fixed by seed and epoch, so positions stand for
-samples: every sample was trained exactly once if the ranges of positions that survived (`audit`)
-cover 0 to the dataset's length once. A gap is samples never trained, an overlap is samples trained
-twice. Positions behind the length are padding.
+samples. Every sample was trained exactly once if the surviving ranges of positions cover 0 to the
+dataset's length once. A gap means samples never trained, an overlap samples trained twice.
+Positions after the length are padding.
 
-What each step has to train is known: the head of a stretch says where it begins, and the sampler's
-plan (`epoch_plan`) follows from there, to the padding of the last batch and to the rest that is
-dropped.
-The ranges of all ranks together have to be that at every step, and each stretch has to begin where
-the one before it had come to. Everything else is a problem.
+The samples of each step are known: the head of a stretch has its start, and the sampler's plan
+(`epoch_plan`) follows from there, with the padding of the last batch and the dropped rest. At every
+step the ranges of all ranks together have to be those of the plan, and each stretch has to begin at
+the end of the one before it. Everything else is a problem.
 
-A run that goes on, or was killed, has steps that not all ranks have written down; of its last
-stretch only those count that all have. A run that succeeded has to have them all, up to where its
-last group says that the training was over (`ledger.TrainingEnd`). Every rank writes down every
-step, even one that gave it no sample, so that nothing can be missing unnoticed at the end of an
-epoch either.
+Stretches form a tree: each starts from a state, and a state names the stretch that made it and the
+step (`ledger`). The last stretch is that of the last record. Its ancestors, each up to the step at
+which its child branched off, are the history of the model. All other work was lost: steps after the
+last checkpoint of a killed group, and groups without a successor.
 
-Ranges are kept, not samples, and joined where they adjoin: an undisturbed epoch is one range.
+The last stretch of a run that goes on, or was killed, has steps that not all ranks have written;
+only those of all ranks count. A run that succeeded has all steps, and its history ends where its
+last group has recorded the end of the training (`ledger.TrainingEnd`), and not with the last
+stretch in the ledger. Every rank records every step, even one without a sample for it, so that no
+step at the end of an epoch can be missing unnoticed.
+
+Ranges are kept, not samples, and merged where they adjoin: an undisturbed epoch is one range.
 """
 
 from __future__ import annotations
@@ -43,17 +47,17 @@ from hpc_elastic.shared_files import read_json
 
 @dataclass(frozen=True)
 class EpochProof:
-    """What became of the samples of one epoch, in the surviving history.
+    """The samples of one epoch in the surviving history.
 
     Attributes:
         epoch: From 0.
         once: Samples that were trained exactly once.
         twice: Samples that were trained more than once.
         never: Samples that were passed over.
-        left: Samples that were not come to yet (last epoch only).
-        dropped: Samples left out at the end, as the sampler was told.
-        padded: Paddings of the last batch, as the sampler was told.
-        elsewhere: Samples before the run's first state, which another run has trained.
+        left: Samples not reached yet (last epoch only).
+        dropped: Samples left out at the end (``end="drop"``).
+        padded: Paddings of the last batch (``end="pad"``).
+        elsewhere: Samples before the run's first state, trained by another run.
     """
 
     epoch: int
@@ -71,15 +75,15 @@ class Proof:
     """The audit of one sampler of a run.
 
     Attributes:
-        name: The sampler's.
+        name: Name of the sampler.
         dataset_len: Samples of an epoch.
         epochs: Each epoch that was begun, in order.
         last_step: The last step of the surviving history.
-        stretches: Times that a group began to train, from a state or from the beginning.
-        replayed_steps: Steps that were written down and thrown away. A worker that is killed has
-            not written down its last ones (`ledger.FLUSH_S`): ``hpc-elastic events`` counts those.
-        replayed_samples: Samples of these, as far as they were written down.
-        open_samples: Samples of steps that not all ranks have written down yet.
+        stretches: Number of stretches: a group began to train, from a state or from the start.
+        replayed_steps: Steps in the ledger that were lost. A killed worker has not written its last
+            ones (`ledger.FLUSH_S`); ``hpc-elastic events`` counts those too.
+        replayed_samples: Samples of these steps in the ledger.
+        open_samples: Samples of steps that not all ranks have written yet.
         problems: Why there is no proof, each a sentence; empty if there is one.
     """
 
@@ -95,7 +99,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every sample was trained exactly once, as far as the training has come."""
+        """Whether every sample was trained exactly once so far."""
         return not self.problems
 
 
@@ -106,7 +110,7 @@ def audit(run: Path) -> list[Proof]:
         run: The run directory; the run may still go on.
 
     Raises:
-        RunDirectoryError: it has no ledger, or a part of it is damaged.
+        RunDirectoryError: It has no ledger, or a part of it is damaged.
     """
     result = read_json(RunDir(run).result) or {}
     complete = result.get("status") == "succeeded"
@@ -115,13 +119,13 @@ def audit(run: Path) -> list[Proof]:
 
 
 def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
-    """Return what is proven by all that is on record of one sampler (pure).
+    """Return the proof of one sampler (pure).
 
     Args:
-        name: The sampler's.
-        record: What its ledger says.
-        succeeded_in: How often the run had been resumed when it succeeded, after which nothing is
-            still to be written down; None if it has not succeeded.
+        name: Name of the sampler.
+        record: Its ledger.
+        succeeded_in: How often the run had been resumed when it succeeded; its ledger is complete
+            then. None if it has not succeeded.
     """
     groups = record.groups
     end = None if succeeded_in is None else record.end(succeeded_in)
@@ -132,7 +136,7 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
         problems.append(f"the ledger of a group is missing: {what}")
         return Proof(name, 0, [], end.step if end else 0, len(groups), 0, 0, 0, problems)
     until = groups[last].last_common_step
-    if end is not None:  # a stretch that another group goes on from may have gone further than that
+    if end is not None:  # a stretch with a successor may have gone further
         until = max(end.step, groups[last].last_step) if end.by == end.ended else end.step
     parts = surviving(groups, last, until)
     kept = [part.kept() for part in parts]
@@ -155,7 +159,7 @@ def prove(name: str, record: SamplerHistory, succeeded_in: int | None) -> Proof:
 
 
 _NO_END = (
-    "the run has succeeded, but nothing says where the training was over: the ledger of its last "
+    "the run has succeeded, but the end of the training is not recorded: the ledger of its last "
     "group is missing, or cut off"
 )
 
@@ -163,7 +167,7 @@ _NO_END = (
 def _replayed_steps(
     groups: Mapping[Name, LedgerGroup], parts: Sequence[LedgerPart], *, is_over: bool
 ) -> int:
-    """Return how many steps did not survive; those of the last stretch may not be lost yet."""
+    """Return the number of lost steps; the last stretch has none unless the run is over."""
     until = {part.group.head.stretch: part.until for part in parts}
     if not is_over:
         until[max(groups)] = groups[max(groups)].last_step
@@ -215,17 +219,17 @@ def _name(part: LedgerPart) -> str:
 def _uneven_epochs(epochs: Sequence[EpochProof]) -> Iterator[str]:
     for epoch in epochs:
         if epoch.never:
-            yield f"epoch {epoch.epoch}: {_were(epoch.never)} never trained"
+            yield f"epoch {epoch.epoch}: {_samples_were(epoch.never)} never trained"
         if epoch.twice:
-            yield f"epoch {epoch.epoch}: {_were(epoch.twice)} trained more than once"
+            yield f"epoch {epoch.epoch}: {_samples_were(epoch.twice)} trained more than once"
 
 
-def _were(num_samples: int) -> str:
+def _samples_were(num_samples: int) -> str:
     return f"{counted(num_samples, 'sample')} {'was' if num_samples == 1 else 'were'}"
 
 
 def _epochs(parts: Sequence[LedgerPart]) -> list[EpochProof]:
-    """Return the proof of each epoch from where the history begins."""
+    """Return the proof of each epoch since the start of the history."""
     spans, planned = (
         np.concatenate([NO_SPANS, *rows])
         for rows in ([p.kept() for p in parts], [p.planned() for p in parts])
@@ -256,11 +260,11 @@ def _epoch(
 
     Args:
         epoch: Its number.
-        spans: What was trained.
-        length: Of the dataset.
-        elsewhere: How much of it another run has trained.
-        reach: How far it had to be trained.
-        is_over: Nothing of it is left to be trained, so a rest was dropped.
+        spans: The trained ranges.
+        length: Length of the dataset.
+        elsewhere: Samples of it that another run has trained.
+        reach: The position up to which it had to be trained.
+        is_over: Whether the epoch has ended, so that a rest was dropped.
     """
     starts, stops = _ranges(_side_by_side(spans))
     padded = int((stops - np.maximum(starts, length)).clip(0).sum())
@@ -282,9 +286,9 @@ def _epoch(
 
 
 def _side_by_side(spans: Spans) -> Spans:
-    """Return the same ranges, with those put together that ranks took side by side.
+    """Return the same ranges, merged where ranks took adjoining ones.
 
-    What remains of an undisturbed epoch is one range, however many steps and ranks it had.
+    An undisturbed epoch becomes one range, for any number of steps and ranks.
     """
     rule = [EPOCH, STEP, NUM_STEPS, STRIDE]
     ordered = spans[np.lexsort((spans[:, START], *(spans[:, key] for key in rule)))]
@@ -309,24 +313,13 @@ def _ranges(spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _covered(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> tuple[int, int]:
-    """Return how many positions lie in exactly one range, and in more than one."""
+    """Return the number of positions in exactly one range, and in more than one."""
     edges = np.concatenate([starts, stops])
     steps = np.repeat([1, -1], len(starts))
     order = np.argsort(edges, kind="stable")
     lengths = np.diff(edges[order], append=edges[order][-1:])
     depth = np.cumsum(steps[order])
     return int(lengths[depth == 1].sum()), int(lengths[depth > 1].sum())
-
-
-# ---- A run's ledger read back, and what of it survived
-# Stretches form a tree: each goes on from a state, and a state knows the stretch that made it and
-# at which step (`ledger`). The last stretch is that of the last record; its ancestors, each up to
-# the step from which its child went on, are the history that the model has gone through. All
-# other work was thrown away: steps behind the last checkpoint of a group that was killed, and
-# groups from which nobody went on.
-#
-# Of a run that has succeeded the history ends where its last group says that the training was
-# over (`ledger.TrainingEnd`), and not with whatever stretch happens to be the last on record.
 
 
 Name = tuple[int, int]
@@ -340,65 +333,65 @@ _FILE = re.compile(r"(?P<name>[\w-]+)\.(record-\d+\.rank-\d+|replica-[0-9a-f]+)\
 
 @dataclass(frozen=True)
 class LedgerGroup:
-    """One stretch as all its ranks wrote it down."""
+    """One stretch in the ledgers of all its ranks."""
 
     heads: dict[int, LedgerSegment] = field(default_factory=dict)
-    """By rank; one that is missing has written nothing."""
+    """By rank; a missing rank has written nothing."""
     spans: dict[int, Spans] = field(default_factory=dict)
     """By rank."""
 
     @property
     def head(self) -> LedgerSegment:
-        """Its head as one of the ranks wrote it; they should all be equal."""
+        """Its head, by one of the ranks; all should be equal."""
         return next(iter(self.heads.values()))
 
     def all_spans(self) -> Spans:
-        """Return what all ranks trained on."""
+        """Return the ranges of all ranks."""
         return np.concatenate([NO_SPANS, *self.spans.values()])
 
     @property
     def last_step(self) -> int:
-        """The last step that a rank has written down."""
+        """The last step that any rank has written."""
         return max([self.head.step, *map(_last_step, self.spans.values())])
 
     @property
     def last_common_step(self) -> int:
-        """The last step that every rank has written down."""
+        """The last step that every rank has written."""
         of_ranks = [self.spans.get(rank, NO_SPANS) for rank in range(self.head.world_size)]
         return max(self.head.step, min(map(_last_step, of_ranks)))
 
 
 @dataclass(frozen=True)
 class LedgerPart:
-    """A stretch of the surviving history, up to the step from which the next one went on."""
+    """A stretch of the surviving history, up to the step at which the next one began."""
 
     group: LedgerGroup
     until: int
 
     def kept(self) -> Spans:
-        """Return what survived of it."""
+        """Return the surviving ranges."""
         return _up_to(self.group.all_spans(), self.until)
 
     def planned(self) -> Spans:
-        """Return what the steps had to train, all ranks together."""
+        """Return the planned ranges of the steps, all ranks together."""
         head = self.group.head
         rows = list(head.plan().steps(head.place, self.until - head.step))
         return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
     def wrong_steps(self) -> list[range]:
-        """Return the steps that took other positions, all ranks together, than they had to."""
+        """Return the steps whose positions, all ranks together, differ from the plan."""
         return _wrong_steps(self.kept(), self.planned())
 
     def next_places(self) -> set[SamplePosition]:
-        """Return where the next stretch may begin: an epoch's end is the next one's beginning."""
+        """Return where the next stretch may begin: the end of an epoch is the start of the next."""
         head = self.group.head
         place = head.plan().after(head.place, self.until - head.step)
         return {place, head.plan().next_batch(place)}
 
     def miscounted(self) -> dict[int, int]:
-        """Return how many steps too many a rank has written down, or too few; others are left out.
+        """Return the surplus of written steps of the ranks with a wrong number, by rank.
 
-        By rank; negative is too few.
+        A negative number means missing steps.
         """
         head = self.group.head
         written = {
@@ -411,15 +404,15 @@ class LedgerPart:
 
 @dataclass(frozen=True)
 class SamplerHistory:
-    """All that is on record of one sampler."""
+    """The ledger of one sampler, of all its groups."""
 
     groups: dict[Name, LedgerGroup] = field(default_factory=dict)
     """Its stretches, by name."""
     ends: list[TrainingEnd] = field(default_factory=list)
-    """Where processes say that the training was over."""
+    """The ends of the training by its processes."""
 
     def end(self, generation: int) -> TrainingEnd | None:
-        """Return where the training was over; None if a later group than says so has trained.
+        """Return the end of the training; None if a later group has trained since.
 
         Args:
             generation: How often the run has been resumed.
@@ -430,11 +423,12 @@ class SamplerHistory:
 
 
 def read(folder: Path) -> dict[str, SamplerHistory]:
-    """Return what is on record in a ledger, by the sampler's name.
+    """Read the ledger of a run, by the sampler's name.
+
+    A last line that is cut off because its writer was killed is ignored.
 
     Raises:
-        RunDirectoryError: there are none, or a line is damaged. A last line that was cut off when
-            its writer was killed is left out.
+        RunDirectoryError: There is no ledger, or a line is damaged.
     """
     found: dict[str, SamplerHistory] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -454,7 +448,7 @@ def read(folder: Path) -> dict[str, SamplerHistory]:
 
 
 def surviving(groups: Mapping[Name, LedgerGroup], last: Name, until: int) -> list[LedgerPart]:
-    """Return the surviving history, oldest first; it begins where no parent is on record.
+    """Return the surviving history, oldest first; it begins at a stretch without a parent.
 
     Args:
         groups: All stretches.
@@ -475,12 +469,12 @@ def _parent(group: LedgerGroup, groups: Mapping[Name, LedgerGroup]) -> LedgerGro
 
 
 def num_samples(spans: Spans) -> int:
-    """Return how many samples, or paddings, were trained in these steps."""
+    """Return the number of samples and paddings in these steps."""
     return int((spans[:, NUM_STEPS] * spans[:, COUNT]).sum())
 
 
 def reaches_further(spans: Spans, others: Spans | None) -> bool:
-    """Tell which counts: replicas write down the same batches, each as far as it came."""
+    """Return whether spans count instead of others: replicas write the same batches."""
     return others is None or _last_step(spans) > _last_step(others)
 
 
@@ -489,17 +483,17 @@ def _last_step(spans: Spans) -> int:
 
 
 def _up_to(spans: Spans, step: int) -> Spans:
-    """Return the spans without what is behind a step."""
+    """Return the spans up to a step."""
     cut = spans.copy()
     cut[:, NUM_STEPS] = np.clip(step + 1 - spans[:, STEP], 0, spans[:, NUM_STEPS])
     return cut[cut[:, NUM_STEPS] > 0]
 
 
 def _wrong_steps(written: Spans, planned: Spans) -> list[range]:
-    """Return the steps at which the ranges of all ranks are not together the planned one.
+    """Return the steps at which the ranges of all ranks together are not the planned one.
 
-    Both are cut at the steps at which a row of either begins or ends. In each piece the ranges,
-    in their order, have to begin where the planned one does, adjoin, and have its length.
+    Both are cut at the steps at which a row of either begins or ends. In each piece the ranges, in
+    order, have to begin at the planned start, adjoin, and have the planned length.
     """
     both = np.concatenate([written, planned])
     cuts = np.unique(np.concatenate([both[:, STEP], both[:, STEP] + both[:, NUM_STEPS]]))
@@ -521,7 +515,7 @@ def _wrong_steps(written: Spans, planned: Spans) -> list[range]:
 
 
 def _cut(spans: Spans, cuts: NDArray[np.int64]) -> tuple[Spans, NDArray[np.int64]]:
-    """Return spans cut at some steps, and the number of the piece that each is then."""
+    """Return spans cut at some steps, and the number of the piece of each part."""
     first = np.searchsorted(cuts, spans[:, STEP])
     count = np.searchsorted(cuts, spans[:, STEP] + spans[:, NUM_STEPS]) - first
     rows = np.repeat(np.arange(len(spans)), count)
@@ -537,7 +531,7 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
     """Return each stretch in a file with its spans, and the ends.
 
     Raises:
-        RunDirectoryError: the file is damaged.
+        RunDirectoryError: The file is damaged.
     """
     heads: list[LedgerSegment] = []
     rows: list[list[Span]] = []
@@ -561,31 +555,31 @@ def _read_file(path: Path) -> tuple[list[tuple[LedgerSegment, Spans]], list[Trai
 
 
 def _checked(head: LedgerSegment, earlier: Sequence[LedgerSegment]) -> LedgerSegment:
-    """Return the head of a stretch that can follow on others in one file.
+    """Accept the head of a stretch that can follow others in one file.
 
     Raises:
-        ValueError: it can not.
-        HpcElasticError: no sampler has such a plan.
+        ValueError: It cannot.
+        HpcElasticError: No sampler has such a plan.
     """
     head.plan()
     if head.stretch in [other.stretch for other in earlier]:
-        raise ValueError(f"the stretch {head.stretch} stands there twice")
+        raise ValueError(f"the stretch {head.stretch} occurs twice")
     return head
 
 
 def _span(raw: Any) -> Span:
-    """Return what a line says.
+    """Parse the line of a span.
 
     Raises:
-        ValueError: no step can have been so.
+        ValueError: Its values are impossible.
     """
     if not all(type(number) is int and number >= 0 for number in raw):
-        raise ValueError(f"no steps are {raw}")
+        raise ValueError(f"impossible steps: {raw}")
     return Span(*raw)
 
 
 def _append(spans: list[Span], span: Span) -> None:
-    """Add a span to those before; one that only the time of writing has cut off joins the last."""
+    """Append a span, or join it to the last one if only a flush has separated them."""
     joined = spans[-1].joined(span) if spans else None
     if joined is not None:
         spans[-1] = joined
@@ -596,5 +590,5 @@ def _append(spans: list[Span], span: Span) -> None:
 def _lines(path: Path) -> Iterator[str]:
     with path.open() as f:
         for line in f:
-            if line.endswith("\n"):  # or else it was cut off
+            if line.endswith("\n"):  # otherwise it was cut off
                 yield line

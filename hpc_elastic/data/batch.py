@@ -1,9 +1,9 @@
-"""One global batch for any world size: who takes which part of it, and with which weight.
+"""The division of a global batch among any number of ranks, and the weights of its parts.
 
 A global batch of n samples is cut into one share a rank, as even as n allows, and each share into
 micro-batches of at most `micro_batch_size` samples. All ranks have the same number of
 micro-batches, so that they take part in the same collectives, whichever way the model is wrapped. A
-rank whose share is too small for that (more workers than samples) is lent a sample of the batch,
+rank whose share is too small for that (more workers than samples) gets a sample of another share,
 with weight 0.
 
 Weights. Let W ranks average their gradients, as DistributedDataParallel and FSDP do, and let a
@@ -12,8 +12,8 @@ samples, the weight k * W / n makes the result the gradient of the mean over the
 (1/W) * sum of (k W / n) * (1/k) * sum of gradients = (1/n) * sum of gradients. That is exact but
 for rounding, however uneven the shares are.
 
-What depends on more than the sum of gradients does depend on the world size: batch normalisation
-sees one micro-batch (SyncBatchNorm: one micro-batch of each rank), and a loan of weight 0, too.
+Whatever depends on more than the sum of gradients depends on the world size: batch normalisation
+sees one micro-batch (SyncBatchNorm: one micro-batch of each rank), also one of weight 0.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from hpc_elastic.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of one rank, inside of a global batch.
+    """A micro-batch of one rank, as a part of a global batch.
 
     Attributes:
         offset: Its first sample, counted from the global batch's first one.
-        count: Its number of samples; 0 if the one at ``offset`` is lent, to be given no weight.
-        weight: What its mean loss is to be multiplied by.
+        count: Its number of samples; 0 if the sample at ``offset`` has weight 0.
+        weight: Factor for its mean loss.
     """
 
     offset: int
@@ -46,31 +46,31 @@ class MicroBatch:
 
     @property
     def num_loaded(self) -> int:
-        """Samples to load: the lent one, too."""
+        """Number of samples to load, with that of weight 0."""
         return max(1, self.count)
 
 
 def _is_whole(value: object) -> bool:
-    """Tell whether a value is a whole number, NumPy's among them: neither a text nor 48.0."""
+    """Return whether a value is an integer, also of NumPy, but neither a text nor 48.0."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class BatchDivision:
-    """How many samples make an optimizer step, and how they are divided among the workers.
+    """The size of a global batch, and its division among the workers.
 
     Attributes:
         global_batch_size: Samples of one optimizer step, all ranks together; at least 1. It stays
             the same for any world size.
         micro_batch_size: The most samples that a rank takes at once, at least 1: what fits into its
             memory. None: a rank takes its whole share at once.
-        rank: This worker's place among those that divide the data; None asks torch.distributed,
-            or else the variables RANK and WORLD_SIZE, or else there is one worker. To be given
-            where ranks share data: with tensor parallelism it is the data-parallel rank.
-        world_size: How many divide the data; None as with ``rank``.
+        rank: This worker's rank among those that divide the data. None: the rank in
+            torch.distributed, or else the variables RANK and WORLD_SIZE, or else 0 of 1. Give it
+            where ranks share data: with tensor parallelism, the data-parallel rank.
+        world_size: Number of workers that divide the data; None as with ``rank``.
 
     Raises:
-        ConfigError: one of them is out of range, or only one of rank and world_size is given.
+        ConfigError: A value is out of range, or only one of rank and world_size is given.
     """
 
     global_batch_size: int
@@ -100,10 +100,10 @@ class BatchDivision:
             raise ConfigError("rank", self.rank, f"give one from 0 to {last}, below world_size")
 
     def group(self) -> tuple[int, int]:
-        """Return rank and world size; to be asked once torch.distributed is initialised."""
+        """Return rank and world size; to be called once torch.distributed is initialised."""
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
-        distributed: Any = sys.modules.get("torch.distributed")  # imports no torch by itself
+        distributed: Any = sys.modules.get("torch.distributed")  # without importing torch
         if distributed and distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -136,18 +136,18 @@ class BatchDivision:
 
 
 def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str | None:
-    """Say what is wrong with a global batch for so many nodes (login node; pure).
+    """Check a global batch against the largest number of workers (login node; pure).
 
     Args:
         global_batch: Samples of one optimizer step.
-        max_nodes: The most nodes that the run may get.
-        nproc_per_node: Workers of each; None if only the nodes will tell.
+        max_nodes: The largest number of nodes of the run.
+        nproc_per_node: Workers of each node; None if unknown before the nodes are.
 
     Returns:
-        A sentence with the remedy, or None if every worker has at least one sample of each batch.
+        The problem with its remedy; None if every worker has at least one sample of each batch.
     """
     if global_batch < 1:
-        return f"a global batch of {global_batch} samples is none: give at least 1"
+        return f"a global batch of {global_batch} samples is too small: give at least 1"
     workers = max_nodes * (nproc_per_node or 1)
     if workers <= global_batch:
         return None
@@ -156,7 +156,7 @@ def check(global_batch: int, max_nodes: int, nproc_per_node: int | None) -> str 
     have = "has" if max_nodes == 1 else "have"
     return (
         f"{counted(max_nodes, 'node')} {have} {workers} workers or more, and a global batch of "
-        f"{counted(global_batch, 'sample')} can not give each of them one: give {fewer}, or a "
+        f"{counted(global_batch, 'sample')} cannot give each of them one: give {fewer}, or a "
         f"global batch of at least {workers}"
     )
 
@@ -169,8 +169,8 @@ class GlobalBatch:
         epoch: Its epoch, from 0.
         num_samples: Its samples, all ranks together.
 
-    With a fault-tolerant manager they are estimates until `micro_batches` begins, which is when the
-    participants are known; and a step that was not committed is made again.
+    With a fault-tolerant manager they are estimates until `micro_batches` begins, because only then
+    the participants are known; a step that was not committed is repeated.
     """
 
     def __init__(self, step: int, epoch: int, num_samples: int, source: PartSource) -> None:
@@ -180,54 +180,54 @@ class GlobalBatch:
         self._source = source
         self._begun = False
         self.is_complete = False
-        """All of its parts have been gone through."""
+        """Whether all of its micro-batches have been yielded."""
 
-    def is_at(self, step: int, epoch: int, num_samples: int) -> None:
-        """Say which one it is, now that it is known; for the sampler."""
+    def set_position(self, step: int, epoch: int, num_samples: int) -> None:
+        """Set the final values of the attributes; called by the sampler."""
         self.step, self.epoch, self.num_samples = step, epoch, num_samples
 
     def micro_batches(self, *models: Any) -> Iterator[tuple[Any, float]]:
-        """Yield this rank's micro-batches: what the loader made of them, and their weight.
+        """Yield this rank's micro-batches as the loader returned them, with their weights.
 
-        Multiply the mean loss of each by its weight, and go on with ``backward()``. The global
-        batch counts as trained once this has ended, so step the optimizer right after it.
+        Multiply the mean loss of each by its weight, then call ``backward()``. The global batch
+        counts as trained once the loop has ended, so step the optimizer right after it.
 
         Args:
-            *models: Wrapped models whose gradients need to be exchanged once a global batch only:
-                all but the last micro-batch run under their ``no_sync()`` (DistributedData-
-                Parallel, FSDP), or without ``set_requires_gradient_sync`` (FSDP2). Others are left
-                alone. Without them the result is the same, and more is sent.
+            *models: Wrapped models whose gradients are exchanged once a global batch: all but the
+                last micro-batch run under their ``no_sync()`` (DistributedDataParallel, FSDP), or
+                without ``set_requires_gradient_sync`` (FSDP2). Other models are left alone. Without
+                this argument the result is the same, with more communication.
 
         Raises:
-            RuntimeError: it was called before for this batch, or the loader ended too early.
+            RuntimeError: It was called before for this batch, or the loader ended too early.
         """
         if self._begun:
             raise RuntimeError(
-                "a batch can be gone through once: keep list(batch.micro_batches()) instead"
+                "micro_batches() of a batch can be called once: keep list(batch.micro_batches())"
             )
         self._begun = True
         parts = self._source.begin(self)
         last = len(parts) - 1
         for i, part in enumerate(parts):
             data = self._source.load()
-            with _exchange(models, now=i == last):
+            with _gradient_exchange(models, now=i == last):
                 yield data, part.weight
         self.is_complete = True
-        self._source.trained()
+        self._source.on_trained()
 
 
 @dataclass(frozen=True)
 class PartSource:
-    """Where a global batch has its micro-batches from, and who is told of its end."""
+    """The callbacks of a global batch to its sampler."""
 
     begin: Callable[[GlobalBatch], list[MicroBatch]]
     load: Callable[[], Any]
-    trained: Callable[[], None]
+    on_trained: Callable[[], None]
 
 
 @contextlib.contextmanager
-def _exchange(models: tuple[Any, ...], *, now: bool) -> Iterator[None]:
-    """Let the models' backward exchange gradients now, or only add them up."""
+def _gradient_exchange(models: tuple[Any, ...], *, now: bool) -> Iterator[None]:
+    """Let the models' backward exchange gradients, or only accumulate them."""
     with contextlib.ExitStack() as stack:
         for model in models:
             if hasattr(model, "set_requires_gradient_sync"):

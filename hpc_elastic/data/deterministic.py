@@ -1,10 +1,4 @@
-"""Bit for bit the same after a restart: gradients that are added up in an order of their own.
-
-A sum of floating-point numbers depends on the order in which they are added, and in a collective
-that order depends on where in the buffer a number lies. DistributedDataParallel packs gradients
-into buckets, and packs them anew after its first step, once it has seen in which order they come.
-So from three workers on, a step that is the first one after a restart differs in the last bits from
-the same step in a training that was not interrupted. (Two numbers have one sum, in either order.)
+"""An all-reduce of gradients whose sums do not depend on DDP's buckets.
 
 This module imports torch; the others of this package do not.
 """
@@ -16,17 +10,22 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def repeatable(model: DistributedDataParallel) -> DistributedDataParallel:
-    """Have each gradient exchanged by itself, so that its sum does not depend on the bucket.
+def deterministic_allreduce(model: DistributedDataParallel) -> DistributedDataParallel:
+    """Exchange each gradient by itself, so that an interrupted training continues bit for bit.
 
-    With it, a training that is interrupted goes on bit for bit as if it were not, under the same
-    world size, with algorithms that are deterministic themselves: CPUs, or a GPU under
-    ``torch.use_deterministic_algorithms``. It costs a collective for each parameter instead of one
-    for each bucket, so it is for tests, small models, and the search for a fault. FSDP needs none.
+    A sum of floating-point numbers depends on the order of the additions. In a collective that
+    order depends on the place in the buffer, and DistributedDataParallel rearranges its buckets
+    after its first step. So from three workers on, the first step after a restart differs in the
+    last bits from the same step of an uninterrupted training.
+
+    With this both are equal, under the same world size and with deterministic algorithms (CPUs, or
+    a GPU under ``torch.use_deterministic_algorithms``). It costs one collective per parameter
+    instead of one per bucket, so it is for tests, small models, and the search for a fault. FSDP
+    does not need it.
 
     Args:
-        model: To be called on every rank, before the first backward, once. Its own communication
-            hook is this, so it can have no other.
+        model: Call it once on every rank, before the first backward. This is the model's
+            communication hook, so it can have no other.
 
     Returns:
         The model.
@@ -39,9 +38,9 @@ def _exchange_each(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
 ) -> torch.futures.Future[torch.Tensor]:
-    def exchange(gradient: torch.Tensor) -> Any:
+    def average(gradient: torch.Tensor) -> Any:
         gradient.div_(group.size())
         return dist.all_reduce(gradient, group=group, async_op=True).get_future()
 
-    done = torch.futures.collect_all([exchange(gradient) for gradient in bucket.gradients()])
+    done = torch.futures.collect_all([average(gradient) for gradient in bucket.gradients()])
     return done.then(lambda _: bucket.buffer())

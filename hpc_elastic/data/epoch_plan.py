@@ -1,7 +1,7 @@
-"""The order of an epoch's samples: a permutation that is computed, not stored (pure).
+"""The order of an epoch's samples, a computed permutation, and its global batches (pure).
 
-The sample at a position is found by enciphering the position, so any part of the order of any
-epoch costs the same, and nothing has to be kept: no list of indices, not even for 10^9 samples.
+The sample at a position is the encrypted position, so any part of the order of any epoch costs the
+same, and nothing is stored: no list of indices, not even for 10^9 samples.
 
 The cipher is a Feistel network over pairs (left, right) in Z_a x Z_b with a * b just above the
 number of samples: rounds add a keyed hash of one half to the other half, modulo a or b, and each
@@ -29,7 +29,7 @@ from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
 
 VERSION = 1
-"""To be raised if the same seed and epoch ever give another order: old positions mean nothing."""
+"""Raise it if the same seed and epoch give another order, which makes old positions invalid."""
 
 _ROUNDS = 12
 
@@ -40,8 +40,8 @@ class Order:
     Args:
         num_samples: Length of the dataset, 1 to 2^62.
         seed: Any integer.
-        epoch: Any integer; each has its own order.
-        shuffle: False leaves the samples in the dataset's order.
+        epoch: Any integer; each epoch has its own order.
+        shuffle: False keeps the dataset's order.
     """
 
     def __init__(self, num_samples: int, seed: int, epoch: int, *, shuffle: bool = True) -> None:
@@ -55,7 +55,7 @@ class Order:
         """Return the samples' indices in the dataset.
 
         Args:
-            positions: From 0; those behind the last sample begin again at the first.
+            positions: From 0; positions after the last sample wrap around.
         """
         positions = positions % self._num_samples
         if self._keys is None:
@@ -85,12 +85,9 @@ def _keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def hashed(*numbers: int) -> int:
-    """Return 64 bits that look random and depend on all of these."""
+    """Return a 64-bit hash of some numbers."""
     text = " ".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-# ---- Which global batches an epoch has, and how far a training is in it (pure)
 
 
 End = Literal["keep", "drop", "pad"]
@@ -98,12 +95,12 @@ End = Literal["keep", "drop", "pad"]
 
 @dataclass(frozen=True, order=True)
 class SamplePosition:
-    """How far a training is.
+    """A position in the training.
 
     Attributes:
-        epoch: The epoch that is being trained, from 0.
-        position: How much of its order was trained, all ranks together.
-        step: Global batches that were trained over the whole run.
+        epoch: The present epoch, from 0.
+        position: Samples of its order that were trained, all ranks together.
+        step: Global batches that were trained, over the whole run.
     """
 
     epoch: int = 0
@@ -113,10 +110,10 @@ class SamplePosition:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """An epoch's samples as global batches: what `ElasticSampler` was given.
+    """The global batches of an epoch; the fields are the arguments of `ElasticSampler`.
 
     Raises:
-        ConfigError: a value is out of range, or an epoch would have no batch.
+        ConfigError: A value is out of range, or an epoch would have no batch.
     """
 
     length: int
@@ -135,17 +132,17 @@ class EpochPlan:
             raise ConfigError("global_batch_size", self.batch.global_batch_size, remedy)
 
     def size(self, position: int) -> int:
-        """Return the size of the global batch at a position; 0 where the epoch ends."""
+        """Return the size of the global batch at a position; 0 at the end of the epoch."""
         left, whole = self.length - position, self.batch.global_batch_size
         if left >= whole or (left > 0 and self.end == "pad"):
             return whole
         return max(0, left) if self.end == "keep" else 0
 
     def after(self, place: SamplePosition, num_steps: int) -> SamplePosition:
-        """Return the place that is so many steps further; at an epoch's end it is still in it.
+        """Return the position after a number of steps; the end of an epoch is still in that epoch.
 
         Args:
-            place: Where to begin.
+            place: The start.
             num_steps: From 0.
         """
         whole = self.batch.global_batch_size
@@ -162,25 +159,25 @@ class EpochPlan:
     def steps(
         self, place: SamplePosition, num_steps: int
     ) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield what the steps behind a place train, all ranks together, as rows of a ledger.
+        """Yield the samples of the steps after a position, all ranks together, as rows of a ledger.
 
-        Of the form of `ledger.Span`: steps that follow one rule are one row.
+        The rows have the fields of `ledger.Span`: steps that follow one rule are one row.
 
         Args:
-            place: Where to begin.
+            place: The start.
             num_steps: From 0.
         """
         whole = self.batch.global_batch_size
         while num_steps > 0:
             place = self.next_batch(place)
             full = (self.length - place.position) // whole
-            count = min(num_steps, max(1, full))  # what is no full batch is the epoch's last one
+            count = min(num_steps, max(1, full))  # a smaller batch is the last one of the epoch
             size = self.size(place.position)
             yield place.step + 1, count, place.epoch, place.position, size, size
             place, num_steps = self.after(place, count), num_steps - count
 
     def next_batch(self, place: SamplePosition) -> SamplePosition:
-        """Return where the next batch begins: in the next epoch, if none of this one is left."""
+        """Return the start of the next batch, which may be in the next epoch."""
         has_more = self.size(place.position) > 0
         return place if has_more else SamplePosition(place.epoch + 1, 0, place.step)
 
@@ -202,11 +199,11 @@ class EpochPlan:
         return num_micro_batches + (self.batch.num_micro_batches(last) if last else 0)
 
     def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-        """Return what gives the sample at each position of an epoch."""
+        """Return the function from positions of an epoch to samples."""
         return Order(self.length, self.seed, epoch, shuffle=self.shuffle)
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides which sample is where: a position means nothing without it."""
+        """Return the values that fix the order; a position is meaningless without them."""
         return {
             "dataset_len": self.length,
             "seed": self.seed,
@@ -218,7 +215,7 @@ class EpochPlan:
         """Accept the state of a sampler with the same order.
 
         Raises:
-            ConfigError: it had another; names what differs.
+            ConfigError: The order differs; the error names the key.
         """
         for key, mine in self.facts().items():
             if state.get(key) != mine:
@@ -233,7 +230,7 @@ def require_word(name: str) -> None:
     """Accept a name that can be a part of a file's name.
 
     Raises:
-        ConfigError: it can not.
+        ConfigError: It cannot.
     """
     if not re.fullmatch(r"[\w-]+", name):
         raise ConfigError("name", name, "give letters, digits, '_' and '-' only")

@@ -1,34 +1,43 @@
-"""The ledger: each rank writes down which samples it has trained on, for `audit` to prove from.
+"""The ledger: each rank records the samples that it has trained on, for the proof of `audit`.
 
     <run>/ledger/<name>.record-<n>.rank-<r>.jsonl
     <run>/ledger/<name>.replica-<token>.jsonl
 
-``name`` is the sampler's, n the number of the record that formed the worker group (`fence`), r the
-rank; the token is a replica process's, where replicas live on when the group changes (`ledger`). So
-each file has one writer, once. The lines:
+``name`` is the sampler's, n the number of the record that formed the worker group (`fencing`), r
+the rank. The token identifies a replica process, which lives on when the group changes. So each
+file has one writer, once. The lines:
 
     {"ledger": 2, "name": ...}                             a stretch begins: see `LedgerSegment`
-    [step, num_steps, epoch, start, stride, count]         from `step` on, so many steps: the i-th
-                                                           took `count` positions of the epoch's
-                                                           order, from start + i * stride on
+    [step, num_steps, epoch, start, stride, count]         `num_steps` steps from `step` on: the
+                                                           i-th took `count` positions of the
+                                                           epoch's order from start + i * stride
     {"ledger": 2, "ended": ...}                            the training is over: see `TrainingEnd`
 
-Positions, not indices, and one line for as many steps as follow the same rule: a line covers all
-steps between two flushes, but where an epoch ends.
+Lines hold positions, not indices, and one line covers all steps that follow the same rule: all
+steps between two flushes, except at the end of an epoch.
 
-Stretches tell what came of the work. A *stretch* is what one group trains from one loaded state
-on, named by (record, number of states loaded before), or by (quorum, number of states loaded in
-it); a state carries the name of the stretch that made it. So a stretch's parent is known, and from
-which of its steps on it went another way.
+A *stretch* is what one group trains from one loaded state on. It is named by (record, number of
+states loaded before), or by (quorum, number of states loaded in it). A state carries the name of
+the stretch that made it, so a stretch's parent is known, and the step at which it branched off.
 
-When it is written: a step is noted once it is trained, and written at the next save at the latest
-(`ElasticSampler.state_dict`), before that checkpoint can be complete; else every ten seconds. A
-process that is killed takes the steps with it that no checkpoint has, and these are trained again.
-A save has the file synced behind its back, for a node that loses its power.
+A step is recorded once it is trained. It is written at the next save at the latest
+(`ElasticSampler.state_dict`), before that checkpoint can be complete, and otherwise every ten
+seconds. A killed process loses the steps that no checkpoint has, and these are trained again. A
+save synchronises the file in the background, for the case of a power cut.
 
-The end of the training is written as well, once the user's function has returned or the epochs that
-`ElasticSampler.epochs` was asked for are done. A run that succeeded has to have such a line behind
-everything else; so the loss of what its last group wrote does not go unnoticed.
+The end of the training is also written, once the user's function has returned or the epochs of
+`ElasticSampler.epochs` are done. A run that succeeded has such a line as its last one, so the loss
+of the last group's ledger is noticed.
+
+Two kinds of groups write:
+
+- Ranks that restart whenever the group changes. Their stretch is named by the record that formed
+  the group. Each writes its share of a batch, and the proof needs the shares of all.
+- Replicas that live on when the group changes. Their stretch is named by the quorum. A replica may
+  be killed right after a step that the others have committed with it, so each writes whole batches,
+  and the proof needs the one that came furthest. A step survives in the replicas that made it,
+  which write it sooner or later, and in those that received the state, before which it is written
+  (`ElasticSampler` ensures that).
 """
 
 from __future__ import annotations
@@ -58,7 +67,7 @@ from hpc_elastic.worker import reporting
 VERSION = 2
 FOLDER = "ledger"
 FLUSH_S = 10.0
-"""A line at most this often, between saves."""
+"""Shortest time between two writes, apart from saves."""
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +86,7 @@ class Origin:
 
 
 def origin() -> Origin | None:
-    """Return where this worker belongs; None outside of a run, where no ledger is written.
+    """Return the run and the group of this worker; None outside of a run, without a ledger.
 
     ``torchrun --rdzv-backend=slurm`` has no run directory, and counts as outside.
     """
@@ -94,20 +103,20 @@ def origin() -> Origin | None:
 
 @dataclass(frozen=True)
 class LedgerSegment:
-    """The head of a stretch: who trains, from which state on, and on what.
+    """The head of a stretch: its writer, its start and its plan.
 
     Attributes:
-        name: The sampler's.
+        name: Name of the sampler.
         stretch: (record or quorum, number of states loaded): equal on all ranks of a group.
-        parent: The stretch that made the state; None if it was the beginning, or another run.
+        parent: The stretch that made the state; None at the start, or if another run made it.
         step: Global batches trained before, over the run.
-        epoch: The epoch that it goes on with.
-        position: How much of that epoch was trained before.
-        rank: The writer's; replicas write 0 of 1, each all of the batch.
-        world_size: How many ranks write a share of the batch.
-        facts: What has to be equal for the order to be the same: dataset_len, seed, shuffle, order.
-        end: What happens to an epoch's last samples.
-        global_batch: Samples a step.
+        epoch: The epoch in which it continues.
+        position: Samples of that epoch that were trained before.
+        rank: Rank of the writer; replicas write 0 of 1, each the whole batch.
+        world_size: Number of ranks that write a share of the batch.
+        facts: The values that fix the order: dataset_len, seed, shuffle, order.
+        end: Treatment of an epoch's last samples.
+        global_batch: Samples of a step.
     """
 
     name: str
@@ -123,10 +132,10 @@ class LedgerSegment:
     global_batch: int
 
     def plan(self) -> EpochPlan:
-        """Return what decides which positions each step of the stretch is to train.
+        """Return the plan, which fixes the positions of each step.
 
         Raises:
-            ConfigError: no sampler has such a plan, so the stretch is damaged.
+            ConfigError: No sampler has such a plan, so the stretch is damaged.
         """
         length, seed, shuffle = (self.facts[key] for key in ("dataset_len", "seed", "shuffle"))
         return EpochPlan(
@@ -135,7 +144,7 @@ class LedgerSegment:
 
     @property
     def place(self) -> SamplePosition:
-        """Where it begins."""
+        """Its start."""
         return SamplePosition(self.epoch, self.position, self.step)
 
     def to_json(self) -> str:
@@ -144,10 +153,10 @@ class LedgerSegment:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> LedgerSegment:
-        """Read a line back.
+        """Parse a line.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: It is damaged.
         """
         fields = {key: value for key, value in raw.items() if key != "ledger"}
         try:
@@ -159,11 +168,11 @@ class LedgerSegment:
 
 @dataclass(frozen=True)
 class TrainingEnd:
-    """The training is over in the process that writes this, and goes on in no other one.
+    """The end of the training: it is over in the writing process, and continues in no other.
 
     Attributes:
-        ended: The stretch that the training is in: the writer's own, or the one that made the
-            state that it has loaded, if it has trained nothing since.
+        ended: The last stretch: the writer's own, or the one that made the loaded state if nothing
+            was trained since.
         step: The last step of it that counts.
         by: The writer's own stretch, whether or not it has begun.
         generation: How often the run had been resumed.
@@ -180,10 +189,10 @@ class TrainingEnd:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> TrainingEnd:
-        """Read a line back.
+        """Parse a line.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: It is damaged.
         """
         try:
             ended, by = tuple(raw["ended"]), tuple(raw["by"])
@@ -204,7 +213,7 @@ class Span:
     count: int
 
     def joined(self, later: Span) -> Span | None:
-        """Return both as one; None if the later one does not go on by the same rule."""
+        """Return both as one; None if the later one does not follow the same rule."""
         stride = self.stride if self.num_steps > 1 else later.start - self.start
         goes_on = (
             later.step == self.step + self.num_steps
@@ -222,10 +231,10 @@ class Span:
 
 
 class Ledger:
-    """One rank's file; what can not be written is kept, and tried again with the next flush.
+    """The file of one rank; lines that cannot be written are kept for the next flush.
 
     Raises:
-        ConfigError: the file is there: another sampler of this group has the same name and rank.
+        ConfigError: The file exists: another sampler of this group has the same name and rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,22 +247,22 @@ class Ledger:
         self._open()
         atexit.register(self.flush)
 
-    def begin(self, stretch: LedgerSegment) -> None:
+    def write_head(self, stretch: LedgerSegment) -> None:
         """Write the head of a stretch at once."""
         self._close_span()
         self._buffer += f"{stretch.to_json()}\n".encode()
         self.flush()
 
-    def end(self, end: TrainingEnd) -> None:
-        """Write at once that the training is over."""
+    def write_end(self, end: TrainingEnd) -> None:
+        """Write the end of the training at once."""
         self._close_span()
         self._buffer += f"{end.to_json()}\n".encode()
         self.flush(sync=True)
 
-    def add(self, step: int, epoch: int, start: int, count: int) -> None:
-        """Note a step of which this rank trained the positions from start to start + count.
+    def add_step(self, step: int, epoch: int, start: int, count: int) -> None:
+        """Record a step in which this rank trained the positions from start to start + count.
 
-        A count of 0 is noted, too: the rank has taken part.
+        A count of 0 is also recorded: the rank has taken part.
         """
         span = Span(step, 1, epoch, start, 0, count)
         joined = self._span and self._span.joined(span)
@@ -262,18 +271,18 @@ class Ledger:
         self._span = joined or span
 
     def flush_if_due(self) -> None:
-        """Write if the last time is long ago; to be called when all that was noted is final."""
+        """Write if `FLUSH_S` have passed; call it when all recorded steps are final."""
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self.flush()
 
     def flush(self, *, sync: bool = False) -> None:
-        """Write all that was noted.
+        """Write all recorded steps.
 
         Args:
-            sync: Have the disk take it too, behind the caller's back.
+            sync: Also synchronise the file, in the background.
         """
         if os.getpid() != self._process:
-            return  # a child, as a data loader's, has a copy of what is ours to write
+            return  # a child process, such as a loader's, has only a copy
         self._close_span()
         self._flushed_at = time.monotonic()
         try:
@@ -284,7 +293,7 @@ class Ledger:
         if sync:
             try:
                 threading.Thread(target=self._sync, daemon=True).start()
-            except RuntimeError:  # no thread is to be had
+            except RuntimeError:  # no thread can be started
                 self._sync()
 
     def _close_span(self) -> None:
@@ -301,7 +310,7 @@ class Ledger:
             raise ConfigError(
                 "name",
                 self._path.name.split(".")[0],
-                f"{self._path} is written already: give each ElasticSampler of a script its own "
+                f"{self._path} exists already: give each ElasticSampler of a script its own "
                 "name, and ranks that share data (tensor parallelism) name=None on all but one",
             ) from None
         except OSError as e:
@@ -315,21 +324,8 @@ class Ledger:
 
     def _sync(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a file system that has no sync
+            with contextlib.suppress(OSError):  # a file system without sync
                 os.fdatasync(self._file)
-
-
-# ---- A sampler's ledger as the sampler sees it: what it writes, and which stretch its state is of
-# What stands in the files is said above. Two kinds of groups write:
-#
-# - Ranks that are started anew whenever the group changes. Their stretch is named by the record
-#   that formed the group; each writes its share of a batch, and the proof needs the shares of
-#   all.
-# - Replicas that live on when the group changes. Their stretch is named by the quorum. A replica
-#   may be killed right after a step that the others have committed with it, so each writes whole
-#   batches, as if it were alone, and the proof needs the one that came furthest. A step survives
-#   in those who have made it, who write it sooner or later, and in those who were given the
-#   state, before which it is written (`ElasticSampler` sees to that).
 
 
 Name = tuple[int, int]
@@ -338,17 +334,17 @@ _PROCESS = secrets.token_hex(8)
 
 
 def own_token() -> str:
-    """Return what tells this process's files from those of all other replicas."""
+    """Return the token of this process in the names of its files."""
     return _PROCESS
 
 
 class LedgerWriter:
-    """What one sampler writes down; nothing outside of a run.
+    """The ledger of one sampler; it writes nothing outside of a run.
 
     Args:
-        name: The sampler's; None: nothing is written.
-        group: Returns this process's rank and the world size, those of its replica if it is one.
-        is_replica: It lives on when the group changes.
+        name: Name of the sampler; None writes nothing.
+        group: Returns this process's rank and the world size, in its replica if it is one.
+        is_replica: Whether this process lives on when the group changes.
     """
 
     def __init__(
@@ -366,24 +362,24 @@ class LedgerWriter:
         self._stretch: Name | None = None
         self._begun = False
         self._step: int | None = None
-        """How far the training is; None if it has neither begun nor loaded a state."""
+        """The last step; None before the first step or state."""
         self._num_loaded = 0
         if self._origin is not None:
-            reporting.when_returned(self.end)
+            reporting.when_returned(self.record_end)
         self._lock = RLock()
-        """A replica's state is also read by the thread that sends it to others."""
+        """The thread that sends a replica's state to others also reads it."""
 
     @property
     def is_written(self) -> bool:
-        """Whether there is a ledger at all."""
+        """Whether a ledger is written."""
         return self._origin is not None
 
-    def loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
-        """A state was loaded, made by a stretch of this run or another; the next is its child.
+    def on_state_loaded(self, made_by: dict[str, Any] | None, step: int) -> None:
+        """Record that a state was loaded; the next stretch is a child of its maker.
 
         Args:
-            made_by: What the state says of its maker.
-            step: Global batches that it has been trained on.
+            made_by: The state's field of `state_maker`.
+            step: Global batches trained before.
         """
         is_ours = made_by and self._origin and made_by["run_id"] == self._origin.run_id
         self._parent = tuple(made_by["stretch"]) if made_by and is_ours else None
@@ -391,11 +387,11 @@ class LedgerWriter:
         self._num_loaded += 1
         self._begun = False
 
-    def made_by(self, *, inside: bool = False) -> dict[str, Any] | None:
-        """Return what a state of now says of its maker.
+    def state_maker(self, *, inside: bool = False) -> dict[str, Any] | None:
+        """Return the run and the stretch that make the present state.
 
         Args:
-            inside: It is the loader that asks: the stretch begins with it.
+            inside: Whether the loader takes the state, with which the stretch begins.
         """
         if self._origin is None:
             return None
@@ -406,15 +402,15 @@ class LedgerWriter:
             stretch = (self._origin.record, self._num_loaded)
         return {"run_id": self._origin.run_id, "stretch": list(stretch)} if stretch else None
 
-    def begin(self, plan: EpochPlan, place: SamplePosition) -> None:
+    def begin_segment(self, plan: EpochPlan, place: SamplePosition) -> None:
         """Begin the stretch of this rank's group, once for each state loaded."""
         if self._origin is not None and not self._begun:
             self._begin((self._origin.record, self._num_loaded), plan, place, *self._group())
 
-    def begin_quorum(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
-        """Begin the stretch of a quorum, if it has not begun; once for each group of ranks.
+    def begin_quorum_segment(self, quorum_id: int, plan: EpochPlan, place: SamplePosition) -> None:
+        """Begin the stretch of a quorum, unless it has begun; only rank 0 of a group writes.
 
-        To be called when a step of it is committed, before it is noted.
+        Call it when a step of the quorum is committed, before the step is recorded.
         """
         if self._origin is None or self._group()[0] != 0:
             return
@@ -426,38 +422,38 @@ class LedgerWriter:
                 self._parent = self._stretch
             self._begin((quorum_id, number + 1 if last == quorum_id else 0), plan, place, 0, 1)
 
-    def trained(self, before: SamplePosition, start: int, count: int) -> None:
-        """Note that the step after a place is done, with a range of the epoch's positions."""
+    def record_step(self, before: SamplePosition, start: int, count: int) -> None:
+        """Record the step after a position, with its range of the epoch's positions."""
         with self._lock:
             if self.ledger and self._begun:
-                self.ledger.add(before.step + 1, before.epoch, start, count)
+                self.ledger.add_step(before.step + 1, before.epoch, start, count)
                 self._step = before.step + 1
 
-    def end(self) -> None:
-        """Write that the training is over: the user's function has returned."""
+    def record_end(self) -> None:
+        """Write the end of the training: the user's function has returned."""
         ended = self._stretch if self._begun else self._parent
         if self._origin is None or ended is None or self._step is None:
             return
         if self._is_replica and self._group()[0] != 0:
             return
         by = self._own_name(ended)
-        with self._lock, contextlib.suppress(ConfigError):  # another sampler trained by its name
-            self._open().end(TrainingEnd(ended, self._step, by, self._origin.generation))
+        with self._lock, contextlib.suppress(ConfigError):  # another sampler has the same name
+            self._open().write_end(TrainingEnd(ended, self._step, by, self._origin.generation))
 
     def flush(self) -> None:
-        """Write what was noted; for a checkpoint, or because somebody gets our state."""
+        """Write all recorded steps, for a checkpoint or before the state is sent."""
         with self._lock:
             if self.ledger:
                 self.ledger.flush(sync=True)
 
     def flush_if_due(self) -> None:
-        """Write what was noted from time to time."""
+        """Write recorded steps if `FLUSH_S` have passed."""
         with self._lock:
             if self.ledger:
                 self.ledger.flush_if_due()
 
     def _own_name(self, ended: Name) -> Name:
-        """Return the name of this process's own stretch, or that which it would have."""
+        """Return the name of this process's own stretch, even if it has not begun."""
         if self._origin is not None and not self._is_replica:
             return self._origin.record, self._num_loaded
         return ended if self._begun else (ended[0], ended[1] + 1)
@@ -475,7 +471,7 @@ class LedgerWriter:
         self, name: Name, plan: EpochPlan, place: SamplePosition, rank: int, world_size: int
     ) -> None:
         assert self._name is not None
-        self._open().begin(
+        self._open().write_head(
             LedgerSegment(
                 name=self._name,
                 stretch=name,

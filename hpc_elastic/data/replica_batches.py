@@ -1,17 +1,16 @@
-"""Replicas that share each global batch, as many as there are at this very step.
+"""The division of a global batch among fault-tolerant replicas, which may change at every step.
 
-A fault-tolerant manager (`hpc_elastic.ft`, or torchft's) keeps processes alive while others come
-and go. So what is fixed elsewhere is asked anew at each step, once the quorum is known:
+A fault-tolerant manager (`hpc_elastic.ft`, or torchft's) keeps processes alive while others join
+and leave. So two things are determined at each step, once its quorum is known:
 
-- Who divides the batch: the participants, and in each the ranks of its group. The manager averages
-  over the participants, so the weights of `batch` are right as they are.
-- Where the training is: the batch counts once the manager has committed its step. If it has not,
-  the same batch is taken again by whoever is there then. A replica that was healed is where the
-  others are, by the state that it was healed with.
+- The division of the batch: among the participants, and in each among the ranks of its group. The
+  manager averages over the participants, so the weights of `batch` hold unchanged.
+- The position: the batch counts once the manager has committed its step. Otherwise the participants
+  of the next step take the same batch again. A replica that was healed has the position of the
+  state that it was healed with.
 
-A replica that does not contribute, since it heals or is a spare, has to take part in the same
-collectives. It is an `NonParticipant`: lent a sample with weight 0 for each micro-batch of the
-others.
+A replica that does not contribute, because it heals or is a spare, takes part in the same
+collectives. It is a `NonParticipant`, with a sample of weight 0 for each micro-batch of the others.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ State = dict[str, Any]
 
 
 class ReplicaManager(Protocol):
-    """What is asked of a fault-tolerant manager; those about the quorum wait for it."""
+    """The interface of a fault-tolerant manager; methods about the quorum wait for it."""
 
     def current_step(self) -> int:
-        """Return the steps that were committed."""
+        """Return the number of committed steps."""
 
     def participating_rank(self) -> int | None:
-        """Return this replica's place among those that contribute; None: it does not."""
+        """Return this replica's rank among the participants; None if it is not one."""
 
     def is_participating(self) -> bool:
-        """Tell whether this replica contributes."""
+        """Return whether this replica contributes."""
 
     def num_participants(self) -> int:
-        """Return over how many the gradient is averaged; 0 before the first quorum."""
+        """Return the number of replicas in the average; 0 before the first quorum."""
 
     def register_state_dict_fn(
         self,
@@ -48,23 +47,23 @@ class ReplicaManager(Protocol):
         load_state_dict: Callable[[State], None],
         state_dict: Callable[[], State],
     ) -> None:
-        """Make something a part of the state that heals a replica."""
+        """Add a part to the state that heals a replica."""
 
 
 _num_unnamed: WeakKeyDictionary[ReplicaManager, int] = WeakKeyDictionary()
 
 
-def number_of_unnamed(manager: ReplicaManager) -> str:
-    """Return what names a manager's next sampler without a name, equal in every process.
+def unnamed_sampler_key(manager: ReplicaManager) -> str:
+    """Return a name for a manager's next unnamed sampler, the same in every process.
 
-    It is the order in which they are made, which follows from the script.
+    It counts the samplers in the order of their creation, which the script fixes.
     """
     number = _num_unnamed[manager] = _num_unnamed.get(manager, 0) + 1
     return f"unnamed.{number}"
 
 
 class NonParticipant(BatchDivision):
-    """The part in a global batch of one that contributes nothing."""
+    """The share of a replica that does not contribute."""
 
     def share(self, size: int) -> tuple[int, int]:
         """Return no sample."""
@@ -72,31 +71,33 @@ class NonParticipant(BatchDivision):
 
 
 class StepReplicas:
-    """The replicas of the present step, and what becomes of it.
+    """The replicas of the present step, and the outcome of the step.
 
     Args:
-        manager: Who knows.
+        manager: The fault-tolerant manager.
     """
 
     def __init__(self, manager: ReplicaManager) -> None:
         self._manager = manager
         self._counts = False
-        """The step was begun from the sampler's place, or that was healed since."""
+        """Whether the step began at the sampler's position, or the sampler was healed since."""
 
-    def begin(self, plan: EpochPlan, place: SamplePosition) -> tuple[BatchDivision, SamplePosition]:
+    def begin_step(
+        self, plan: EpochPlan, place: SamplePosition
+    ) -> tuple[BatchDivision, SamplePosition]:
         """Begin a step.
 
         Args:
-            plan: The sampler's.
-            place: Where it is.
+            plan: The sampler's plan.
+            place: The sampler's position.
 
         Returns:
-            How the batch is divided now, and where the others are: elsewhere than the sampler if
-            this replica is about to be healed, or its manager's state was loaded alone.
+            The division of the batch, and the position of the other replicas. It differs from the
+            sampler's if this replica is about to be healed, or only its manager's state was loaded.
 
         Raises:
-            RuntimeError: no quorum was started.
-            ConfigError: the manager is behind the sampler.
+            RuntimeError: No quorum was started.
+            ConfigError: The manager is behind the sampler.
         """
         division = _division(plan.batch, self._manager)
         ahead = self._manager.current_step() - place.step
@@ -106,20 +107,20 @@ class StepReplicas:
         return division, plan.after(place, ahead)
 
     @property
-    def heals(self) -> bool:
-        """Whether the step was begun elsewhere, and the sampler waits to be healed."""
+    def waits_for_heal(self) -> bool:
+        """Whether the step began at another position, so that the sampler waits to be healed."""
         return not self._counts
 
-    def healed(self) -> None:
-        """The sampler is now where the others are."""
+    def on_healed(self) -> None:
+        """Record that the sampler has the position of the other replicas."""
         self._counts = True
 
-    def end(self) -> None:
-        """The step is over, and was accounted for."""
+    def end_step(self) -> None:
+        """Record that the step is over and accounted for."""
         self._counts = False
 
     def num_committed(self, place: SamplePosition) -> int:
-        """Return how many steps were committed since the sampler was at a place."""
+        """Return the number of steps committed since the sampler was at a position."""
         ahead = self._manager.current_step() - place.step
         return max(0, ahead) if self._counts else 0
 
@@ -127,13 +128,13 @@ class StepReplicas:
         """Return the number of the quorum of the present step.
 
         Raises:
-            ConfigError: the manager has none to tell.
+            ConfigError: The manager has no quorum id.
         """
-        ask = getattr(self._manager, "quorum_id", None)
-        if ask is None:
+        quorum_id = getattr(self._manager, "quorum_id", None)
+        if quorum_id is None:
             remedy = "use hpc_elastic.ft.Manager, or name=None on the sampler: it writes no ledger"
             raise ConfigError("manager", type(self._manager).__name__, remedy)
-        return int(ask())
+        return int(quorum_id())
 
 
 _BEHIND = (
@@ -143,7 +144,7 @@ _BEHIND = (
 
 
 def _division(batch: BatchDivision, manager: ReplicaManager) -> BatchDivision:
-    """Return how a batch is divided among the ranks of all participants."""
+    """Return the division of a batch among the ranks of all participants."""
     rank, group_size = batch.group()
     world_size = manager.num_participants() * group_size
     if not world_size:

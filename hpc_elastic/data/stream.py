@@ -3,28 +3,28 @@
 The data is a list of shards (files, ranges, generators) of known lengths, and a function that reads
 one shard from a given sample on. The epoch's order is computed, as the sampler's is: the n-th
 sample of an epoch is a function of the shards' lengths, the seed and n alone. So the position in
-the stream is one number, the same on every rank, and all rules of `sampler` hold: what counts is
-what was trained, a state fits any number of ranks and loader workers, and the ledger proves it.
+the stream is one number, the same on every rank, and all rules of `sampler` hold: trained samples
+count, a state fits any number of ranks and loader workers, and the ledger proves it.
 
-How an order that is computed can be read forwards
---------------------------------------------------
-The epoch's shards, in a keyed permutation, make one sequence of samples. It is cut into *lanes* of
-equal length, and the order goes round the lanes, ``run`` samples of each at a time:
+How a computed order can be read forwards
+-----------------------------------------
+The epoch's shards, in a keyed permutation, form one sequence of samples. It is cut into *lanes* of
+equal length, and the order cycles through the lanes, ``run`` samples of each at a time:
 
     position 0 .. run-1: lane 0     run .. 2 run - 1: lane 1     ...     then lane 0 again
 
-Samples are shuffled inside *windows*: each lane is cut into stretches of ``window`` samples, and
-each of them is permuted by a key of its own. A reader of a lane goes forwards, and holds those
-samples of one window that it has passed and not given yet. It needs no state: a new reader begins
-at the window's first sample. The windows of different lanes begin at different steps, so that they
-are not all filled at once.
+Samples are shuffled in *windows*: each lane is cut into pieces of ``window`` samples, and each
+piece is permuted with a key of its own. A reader of a lane reads forwards, and holds the samples of
+one window that it has read and not yielded yet. It needs no state: a new reader starts at the
+window's first sample. The windows of different lanes begin at different steps, so that they are not
+all filled at once.
 
 A global batch takes ``run`` samples of each of ``batch_lanes`` lanes, and there are ``period``
 times as many lanes: step t takes the lanes of t mod period. A rank trains the same part of every
 global batch, and a DataLoader deals micro-batches to its workers in turn. So each lane is read by
-one worker of one rank where the numbers divide each other, and nothing is read twice. Where they do
-not, or where the group changes, a lane is read by several, each of which passes over what the
-others train: that costs reading, and changes nothing of what is trained.
+one worker of one rank where the numbers divide each other, and nothing is read twice. Where
+they do not, or after the group has changed, several workers read a lane, and each skips the samples
+of the others. That costs reading, and does not change what is trained.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 Read = Callable[[Any, int], Iterable[Any]]
 """Reads a shard from one of its samples on: ``read(shard, start)``."""
 
-_SAY_EVERY_S = 10.0
+_REPORT_INTERVAL_S = 10.0
 _MANY_READERS = 1.5
 _MOST_LANES = 192
 _PERIODS = (24, 12, 8, 4, 2, 1)
@@ -66,7 +66,7 @@ _PERIODS = (24, 12, 8, 4, 2, 1)
 
 
 class ElasticStream(ElasticSampler):
-    """Gives every sample of sharded data once an epoch, read forwards, for any world size.
+    """Yields every sample of sharded data once an epoch, read forwards, for any world size.
 
     It is used as `ElasticSampler` is, with a dataset of its own:
 
@@ -76,36 +76,37 @@ class ElasticStream(ElasticSampler):
             for batch in stream.batches(loader):
                 for samples, weight in batch.micro_batches(model): ...
 
-    The state is a few numbers, however large the shuffle buffer is: what was in it is read again.
+    The state is a few numbers for any size of the shuffle buffer: a restart reads the buffer again.
 
     Args:
-        shards: What ``read`` is called with: paths, numbers, or anything else that can be sent to
-            a loader's worker. The same ones in the same order on every rank and after each restart.
+        shards: The arguments of ``read``: paths, numbers, or anything that can be sent to a
+            loader's worker. The same in the same order on every rank and after each restart.
         read: Called as ``read(shard, start)`` in the process that loads; returns an iterable of
             the shard's samples from number ``start`` on, always the same ones. Where the format
-            has no index, ``itertools.islice(samples, start, None)`` passes over the others.
-        lengths: Samples of each shard; `count_samples` finds them where they are not known.
+            has no index, ``itertools.islice(samples, start, None)`` skips the others.
+        lengths: Samples of each shard; `count_samples` counts unknown ones.
         global_batch_size: Samples of one optimizer step, as with `ElasticSampler`.
         seed: Seed of the order; the same on all ranks.
-        micro_batch_size: The most samples that a rank takes at once, as with `ElasticSampler`.
+        micro_batch_size: Largest number of samples of a rank at a time, as with `ElasticSampler`.
         rank: As with `ElasticSampler`.
         world_size: As with `ElasticSampler`.
         shuffle: Shards in a new order each epoch, and samples shuffled in the buffer. False: the
             lanes go through the shards in the given order; with ``num_lanes=1`` so does the epoch.
-        shuffle_buffer: Samples among which is shuffled, over all lanes and so over all workers
-            together, at least 1. A larger one takes more memory, and more reading after a restart.
-        num_lanes: In how many places the data is read at the same time, over all workers of all
-            ranks, at least 1. It should not be below the workers of the largest group. It may be
-            above the number of shards if ``read`` finds ``start`` without reading what is before.
-            None: as many as there are shards, 192 at most. It is rounded down to what divides the
-            global batch.
-        end: What becomes of an epoch's last samples, as with `ElasticSampler`.
-        name: Of its ledger, as with `ElasticSampler`.
+        shuffle_buffer: Number of samples that are shuffled together, over all lanes and so over all
+            workers, at least 1. A larger buffer takes more memory, and more reading after a
+            restart.
+        num_lanes: Number of places at which the data is read at the same time, over all workers of
+            all ranks, at least 1. It should not be below the workers of the largest group. It may
+            exceed the number of shards if ``read`` finds ``start`` without reading from the start
+            of the shard. None: the number of shards, 192 at most. It is rounded down to a divisor
+            of the global batch.
+        end: Treatment of an epoch's last samples, as with `ElasticSampler`.
+        name: Name of its ledger, as with `ElasticSampler`.
         manager: A fault-tolerant manager, as with `ElasticSampler`. The replicas' shares change
             with their number, so more is read twice than without.
 
     Raises:
-        ConfigError: an argument is out of range, or an epoch would have no batch.
+        ConfigError: An argument is out of range, or an epoch would have no batch.
     """
 
     def __init__(
@@ -152,33 +153,33 @@ class ElasticStream(ElasticSampler):
         )
         self._plan = StreamPlan(**vars(self._plan), layout=self._layout, shards=_digest(shards))
         self.dataset = StreamDataset(shards, read, self._layout)
-        self._has_advised = False
+        self._has_warned = False
 
     def batches(self, loader: Any) -> Iterator[GlobalBatch]:
-        """Yield the global batches that are left of the epoch; see `ElasticSampler.batches`.
+        """Yield the remaining global batches of the epoch; see `ElasticSampler.batches`.
 
         Args:
             loader: A DataLoader of `dataset` whose ``batch_sampler`` is this.
 
         Raises:
-            ConfigError: the loader has another dataset, batch sampler or order.
-            RuntimeError: as `ElasticSampler.batches`.
+            ConfigError: The loader has another dataset, batch sampler or order.
+            RuntimeError: As `ElasticSampler.batches`.
         """
         if getattr(loader, "dataset", self.dataset) is not self.dataset:
-            raise ConfigError("dataset", loader.dataset, "make the loader with stream.dataset")
-        if not self._has_advised:
-            self._has_advised = True
-            self._advise(getattr(loader, "num_workers", 0))
+            raise ConfigError("dataset", loader.dataset, "create the loader with stream.dataset")
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn_of_shared_lanes(getattr(loader, "num_workers", 0))
         return super().batches(loader)
 
-    def _advise(self, num_workers: int) -> None:
-        """Say so where lanes are read by several workers."""
+    def _warn_of_shared_lanes(self, num_workers: int) -> None:
+        """Log a warning if several workers read the same lanes."""
         layout, batch = self._layout, self._plan.batch
         _, world_size = batch.group()
         num_readers = layout.num_readers(batch, max(1, num_workers))
         if num_readers > _MANY_READERS:
             _log.warning(
-                "%.1f of this rank's workers read each shard, and pass over each other's samples: "
+                "%.1f of this rank's workers read each shard, and skip each other's samples: "
                 "give a num_workers that divides %d, micro-batches of %d samples, or other lanes",
                 num_readers,
                 layout.period,
@@ -195,15 +196,15 @@ class ElasticStream(ElasticSampler):
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Where each position of an epoch stands in the shards (pure).
+    """The place of each position of an epoch in the shards (pure).
 
     Attributes:
         lengths: Samples of each shard.
-        seed: Of the order.
-        batch_lanes: Lanes of which a global batch takes samples.
-        period: After how many steps the same lanes come again.
-        run: Samples that are taken of a lane at a time.
-        window: Samples of a lane among which is shuffled; 0: nothing is shuffled.
+        seed: Seed of the order.
+        batch_lanes: Number of lanes of a global batch.
+        period: Number of steps after which the same lanes recur.
+        run: Samples of a lane at a time.
+        window: Samples of a lane that are shuffled together; 0 for no shuffling.
     """
 
     lengths: tuple[int, ...]
@@ -223,7 +224,7 @@ class StreamLayout:
         seed: int,
         shuffle_buffer: int,
     ) -> StreamLayout:
-        """Lay a stream out for a global batch: all of a batch's lanes have the same share."""
+        """Return the layout for a global batch, whose lanes all have the same share."""
         period = next(p for p in _PERIODS if p * p <= num_lanes)
         most = num_lanes // period
         batch_lanes = next(n for n in range(min(most, global_batch), 0, -1) if not global_batch % n)
@@ -233,7 +234,7 @@ class StreamLayout:
 
     @property
     def num_lanes(self) -> int:
-        """How many lanes the sequence of an epoch is cut into."""
+        """Number of lanes of an epoch's sequence."""
         return self.batch_lanes * self.period
 
     @cached_property
@@ -242,16 +243,16 @@ class StreamLayout:
         return sum(self.lengths)
 
     def begin(self, lane: int) -> int:
-        """Return where a lane begins in the sequence; that of lane `num_lanes` is its end."""
+        """Return the start of a lane in the sequence; that of lane `num_lanes` is the end."""
         return self.num_samples * lane // self.num_lanes
 
     def places(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the lane of each position, and how many samples of that lane come before it."""
+        """Return the lane of each position, and the number of samples before it in the lane."""
         num_lanes, edges = self.num_lanes, self._edges
         taken = self.num_samples // (num_lanes * self.run) * self.run
         lane = positions // self.run % num_lanes
         before = positions // (self.run * num_lanes) * self.run + positions % self.run
-        # What is left of the lanes after the last whole round comes lane by lane.
+        # The rest of the lanes after the last whole round comes lane by lane.
         in_rest = positions >= taken * num_lanes
         places = positions[in_rest] - taken * num_lanes
         rest = np.searchsorted(edges, places, side="right") - 1
@@ -261,17 +262,17 @@ class StreamLayout:
 
     @cached_property
     def _edges(self) -> NDArray[np.int64]:
-        """Where the rest of each lane begins in the positions behind the last whole round."""
+        """The start of each lane's rest among the positions after the last whole round."""
         num_lanes = self.num_lanes
         taken = self.num_samples // (num_lanes * self.run) * self.run
         begins = np.array([self.begin(lane) for lane in range(num_lanes + 1)], dtype=np.int64)
         return begins - taken * np.arange(num_lanes + 1)
 
     def num_readers(self, batch: BatchDivision, num_workers: int) -> float:
-        """Return how many of a rank's workers read a lane that it reads, on the average.
+        """Return the average number of a rank's workers that read one lane.
 
         Args:
-            batch: How the rank divides a global batch.
+            batch: The rank's division of a global batch.
             num_workers: Workers of its loader, which take the micro-batches in turn.
         """
         parts = batch.micro_batches(self.batch_lanes * self.run)
@@ -285,7 +286,7 @@ class StreamLayout:
         return len(readers) / len({lane for lane, _ in readers})
 
     def window_of(self, lane: int, before: int) -> range:
-        """Return the samples of a lane among which one is shuffled; itself if it is not."""
+        """Return the window of a sample in its lane; only itself without shuffling."""
         if not self.window:
             return range(before, before + 1)
         shift = self.window * lane // self.num_lanes
@@ -309,10 +310,10 @@ class StreamLayout:
 
 @dataclass(frozen=True)
 class StreamPlan(EpochPlan):
-    """A stream's epoch as global batches: positions, which only the dataset turns into samples.
+    """The global batches of a stream's epoch; the dataset turns positions into samples.
 
     Attributes:
-        layout: Where each position stands.
+        layout: The place of each position.
         shards: A digest of the shards' names.
     """
 
@@ -320,11 +321,11 @@ class StreamPlan(EpochPlan):
     shards: str
 
     def samples(self, epoch: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-        """Return what gives the number of each position for `StreamDataset`."""
+        """Return the function from positions to the numbers of `StreamDataset`."""
         return lambda positions: epoch * self.length + positions % self.length
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides which sample is where; the global batch is a part of it."""
+        """Return the values that fix the order; the global batch is one of them."""
         lengths = " ".join(map(str, self.layout.lengths))
         return {
             **super().facts(),
@@ -339,8 +340,8 @@ class StreamPlan(EpochPlan):
 class StreamDataset:
     """Reads a stream's samples by number, in a DataLoader's worker or in the process itself.
 
-    The number of a sample is its position, counted on over the epochs. Any number can be asked for
-    at any time; it is fast where each lane's numbers are asked for in their order.
+    The number of a sample is its position, counted over all epochs. Any number can be read at any
+    time; it is fast if each lane's numbers are read in order.
     """
 
     def __init__(self, shards: Sequence[Any], read: Read, layout: StreamLayout) -> None:
@@ -358,7 +359,7 @@ class StreamDataset:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Return the samples of a micro-batch."""
-        if self._process != os.getpid():  # open files of the parent have one position for both
+        if self._process != os.getpid():  # files of the parent share one position
             self._epoch, self._process = None, os.getpid()
         size = self._layout.num_samples
         epoch = numbers[0] // size
@@ -371,7 +372,7 @@ class StreamDataset:
 
 
 class _Epoch:
-    """One epoch as one process reads it: a reader for each lane of which it was asked a sample."""
+    """One epoch in one process, with a reader for each lane that it has read from."""
 
     def __init__(
         self, number: int, shards: Sequence[Any], read: Read, layout: StreamLayout
@@ -398,7 +399,7 @@ class _Epoch:
 
 
 class _Lane:
-    """Reads one lane of an epoch forwards, and holds what it has passed of one window."""
+    """Reads one lane of an epoch forwards, and holds the samples of one window."""
 
     def __init__(self, number: int, epoch: int, layout: StreamLayout, reader: _Reader) -> None:
         self._number, self._epoch, self._layout = number, epoch, layout
@@ -409,7 +410,7 @@ class _Lane:
         self._held: dict[int, Any] = {}
 
     def get(self, before: int) -> Any:
-        """Return the sample that has so many of this lane before it, in the epoch's order."""
+        """Return the sample with a number of samples before it in this lane's order."""
         if before not in self._window:
             self._window = self._layout.window_of(self._number, before)
             shuffled = self._layout.shuffled(self._epoch, self._number, self._window)
@@ -417,14 +418,14 @@ class _Lane:
             self._held = {}
         wanted = self._begin + self._order[before - self._window.start]
         if wanted not in self._held:
-            self._pass_to(wanted)
+            self._read_to(wanted)
         return self._held.pop(wanted)
 
-    def _pass_to(self, wanted: int) -> None:
-        """Read up to a sample; from the window's first one, unless all before it are known."""
+    def _read_to(self, wanted: int) -> None:
+        """Read up to a sample, from the window's first one unless those before are held."""
         reader, first = self._reader, self._begin + self._window.start
         if not first <= reader.next <= wanted:
-            reader.go_to(first)
+            reader.seek(first)
             self._held = {}
         while reader.next <= wanted:
             number = reader.next
@@ -438,13 +439,13 @@ class _Sequence:
     shards: Sequence[Any]
     lengths: Sequence[int]
     begins: list[int] = field(init=False)
-    """Where each shard begins; the last is the end."""
+    """The start of each shard; the last entry is the end."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "begins", [0, *np.cumsum(self.lengths).tolist()])
 
     def shard_at(self, number: int) -> int:
-        """Return which shard a sample is in; one without samples has none."""
+        """Return the shard of a sample."""
         return bisect_right(self.begins, number) - 1
 
 
@@ -452,7 +453,7 @@ class _Reader:
     """Reads the sequence of an epoch forwards, from any sample on.
 
     Attributes:
-        next: The sample that `read` returns; -1 before the first `go_to`.
+        next: The sample that `read` returns next; -1 before the first `seek`.
     """
 
     def __init__(self, sequence: _Sequence, read: Read) -> None:
@@ -461,8 +462,8 @@ class _Reader:
         self._shard = -1
         self.next = -1
 
-    def go_to(self, number: int) -> None:
-        """Be before a sample: by reading on in an open shard, or by opening it there."""
+    def seek(self, number: int) -> None:
+        """Move to a sample, by reading on in an open shard or by opening the shard there."""
         shard = self._sequence.shard_at(number)
         if self._samples is None or shard != self._shard or number < self.next:
             self._open(shard, number)
@@ -473,7 +474,7 @@ class _Reader:
         """Return the next sample.
 
         Raises:
-            ValueError: the shard has another length than was said.
+            ValueError: The shard has another length than given.
         """
         if self._samples is None:
             self._open(self._sequence.shard_at(self.next), self.next)
@@ -485,7 +486,7 @@ class _Reader:
         self.next += 1
         if self.next == self._sequence.begins[self._shard + 1]:
             if next(self._samples, self) is not self:
-                raise ValueError(self._wrong_length("goes on behind its last one"))
+                raise ValueError(self._wrong_length("has more samples"))
             self._samples = None
         return sample
 
@@ -500,26 +501,26 @@ class _Reader:
     def _wrong_length(self, what: str) -> str:
         shard, length = self._sequence.shards[self._shard], self._sequence.lengths[self._shard]
         return (
-            f"shard {shard!r:.200} was said to have {length} samples, and {what}: correct lengths, "
-            "and see that read(shard, start) yields the same samples every time, from start on (an "
-            "IterableDataset that divides itself among a loader's workers does not)"
+            f"shard {shard!r:.200} has {length} samples by `lengths`, but {what}: correct lengths, "
+            "and check that read(shard, start) yields the same samples every time, from start on "
+            "(an IterableDataset that divides itself among a loader's workers does not)"
         )
 
 
 def count_samples(
     shards: Sequence[Any], read: Read, file: str | os.PathLike[str] | None = None
 ) -> list[int]:
-    """Find the lengths of shards by reading all of them once (every rank; collective).
+    """Count the samples of shards by reading all of them once (every rank; collective).
 
-    Each rank counts its part of the shards, where torch.distributed is initialised. Call it with a
-    reader that makes as little of a sample as it can. A shard that never ends has no length: cut
-    its ``read`` off by `itertools.islice`, and give that length.
+    With torch.distributed initialised, each rank counts a part of the shards. Use a reader that
+    does as little work per sample as possible. A shard that never ends has no length: limit its
+    ``read`` by `itertools.islice`, and give that length.
 
     Args:
-        shards: As `ElasticStream` is given them.
-        read: As `ElasticStream` is given it.
-        file: Where the lengths are kept, on a file system that all ranks share: what stands there
-            is not counted again, unless the shards have changed. None keeps them nowhere.
+        shards: The shards of `ElasticStream`.
+        read: The reader of `ElasticStream`.
+        file: A file for the lengths, on a file system that all ranks share: lengths in it are not
+            counted again, unless the shards have changed. None keeps no file.
 
     Returns:
         The samples of each shard, the same on every rank.
@@ -547,10 +548,10 @@ def count_samples(
 
 
 def _count(shard: Any, read: Read) -> int:
-    said_at, number = time.monotonic(), 0
+    reported_at, number = time.monotonic(), 0
     for number, _ in enumerate(read(shard, 0), 1):
-        if number % 1000 == 0 and time.monotonic() - said_at > _SAY_EVERY_S:
-            said_at = time.monotonic()
+        if number % 1000 == 0 and time.monotonic() - reported_at > _REPORT_INTERVAL_S:
+            reported_at = time.monotonic()
             _log.info("shard %.200r: %d samples so far; give lengths= if known", shard, number)
     return number
 
@@ -572,7 +573,7 @@ def _checked(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths as integers.
 
     Raises:
-        ConfigError: there is not one for each shard, or one is negative.
+        ConfigError: Their number differs from that of the shards, or one is negative.
     """
     if len(lengths) != len(shards):
         remedy = f"give one for each of the {len(shards)} shards"
@@ -580,13 +581,15 @@ def _checked(shards: Sequence[Any], lengths: Sequence[int]) -> tuple[int, ...]:
     numbers = tuple(map(int, lengths))
     for shard, number in zip(shards, numbers, strict=True):
         if number < 0:
-            raise ConfigError("lengths", number, f"shard {shard!r:.200} can not have so many")
+            raise ConfigError(
+                "lengths", number, f"shard {shard!r:.200} cannot have a negative length"
+            )
     return numbers
 
 
 def _digest(shards: Sequence[Any]) -> str:
-    """Return what changes if shards are renamed or come in another order; not if all are moved."""
-    names = [_named(shard) for shard in shards]
+    """Return a digest that changes with names and order of shards, but not if all are moved."""
+    names = [_identity(shard) for shard in shards]
     paths = [text for name in names for text in _texts(name) if "/" in text]
     common = os.path.commonprefix(paths)  # noqa: RUF071  # of any texts, URLs too
     folder = common[: common.rfind("/") + 1]
@@ -594,10 +597,10 @@ def _digest(shards: Sequence[Any]) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 
-def _named(shard: Any) -> Any:
-    """Return what a shard is known by, as JSON: texts, numbers, and lists of them."""
+def _identity(shard: Any) -> Any:
+    """Return the identity of a shard as JSON: texts, numbers, and lists of them."""
     if isinstance(shard, os.PathLike):
-        return _named(os.fspath(shard))
+        return _identity(os.fspath(shard))
     if shard is None or isinstance(shard, str | float):
         return shard
     if hasattr(shard, "__index__"):  # NumPy's numbers, too
@@ -605,10 +608,10 @@ def _named(shard: Any) -> Any:
     if isinstance(shard, bytes):
         return shard.hex()
     if isinstance(shard, list | tuple):
-        return [_named(part) for part in shard]
+        return [_identity(part) for part in shard]
     if isinstance(shard, dict):
-        return [_named(pair) for pair in shard.items()]
-    return [type(shard).__qualname__]  # its text may name an address, other in each process
+        return [_identity(pair) for pair in shard.items()]
+    return [type(shard).__qualname__]  # its repr may contain an address
 
 
 def _texts(name: Any) -> Iterator[str]:

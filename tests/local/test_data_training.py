@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpc_elastic.data import ElasticSampler
-from hpc_elastic.data.deterministic import repeatable
+from hpc_elastic.data.deterministic import deterministic_allreduce
 
 GLOBAL_BATCH, MICRO_BATCH, LENGTH, NUM_EPOCHS = 15, 4, 100, 3
 NUM_STEPS = 7 * NUM_EPOCHS
@@ -46,7 +46,7 @@ def train(
         The losses of the saved steps, and the parameters after the last of them.
     """
     checkpoint, random_numbers = folder / "checkpoint.pt", folder / f"rng-{rank}.pt"
-    model = repeatable(DistributedDataParallel(network(dropout)))
+    model = deterministic_allreduce(DistributedDataParallel(network(dropout)))
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=5, micro_batch_size=MICRO_BATCH)

@@ -91,8 +91,8 @@ class World:
     def die(self) -> None:
         """Be killed: what is not written is lost."""
         for sampler in self.samplers:
-            if sampler._book.ledger is not None:
-                sampler._book.ledger._process = -1
+            if sampler._ledger.ledger is not None:
+                sampler._ledger.ledger._process = -1
         reporting._reporter.when_returned.clear()
 
 
@@ -143,7 +143,7 @@ def train_on(run, chance, length, batch, num_epochs=3, **options):
             saved, state, saved_by = len(world.trained), world.state(), world
         if chance.random() < 0.5:
             for sampler in world.samplers:
-                sampler._book.ledger.flush()
+                sampler._ledger.ledger.flush()
         if state is None or state["epoch"] < num_epochs:
             world.die()
         survived += world.trained[:saved]

@@ -111,10 +111,10 @@ class Replica:
 
     def die(self) -> None:
         """Be killed: what is not written is lost."""
-        if self.sampler._book.ledger is not None:
-            self.sampler._book.ledger._process = -1
-        if self.sampler._book.end in reporting._reporter.when_returned:
-            reporting._reporter.when_returned.remove(self.sampler._book.end)
+        if self.sampler._ledger.ledger is not None:
+            self.sampler._ledger.ledger._process = -1
+        if self.sampler._ledger.record_end in reporting._reporter.when_returned:
+            reporting._reporter.when_returned.remove(self.sampler._ledger.record_end)
 
 
 class Cohort:

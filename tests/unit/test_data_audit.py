@@ -58,7 +58,7 @@ def test_what_was_written_and_lost_is_counted(run):
         if step == 7:
             break
     for sampler in first.samplers:
-        sampler._book.ledger.flush()
+        sampler._ledger.ledger.flush()
     run.form_group()
     second = World(3, 40, (4, None), state)
     second.run(1)
@@ -131,7 +131,7 @@ def test_a_run_that_goes_on_is_proven_up_to_where_all_ranks_are(run):
         next(steps)
     world.state()
     next(steps)
-    world.samplers[0]._book.ledger.flush()
+    world.samplers[0]._ledger.ledger.flush()
     (proof,) = audit(run.path)
     assert proof.holds
     assert proof.epochs == [EpochProof(0, 12, 0, 0, left=28)]
@@ -201,7 +201,7 @@ def test_a_succeeded_run_that_lost_its_last_group_is_not_proven(run):
         path.unlink()
     (proof,) = audit(run.path)
     (problem,) = proof.problems
-    assert problem.startswith("the run has succeeded, but nothing says where the training was over")
+    assert problem.startswith("the run has succeeded, but the end of the training is not recorded")
     assert proof.epochs == [EpochProof(0, 20, 0, 0, left=20)]
 
 
@@ -302,7 +302,7 @@ def test_it_does_not_matter_when_it_was_written(run):
     world = World(2, 4000, (4, None))
     for step in world.steps(1):
         if step % 7 == 0:
-            world.samplers[0]._book.ledger.flush()
+            world.samplers[0]._ledger.ledger.flush()
     world.state()
     run.succeed()
     assert len(lines_of(run, 0)[1]) > 100
@@ -361,9 +361,9 @@ def test_a_ledger_takes_a_line_for_many_steps(run):
     run.form_group()
     sampler = ElasticSampler(10**9, 64, seed=3, rank=0, world_size=4)
     next(sampler.batches(Loader(sampler)))
-    book = sampler._book.ledger
+    ledger = sampler._ledger.ledger
     for step in range(1, 20_001):
-        book.add(step, 0, 64 * (step - 1), 16)
+        ledger.add_step(step, 0, 64 * (step - 1), 16)
     sampler.state_dict()
     _, lines = lines_of(run, 0)
     assert lines[1:] == ["[1,20000,0,0,64,16]"]
@@ -374,12 +374,12 @@ def test_a_want_of_threads_ends_no_training(run, monkeypatch):
     run.form_group()
     sampler = ElasticSampler(100, 4, seed=3, rank=0, world_size=1)
     next(sampler.batches(Loader(sampler)))
-    book, synced = sampler._book.ledger, []
-    book.add(1, 0, 0, 4)
+    ledger, synced = sampler._ledger.ledger, []
+    ledger.add_step(1, 0, 0, 4)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     monkeypatch.setattr(os, "fdatasync", synced.append)
     sampler.state_dict()
-    assert synced == [book._file]
+    assert synced == [ledger._file]
     assert lines_of(run, 0)[1][1:] == ["[1,1,0,0,0,4]"]
 
 
@@ -434,7 +434,7 @@ def test_children_do_not_write_what_is_their_parents(run):
     world = World(1, 40, (4, None))
     next(world.steps(1))
     if (child := os.fork()) == 0:
-        world.samplers[0]._book.ledger.flush()
+        world.samplers[0]._ledger.ledger.flush()
         os._exit(0)
     os.waitpid(child, 0)
     world.state()

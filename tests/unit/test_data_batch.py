@@ -98,7 +98,7 @@ def test_numbers_out_of_range_are_refused(arguments, key):
         (128, 128, None, None),
         (128, 17, 8, "at most 16 nodes, or a global batch of at least 136"),
         (15, 2, 8, "give at most 1 node, or a global batch of at least 16"),
-        (1, 1, 2, "1 node has 2 workers or more, and a global batch of 1 sample can not"),
+        (1, 1, 2, "1 node has 2 workers or more, and a global batch of 1 sample cannot"),
         (4, 2, 8, "fewer workers a node"),
         (0, 1, 1, "at least 1"),
     ],

@@ -127,8 +127,8 @@ def test_the_loader_is_begun_anew_only_if_the_share_or_the_place_has_changed(out
     cohort = cohort_of(2, length=80)
     begun = []
     for replica in cohort.replicas:
-        original = replica.sampler._items.open
-        replica.sampler._items.open = lambda *a, f=original: (begun.append(1), f(*a))
+        original = replica.sampler._items.open_loader
+        replica.sampler._items.open_loader = lambda *a, f=original: (begun.append(1), f(*a))
     for _ in range(4):
         cohort.step()
     assert len(begun) == 2
@@ -234,6 +234,6 @@ def test_samplers_that_are_made_in_another_order_are_told(outside):
     """A state of one would be loaded into the other."""
     peer, newcomer = PlayedManager(step=2), PlayedManager()
     made = unnamed(peer, 40, 24), unnamed(newcomer, 24, 40)
-    with pytest.raises(ConfigError, match=r"unnamed\.1 is another one's \(dataset_len.*same order"):
+    with pytest.raises(ConfigError, match=r"unnamed\.1 is of another one \(dataset_len.*same order"):
         heal(newcomer, peer)
     assert made

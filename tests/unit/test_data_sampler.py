@@ -194,7 +194,7 @@ def test_a_batch_can_not_be_left_in_the_middle():
     """Other ranks wait for the last part, with which gradients are exchanged."""
     sampler = ElasticSampler(8, 4, seed=3, micro_batch_size=2, rank=0, world_size=1)
     with pytest.raises(
-        RuntimeError, match=r"step 1 was left before the last of its micro_batches\(\)"
+        RuntimeError, match=r"step 1 ended before the last of its micro_batches\(\)"
     ):
         for batch in sampler.batches(Loader(sampler)):
             next(batch.micro_batches())
@@ -212,7 +212,7 @@ def test_a_batch_can_not_be_gone_through_twice():
 def test_a_loop_past_the_sampler_is_told():
     """Whoever goes through the loader itself would train the same epoch for ever."""
     sampler = sampler_of()
-    with pytest.raises(RuntimeError, match=r"go through sampler\.batches\(loader\)"):
+    with pytest.raises(RuntimeError, match=r"iterate over sampler\.batches\(loader\)"):
         for _ in sampler.epochs(2):
             list(Loader(sampler))
 
@@ -262,7 +262,7 @@ def test_a_loader_that_does_not_fit_is_refused():
         for batch in sampler.batches(indices for indices in list(sampler)[:2]):
             list(batch.micro_batches())
     sampler = sampler_of()
-    with pytest.raises(RuntimeError, match="goes on behind the end"):
+    with pytest.raises(RuntimeError, match="has items after the end"):
         for batch in sampler.batches(indices for indices in [*list(sampler), [0]]):
             list(batch.micro_batches())
 

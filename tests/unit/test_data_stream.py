@@ -125,7 +125,7 @@ def test_every_sample_once_an_epoch_for_any_history(history, tmp_path, monkeypat
             saved, state = len(world.trained), world.state()
         if chance.random() < 0.5:
             for stream in world.samplers:
-                stream._book.flush()
+                stream._ledger.flush()
         if state is None or state["epoch"] < num_epochs:
             world.die()
         survived += world.trained[:saved]
@@ -289,12 +289,12 @@ def test_a_forked_or_pickled_dataset_shares_no_open_file(monkeypatch):
 
 @pytest.mark.parametrize(
     ("really", "said", "what"),
-    [(9, 10, "ended before sample 9"), (11, 10, "goes on behind its last one")],
+    [(9, 10, "ended before sample 9"), (11, 10, "has more samples")],
 )
 def test_a_shard_of_another_length_is_told(really, said, what):
     """A sample would be missing, or never trained, silently."""
     stream = stream_of([said, 5], read=Shards([really, 5]))
-    with pytest.raises(ValueError, match=f"shard 0 was said to have 10 samples, and {what}"):
+    with pytest.raises(ValueError, match=f"shard 0 has 10 samples by `lengths`, but {what}"):
         order_of(stream)
 
 
@@ -346,7 +346,7 @@ def test_a_loader_of_another_dataset_is_refused():
     stream = stream_of([9, 8, 7])
     loader = StreamLoader(stream, 0, 0)
     loader.dataset = stream_of([9, 8, 7]).dataset
-    with pytest.raises(ConfigError, match=r"make the loader with stream\.dataset"):
+    with pytest.raises(ConfigError, match=r"create the loader with stream\.dataset"):
         stream.batches(loader)
 
 

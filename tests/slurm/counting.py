@@ -52,7 +52,7 @@ SCRIPT = textwrap.dedent(
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         optimizer = torch.optim.Adam(net.parameters(), 0.01)
-        sampler = ElasticSampler(len(data), seed=0, batch=24)
+        sampler = ElasticSampler(data, 24)
         loader = DataLoader(data, batch_sampler=sampler)
         state = {"net": net, "optimizer": optimizer, "sampler": sampler}
         checkpoints = Checkpointer(folder / "checkpoints", state)

@@ -196,7 +196,7 @@ def test_a_node_whose_network_is_cut_is_named(slurm, place, tmp_path):
     findings = {f["check"]: f for f in json.loads(output)["findings"]}
     assert process.returncode == 1, errors
     assert findings["network.reach"]["verdict"] == "fail"
-    assert f"{other} can not reach {cut}" in findings["network.reach"]["found"]
+    assert f"{other} cannot reach {cut}" in findings["network.reach"]["found"]
     assert cut in findings["network.interface"]["found"]
     assert cut in findings["signals.notice"]["found"], "Slurm can not tell it anything"
     assert "not tried" in findings["network.gloo"]["found"]

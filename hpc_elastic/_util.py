@@ -9,6 +9,7 @@ import select
 import shlex
 import signal
 import subprocess
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -122,6 +123,49 @@ def node_time(node_s: float, like: float | None = None) -> str:
     if size < 600:
         return f"{node_s:.1f} node-s"
     return f"{node_s / 60:.1f} node-min" if size < 18_000 else f"{node_s / 3600:,.1f} node-h"
+
+
+# ---- Throughput of something that is counted (pure)
+
+
+class ThroughputMeter:
+    """Throughput of a count, over the last seconds.
+
+    Args:
+        window_s: Over how many seconds; infinite: since the beginning.
+        shortest_s: Over less time it would be a matter of chance; counts as so much.
+    """
+
+    def __init__(self, window_s: float, shortest_s: float = 0.0) -> None:
+        self._window_s = window_s
+        self._shortest_s = shortest_s
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def note(self, count: int | None, now: float) -> None:
+        """Note the count at a time; None, and a smaller one than before, begins anew."""
+        marks = self._marks
+        if count is None or (marks and count < marks[-1][1]):
+            marks.clear()
+        if count is None:
+            return
+        if len(marks) > 1 and now - marks[-2][0] < self._window_s / _MARKS:
+            marks.pop()
+        marks.append((now, count))
+        while len(marks) > 2 and now - marks[1][0] >= self._window_s:
+            marks.popleft()
+
+    @property
+    def rate(self) -> float | None:
+        """How much is counted in a second; None before there is anything to compare."""
+        if len(self._marks) < 2:
+            return None
+        (begin, first), (end, last) = self._marks[0], self._marks[-1]
+        seconds = max(end - begin, self._shortest_s)
+        return (last - first) / seconds if seconds > 0 else None
+
+
+_MARKS = 60
+"""So many counts of a window are kept."""
 
 
 # ---- Where the files that ship with the package lie: config groups and sbatch templates

@@ -18,11 +18,11 @@ from typing import Any
 
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import (
-    AgentEffect,
     Claim,
     Connect,
     Deliver,
     Disconnect,
+    Effect,
     ReadLog,
     SendToLeader,
 )
@@ -83,7 +83,7 @@ class LightAgent:
         if self._task is not None:
             self._task.cancel()
 
-    def _carry_out(self, effects: Iterable[AgentEffect]) -> None:
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             match effect:
                 case ReadLog():
@@ -210,8 +210,8 @@ class Group:
         wall_s = time.perf_counter() - since
         assert {a.rank for a in self._agents} == set(range(len(self._agents)))
         streams = [a.stream for a in self._agents if a.stream is not None]
-        ciphers = [s._cipher for s in streams]
-        messages = sum(c.sent + c.received + _HANDSHAKE_LINES for c in ciphers)
+        signers = [s._signer for s in streams]
+        messages = sum(c.sent + c.received + _HANDSHAKE_LINES for c in signers)
         counted = [_tcp_bytes(s._writer.get_extra_info("socket")) for s in streams]
         sent, received = (sum(side) for side in zip(*counted, strict=True))
         return Reached(wall_s, self.tries, messages, sent, received)

@@ -69,7 +69,8 @@ from hpc_elastic.agent.worker_failures import (
 )
 from hpc_elastic.agent.worker_main import STOP
 from hpc_elastic.config.schema import AgentSettings
-from hpc_elastic.rendezvous.session import RoundInfo, RunOutcome
+from hpc_elastic.rendezvous.effects import RoundInfo
+from hpc_elastic.rendezvous.session import RunOutcome
 from hpc_elastic.rendezvous.torch_handler import SlurmRendezvousHandler
 from hpc_elastic.run import fencing
 from hpc_elastic.run.directory import RunDir

@@ -26,7 +26,7 @@ from hpc_elastic.agent.metrics import load_of
 from hpc_elastic.agent.worker_failures import NodeIdentity, WorkerFiles
 from hpc_elastic.rendezvous.hang_diagnosis import PATIENCE, RankState, failures_of, judge, note_of
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.rendezvous.session import SaveProposal
 from hpc_elastic.worker.shared_page import ReadablePage, WorkerStatus
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class HangReporter(Protocol):
     """The part of `rendezvous.session.Session` that is used here."""
 
     @property
-    def proposal(self) -> Proposal | None:
+    def proposal(self) -> SaveProposal | None:
         """The step that all ranks may have to save at; None if there is none."""
 
     @property
@@ -294,7 +294,7 @@ def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -
     return before_s is not None and after_s is not None and after_s - before_s > wanted_s
 
 
-def _awaits(worker: WorkerStatus, proposal: Proposal | None) -> bool:
+def _awaits(worker: WorkerStatus, proposal: SaveProposal | None) -> bool:
     """Tell whether a worker waits for its leader's word on the step that it is at."""
     return proposal is not None and not proposal.confirmed and worker.passed == proposal.step
 

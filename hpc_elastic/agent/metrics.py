@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest
 
+from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.shared_files import write_atomic
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
@@ -65,6 +66,9 @@ class Sample:
     up_seconds: float | None = _gauge("Since this task was started.")
 
 
+_PACE_S = 30.0
+
+
 class TaskCounters:
     """What is added up over the rounds of one task (pure); monotonic seconds.
 
@@ -77,14 +81,14 @@ class TaskCounters:
         self._furthest: int | None = None
         self._step: tuple[int, float] | None = None
         self._useful_s = 0.0
-        self._marks: list[tuple[float, int]] = []
+        self._meter = ThroughputMeter(_PACE_S)
         self._boundary: tuple[int | None, float] = (None, now)
         self._busy_s = self._busy_before_s = 0.0
 
     def new_round(self) -> None:
         """The workers are new, and so are their pages."""
         self._busy_before_s += self._busy_s
-        self._busy_s, self._step, self._marks = 0.0, None, []
+        self._busy_s, self._step, self._meter = 0.0, None, ThroughputMeter(_PACE_S)
 
     def up_s(self, now: float) -> float:
         """Return the seconds since the task was started."""
@@ -98,13 +102,14 @@ class TaskCounters:
             now: The time.
         """
         self._note_step(worker.step, now)
+        self._meter.note(worker.step, now)
         if worker.boundary is not None and worker.boundary != self._boundary[0]:
             self._boundary = (worker.boundary, now)
         self._busy_s = worker.busy_s
         age_s = None if self._boundary[0] is None else now - self._boundary[1]
         up_s = self.up_s(now)
         return Sample(
-            step=worker.step, steps_per_second=self._rate(), samples=worker.samples,
+            step=worker.step, steps_per_second=self._meter.rate, samples=worker.samples,
             loss=worker.loss, checkpoint_age_seconds=age_s,
             checkpoint_blocked_seconds=self._busy_before_s + self._busy_s,
             goodput_ratio=min(1.0, self._useful_s / up_s), up_seconds=up_s,
@@ -119,13 +124,6 @@ class TaskCounters:
             self._useful_s += (now - at) * max(0, new) / (step - made)
         self._furthest = step if self._furthest is None else max(step, self._furthest)
         self._step = (step, now)
-        self._marks = [*self._marks[-6:], (now, step)]
-
-    def _rate(self) -> float | None:
-        if len(self._marks) < 2:
-            return None
-        (start, first), (end, last) = self._marks[0], self._marks[-1]
-        return max(0, last - first) / max(end - start, 1e-9)
 
 
 class Exporter:

@@ -35,7 +35,7 @@ from hpc_elastic.agent.preemption import (
     spread_s,
 )
 from hpc_elastic.agent.preflight import Preflight, keep_away
-from hpc_elastic.agent.replica import Replica, keepers
+from hpc_elastic.agent.replica import Replica
 from hpc_elastic.agent.signals import SignalPipe
 from hpc_elastic.agent.task_context import Task
 from hpc_elastic.agent.warm_workers import (
@@ -333,9 +333,11 @@ class NodeAgent:
         me = Agent(task.name, task.attempt, task.slot, slurm.node_name, self._nproc)
         office = self._office(task.run.secret.read_bytes())
         candidacy = LeaderCandidate(self._interface.address, office, self._scheduler.is_running)
-        if self._spec.ft:
-            self._replica = Replica(me, self._control, self._spec.max_nodes)
-        return Session(me, candidacy, progress=self._observer.progress, group=self._replica)
+        socket = self._control / "ft.sock" if self._spec.ft else None
+        session = Session(me, candidacy, progress=self._observer.progress, ft_socket=socket)
+        if socket is not None:
+            self._replica = Replica(me, session, socket, self._spec.max_nodes)
+        return session
 
     def _office(self, secret: bytes) -> LeaderContext:
         """Return what this node would lead the run with."""
@@ -362,7 +364,6 @@ class NodeAgent:
                 run, self._scheduler, RoundStores(self._interface.address), self._sweep
             ),
             notices=RunFiles(run),
-            make_keeper=keepers(spec.min_nodes),
             generation=spec.generation,
             pace=LeaderTiming.of(self._mount),
         )  # fmt: skip

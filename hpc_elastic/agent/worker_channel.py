@@ -13,15 +13,15 @@ next proposal would take it off the page of one that has not come to it.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hpc_elastic._util import ThroughputMeter
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.rendezvous.session import SaveProposal
 from hpc_elastic.worker.shared_page import ReadablePage, WorkerStatus
 
-Rule = Callable[[Proposal, WorkerStatus], bool | None]
+Rule = Callable[[SaveProposal, WorkerStatus], bool | None]
 
 SEEN_AFTER_S = 0.005
 """A store into a page is visible to every core long before."""
@@ -40,7 +40,7 @@ class BoundaryReporter(Protocol):
         """Not 0: workers are to stay at their next checkpoint boundary."""
 
     @property
-    def proposal(self) -> Proposal | None:
+    def proposal(self) -> SaveProposal | None:
         """The step that all ranks may have to save at; None if there is none."""
 
     def boundary(self, step: int, *, held: int) -> None:
@@ -66,7 +66,7 @@ class SteeredPage(ReadablePage, Protocol):
         """Say that all ranks will save at the step of a proposal."""
 
 
-def can_save_at(proposal: Proposal, worker: WorkerStatus) -> bool | None:
+def can_save_at(proposal: SaveProposal, worker: WorkerStatus) -> bool | None:
     """Tell whether a worker will save at a step if it is confirmed (pure).
 
     Step 0 is proposed to ask who passes steps at all: there, only one that passes none is content.
@@ -156,13 +156,13 @@ class _Proposals:
         self._pages = pages
         self._sleep = sleep
         self._can_save_at = rule
-        self._shown: Proposal | None = None
+        self._shown: SaveProposal | None = None
         self._answered = True
         self._doubted = False
         self._done = True
-        self._pace = StepRate()
+        self._pace = ThroughputMeter(_PACE_S, _SHORTEST_S)
 
-    def look(self, proposal: Proposal | None, now: float) -> None:
+    def look(self, proposal: SaveProposal | None, now: float) -> None:
         """Show what is new to the workers, and answer for them."""
         if _number(proposal) != _number(self._shown):
             self._show(proposal)
@@ -177,7 +177,7 @@ class _Proposals:
         elif proposal is not None and proposal.confirmed and not self._done:
             self._tell_when_done(proposal, workers)
 
-    def _show(self, proposal: Proposal | None) -> None:
+    def _show(self, proposal: SaveProposal | None) -> None:
         for page in self._pages:
             page.propose(*((proposal.number, proposal.step) if proposal else (0, 0)))
         self._shown = None
@@ -185,54 +185,32 @@ class _Proposals:
         if proposal is not None:
             self._sleep(SEEN_AFTER_S)
 
-    def _answer(self, proposal: Proposal, workers: Sequence[WorkerStatus]) -> None:
+    def _answer(self, proposal: SaveProposal, workers: Sequence[WorkerStatus]) -> None:
         can = [self._can_save_at(proposal, worker) for worker in workers]
         if False not in can and None in can and not self._doubted:
             self._doubted = True  # one that has just come to the step is about to wait there
             return
         self._answered = True
-        passed, rate = _furthest(workers), self._pace.rate
+        passed, rate = _furthest(workers), self._pace.rate or 0.0
         self._leader.answer(proposal.number, ok=all(can), passed=passed, rate=rate)
 
-    def _tell_when_done(self, proposal: Proposal, workers: Sequence[WorkerStatus]) -> None:
+    def _tell_when_done(self, proposal: SaveProposal, workers: Sequence[WorkerStatus]) -> None:
         passed = [w.passed for w in workers if w.passed is not None]
         if len(passed) == len(workers) and min(passed) > proposal.step:
             self._done = True
-            rate = self._pace.rate
+            rate = self._pace.rate or 0.0
             self._leader.answer(proposal.number, ok=True, passed=min(passed), rate=rate)
-
-
-class StepRate:
-    """Steps a second over the last few seconds."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def note(self, passed: int | None, now: float) -> None:
-        """Take note of the furthest step that has been passed."""
-        if passed is not None and (not self._seen or passed != self._seen[-1][1]):
-            self._seen.append((now, passed))
-        while len(self._seen) > 2 and now - self._seen[0][0] > _PACE_S:
-            self._seen.popleft()
-
-    @property
-    def rate(self) -> float:
-        """Steps a second; 0 where no step has been made while it was looked."""
-        if len(self._seen) < 2:
-            return 0.0
-        (start, first), (end, last) = self._seen[0], self._seen[-1]
-        return max(0, last - first) / max(end - start, _SHORTEST_S)
 
 
 def _furthest(workers: Sequence[WorkerStatus]) -> int | None:
     return max((w.passed for w in workers if w.passed is not None), default=None)
 
 
-def _number(proposal: Proposal | None) -> int:
+def _number(proposal: SaveProposal | None) -> int:
     return 0 if proposal is None else proposal.number
 
 
-def _is_confirmed(proposal: Proposal | None) -> bool:
+def _is_confirmed(proposal: SaveProposal | None) -> bool:
     return proposal is not None and proposal.confirmed
 
 

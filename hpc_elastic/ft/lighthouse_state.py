@@ -15,9 +15,12 @@ The quorum is *broken*, and all its members are told at once, when
 A member that is done (`Shutdown`) breaks nothing at first: others may still be receiving its last
 bytes. They are told a while later, in case its node was gone before its connections were closed.
 
-A *switch* is begun for newcomers that ask while the quorum stands, and for members under notice.
-Who is confirmed to leave gets its farewell at the switch call, when all have come to it, so that no
-collective is cut off; who leaves is said below.
+A *switch* is begun for newcomers that ask while the quorum stands, and for members under notice:
+the members agree on the call at which all ask for the next quorum (`hpc_elastic.step_agreement`),
+so that no step fails. Only votes are waited for, never a call: calls may be an hour apart, and a
+confirmed call stands until the quorum is over. Numbers of proposals rise over all switches and
+keepers. A member that is confirmed to leave gets its farewell at the switch call, when all have
+come to it, so that no collective is cut off; who leaves is said below.
 
 A *new keeper* knows nothing but who is dead for certain. Its ids begin with its epoch. Those who
 come back say which quorum they are in (`ReplicaStatus`), and it goes on as if it had formed that:
@@ -32,7 +35,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 from hpc_elastic.ft import quorum
@@ -56,12 +58,22 @@ from hpc_elastic.ft.messages import (
     WorkersLost,
 )
 from hpc_elastic.ft.quorum import ActiveQuorum, QuorumRules, ReplicaRegistry, name_some
+from hpc_elastic.step_agreement import (
+    LONGEST_PAUSE_S,
+    AgreementState,
+    Confirmation,
+    Proposal,
+    StepAgreement,
+    StepVote,
+)
 
 _LOST_AFTER_S = 0.3
 """If so few are missing that they may be those that are dead: they may have left before, as well,
 and one that lives is on its way."""
 _LAST_BYTES_S = 2.0
 _TOLD_AFTER_S, _TOLD_EVERY_S = 0.2, 1.0
+_AHEAD_S = 0.02
+"""A switch is proposed so far ahead of the furthest member; all are in lockstep but for a call."""
 
 
 # ---- The course of the quorums: one stands, breaks or is switched, and the next is formed (pure)
@@ -78,7 +90,7 @@ class QuorumCourse:
         """Begin with no quorum; see `keeper.LighthouseState`."""
         self._roll = ReplicaRegistry(rules, lost)
         self._next_id = (epoch << EPOCH_SHIFT) + 1
-        self._switch = QuorumSwitch(NO_QUORUM, epoch << EPOCH_SHIFT)
+        self._switch = StepAgreement[str](_AHEAD_S, epoch << EPOCH_SHIFT)
         self._leaves: frozenset[str] = frozenset()
         """Who has been told that it leaves at the confirmed call."""
         self._answered: dict[str, QuorumRequest] = {}
@@ -114,9 +126,13 @@ class QuorumCourse:
     ) -> list[ReplicaMessage]:
         """A member asks for the next quorum while this one stands."""
         switch = self._switch
-        if switch.state is SwitchState.CONFIRMED and ask.call == switch.call:
+        if switch.state is AgreementState.CONFIRMED and ask.call == switch.step:
             return []
-        if not standing.is_adopted or ask.commit_failures or switch.state is SwitchState.CONFIRMED:
+        if (
+            not standing.is_adopted
+            or ask.commit_failures
+            or switch.state is AgreementState.CONFIRMED
+        ):
             return self._break(f"{replica} asks for another, after a step that failed")
         return self._follow(now) if self._is_settled else []
 
@@ -125,17 +141,17 @@ class QuorumCourse:
         standing, switch = self._standing, self._switch
         asks = self._roll.asks
         calls = {a.call for r, a in asks.items() if r in standing.stay}
-        if len(calls) > 1 or (switch.is_fixed and switch.call not in calls):
+        if len(calls) > 1 or (switch.is_fixed and switch.step not in calls):
             return self._break(f"members ask at different calls: {sorted(calls)}")
         if switch.is_fixed:
-            return self._say(switch.forget_all_but(standing.silent, now), now)
+            return self._say(switch.retain(standing.silent, now), now)
         return self._say(switch.begin_at(calls.pop(), standing.silent, now), now)
 
     def _advance(self, now: float) -> list[ReplicaMessage]:
         """Go on as far as it goes without time passing."""
         standing = self._roll.standing
         if standing is not None and standing.stands:
-            if self._switch.state is not SwitchState.CONFIRMED:
+            if self._switch.state is not AgreementState.CONFIRMED:
                 return self._consider_switch(standing, now)
             if standing.silent and not self._is_long_waited_for(now):
                 return []
@@ -154,9 +170,9 @@ class QuorumCourse:
 
     def _begin(self, members: tuple[str, ...], now: float) -> None:
         self._roll.formed(self._next_id, members, now)
-        self._switch = QuorumSwitch(self._next_id, self._switch.number)
+        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
         if self._roll.asks:  # left out, as somebody wants nobody to join: do not try all the time
-            self._switch.pause(now)
+            self._switch.pause(LONGEST_PAUSE_S, now)
         self._leaves = frozenset()
         self._is_settled, self._is_probing = True, False
         self._next_id += 1
@@ -173,7 +189,7 @@ class QuorumCourse:
         if not self._is_settled:
             return gone
         self._is_probing = (
-            self._is_probing and switch.state is SwitchState.ASKING and not switch.call
+            self._is_probing and switch.state is AgreementState.ASKING and not switch.step
         )
         is_needed = (
             self._is_probing
@@ -181,22 +197,28 @@ class QuorumCourse:
             or not roll.notices.keys().isdisjoint(standing.stay)
         )
         if not is_needed:
-            return [*gone, *self._tell_members(switch.take_back(now))]
-        if switch.state is SwitchState.IDLE:
-            return [*gone, *self._tell_members(switch.begin(standing.stay, now))]
+            return [*gone, *self._say(switch.withdraw(now), now)]
+        if switch.state is AgreementState.IDLE:
+            return [*gone, *self._say(switch.begin(standing.stay, now), now)]
         return gone
 
-    def _say(self, step: ProposeSwitch | ConfirmSwitch | None, now: float) -> list[ReplicaMessage]:
-        """Tell the members what a switch has come to."""
-        if not isinstance(step, ConfirmSwitch):
-            return self._tell_members(step)
-        standing = self._standing
-        self._leaves, last = at_switch(self._roll, now)
-        return [
-            ReplicaMessage(r, replace(step, leaves=True, last=last) if r in self._leaves else step)
-            for r in standing.stay
-            if r in standing.silent
-        ]
+    def _say(self, step: Proposal | Confirmation | None, now: float) -> list[ReplicaMessage]:
+        """Send the members what a switch has come to."""
+        if step is None:
+            return []
+        standing, message = self._standing, self._switch_message(step)
+        told = dict.fromkeys((r for r in standing.stay if r in standing.silent), message)
+        if isinstance(message, ConfirmSwitch):
+            self._leaves, last = at_switch(self._roll, now)
+            leaving = replace(message, leaves=True, last=last)
+            told |= dict.fromkeys((r for r in told if r in self._leaves), leaving)
+        return [ReplicaMessage(r, m) for r, m in told.items()]
+
+    def _switch_message(self, step: Proposal | Confirmation) -> ProposeSwitch | ConfirmSwitch:
+        quorum_id = self._standing.quorum_id
+        if isinstance(step, Confirmation):
+            return ConfirmSwitch(quorum_id, step.number)
+        return ProposeSwitch(quorum_id, step.number, step.step)
 
     def _carry_out_switch(self, standing: ActiveQuorum, now: float) -> list[ReplicaMessage]:
         """All members ask at the call: the quorum is over, and who is to leave leaves."""
@@ -225,12 +247,6 @@ class QuorumCourse:
                 self._roll.retire(replica)
                 sends.append(ReplicaMessage(replica, LeaveGranted()))
         return sends
-
-    def _tell_members(self, message: Message | None) -> list[ReplicaMessage]:
-        if message is None:
-            return []
-        standing = self._standing
-        return [ReplicaMessage(r, message) for r in standing.stay if r in standing.silent]
 
     def _is_long_waited_for(self, now: float) -> bool:
         return self._standing.is_long_waited_for(now, self._roll.rules.wait_for_live_s)
@@ -355,10 +371,11 @@ class LighthouseState(QuorumCourse):
             return []
         if replica not in standing.silent:
             return []  # it asks already, and the proposal reached it after that
-        is_answer = switch.state is SwitchState.ASKING and at.number == switch.number
+        is_answer = switch.state is AgreementState.ASKING and at.number == switch.number
         if is_answer and switch.is_fixed and not at.ok:
-            return self._break(f"some ask at call {switch.call}, {replica} is past it")
-        return self._say(switch.answered(replica, at, now), now)
+            return self._break(f"some ask at call {switch.step}, {replica} is past it")
+        vote = StepVote(at.number, at.ok, at.call, at.rate)
+        return self._say(switch.vote(replica, vote, now), now)
 
     def _notice(self, replica: str, notice: LeaveNotice, now: float) -> list[ReplicaMessage]:
         if replica not in self._roll.notices:
@@ -382,7 +399,7 @@ class LighthouseState(QuorumCourse):
             standing.over = "all its members are done"
             return []
         standing.first_bye = standing.first_bye or (replica, now)
-        return self._say(self._switch.forget(replica, now), now)
+        return self._say(self._switch.retain(standing.silent, now), now)
 
     # ---- a new keeper --------------------------------------------------------------------
 
@@ -396,7 +413,7 @@ class LighthouseState(QuorumCourse):
         sends = self._break(f"quorum {here.quorum_id} has been formed since")
         adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
         self._roll.standing = adopted
-        self._switch = QuorumSwitch(here.quorum_id, self._switch.number)
+        self._switch = StepAgreement(_AHEAD_S, self._switch.number)
         self._is_settled = False
         self._answered = {}
         return sends
@@ -405,14 +422,14 @@ class LighthouseState(QuorumCourse):
         """A member is back that may have missed what it was told."""
         if not self._is_settled:
             return []
-        if self._switch.state is SwitchState.CONFIRMED:
+        if self._switch.state is AgreementState.CONFIRMED:
             confirm = ConfirmSwitch(self._standing.quorum_id, self._switch.number)
             leaves = replica in self._leaves
             last = leaves and len(self._leaves) == len(self._standing.stay)
             return [ReplicaMessage(replica, replace(confirm, leaves=leaves, last=last))]
         if self._switch.is_fixed:
-            return [ReplicaMessage(replica, self._switch.proposal)]
-        return self._tell_members(self._switch.take_back(now)) or [
+            return [ReplicaMessage(replica, self._switch_message(self._switch.proposal))]
+        return self._say(self._switch.withdraw(now), now) or [
             ReplicaMessage(replica, self._nothing)
         ]
 
@@ -434,7 +451,7 @@ class LighthouseState(QuorumCourse):
         if len(standing.silent) < len(standing.stay):
             return self._follow(now)
         self._is_probing = True
-        return self._tell_members(self._switch.begin(standing.stay, now))
+        return self._say(self._switch.begin(standing.stay, now), now)
 
     # ---- time ----------------------------------------------------------------------------
 
@@ -465,7 +482,7 @@ class LighthouseState(QuorumCourse):
         if switch.is_fixed:
             return self._break(f"no answer from {name_some(sorted(switch.awaited))}")
         self._waits_for = f"an answer from {name_some(sorted(switch.awaited))}"
-        return self._tell_members(switch.take_back(now))
+        return self._say(switch.withdraw(now), now)
 
     def _tell_waiting(self, now: float) -> list[ReplicaMessage]:
         """Tell those that have waited for a while for whom; not often, they may be many."""
@@ -564,165 +581,3 @@ def _is_held(ask: QuorumRequest, by: list[QuorumRequest]) -> bool:
 
 def _has_time(roll: ReplicaRegistry, replica: str, now: float) -> bool:
     return roll.notices[replica] - now >= ENOUGH_TO_HEAL_S
-
-
-# ---- At which call all members of a quorum ask for the next one: proposed, answered, confirmed
-# Theory of operation
-# -------------------
-# Where somebody joins, or leaves as announced, nothing has failed, and no step shall. The members
-# are in lockstep but for a call or two, and the keeper hears of their calls only by asking. So it
-# proposes a call that is ahead of everybody; each member answers whether all of its workers will
-# see
-# the proposal before they begin that call (ok), and those that come to it wait there. When all have
-# said ok to the *same* proposal it is confirmed, and all ask at that call.
-#
-# The first proposal, of call 0, only asks how far everybody is. The next one is ahead of the
-# furthest by `AHEAD_S` of the fastest's calls, at least by one, and every further one by twice as
-# much, so that the members are overtaken however wrong the rates are.
-#
-# A member that does not answer within `ANSWER_WITHIN_S`, because its code holds the interpreter,
-# has the proposal taken back, so that the others do not wait at it; it is asked again after a
-# pause that grows. Only answers are waited for in this way, never a call: calls may be an hour
-# apart, and a confirmed call stands until the quorum is over.
-#
-# A `QuorumSwitch` belongs to one quorum. Numbers of proposals rise over all switches and keepers.
-
-
-ANSWER_WITHIN_S = 5.0
-AHEAD_S = 0.02
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
-_FASTEST = 1e6
-_MOST_TRIES = 20
-
-
-class SwitchState(Enum):
-    """How far the agreement is."""
-
-    IDLE = "idle"
-    ASKING = "asking"
-    CONFIRMED = "confirmed"
-
-
-class QuorumSwitch:
-    """The agreement of one quorum's members on the call at which they ask for the next.
-
-    Attributes:
-        state: How far it is.
-        call: The call that is proposed or confirmed; 0: only a question.
-        number: The last proposal's.
-        is_fixed: The call can not be moved, since a member asks there already.
-        awaited: Members that have not answered the last proposal.
-    """
-
-    def __init__(self, quorum_id: int, number: int = 0, *, pause_s: float = FIRST_PAUSE_S) -> None:
-        self.state = SwitchState.IDLE
-        self.call = 0
-        self.number = number
-        self.is_fixed = False
-        self.awaited: set[str] = set()
-        self._quorum_id = quorum_id
-        self._members: set[str] = set()
-        self._furthest = 0
-        self._rate = 0.0
-        self._tries = 0
-        self._since = 0.0
-        self._due = -math.inf
-        self._pause_s = pause_s
-
-    @property
-    def proposal(self) -> ProposeSwitch:
-        """The last proposal, for a member that may have missed it."""
-        return ProposeSwitch(self._quorum_id, self.number, self.call)
-
-    # ---- events: each returns what all members are told ----------------------------------
-
-    def begin(self, members: Iterable[str], now: float) -> ProposeSwitch | None:
-        """There is reason to switch; it is asked at once, or when the pause is over."""
-        if self.state is not SwitchState.IDLE or now < self._due:
-            return None
-        self._tries, self._rate = 0, 0.0
-        return self._propose(0, members, now)
-
-    def begin_at(
-        self, call: int, members: Iterable[str], now: float
-    ) -> ProposeSwitch | ConfirmSwitch | None:
-        """Some members ask at this call already; the others, if they can, are to do so as well."""
-        self.is_fixed = True
-        propose = self._propose(call, members, now)
-        return propose if self.awaited else self._conclude(now)
-
-    def answered(
-        self, replica: str, at: SwitchVote, now: float
-    ) -> ProposeSwitch | ConfirmSwitch | None:
-        """A member has answered; unless ``is_fixed``, it may have passed the call."""
-        if self.state is not SwitchState.ASKING or at.number != self.number:
-            return None
-        self._learn(at)
-        if self.call and not at.ok and not self.is_fixed:
-            return self._propose(self._further(), self._members, now)
-        self.awaited.discard(replica)
-        return self._conclude(now)
-
-    def forget(self, replica: str, now: float) -> ProposeSwitch | ConfirmSwitch | None:
-        """A member has left in peace."""
-        self._members.discard(replica)
-        self.awaited.discard(replica)
-        return self._conclude(now)
-
-    def forget_all_but(
-        self, members: Collection[str], now: float
-    ) -> ProposeSwitch | ConfirmSwitch | None:
-        """Only these are waited for; the others ask already."""
-        self._members.intersection_update(members)
-        self.awaited.intersection_update(members)
-        return self._conclude(now)
-
-    def take_back(self, now: float) -> ProposeSwitch | None:
-        """Nobody is to wait at the proposed call; a confirmed one stands."""
-        if self.state is not SwitchState.ASKING:
-            return None
-        self.state, self.is_fixed = SwitchState.IDLE, False
-        self.awaited.clear()
-        self._due = now + self._pause_s
-        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
-        return ProposeSwitch(self._quorum_id, 0, 0)
-
-    def pause(self, now: float) -> None:
-        """Do not begin at once."""
-        self._due = now + LONGEST_PAUSE_S
-
-    def hurry(self) -> None:
-        """There is a new reason: the pause is over."""
-        self._due, self._pause_s = -math.inf, FIRST_PAUSE_S
-
-    def is_late(self, now: float) -> bool:
-        """Whether answers have been waited for too long."""
-        return self.state is SwitchState.ASKING and now - self._since > ANSWER_WITHIN_S
-
-    # ---- rules ----------------------------------------------------------------------------
-
-    def _propose(self, call: int, members: Iterable[str], now: float) -> ProposeSwitch:
-        self.state = SwitchState.ASKING
-        self.number += 1
-        self.call, self._since = call, now
-        self._members = set(members)
-        self.awaited = set(self._members)
-        return ProposeSwitch(self._quorum_id, self.number, call)
-
-    def _conclude(self, now: float) -> ProposeSwitch | ConfirmSwitch | None:
-        if self.state is not SwitchState.ASKING or self.awaited:
-            return None
-        if self.call == 0:
-            return self._propose(self._further(), self._members, now)
-        self.state = SwitchState.CONFIRMED
-        return ConfirmSwitch(self._quorum_id, self.number)
-
-    def _learn(self, at: SwitchVote) -> None:
-        self._furthest = max(self._furthest, at.call)
-        if 0.0 <= at.rate <= _FASTEST:  # a rate that is no number counts for nothing
-            self._rate = max(self._rate, at.rate)
-
-    def _further(self) -> int:
-        ahead = max(1, math.ceil(self._rate * AHEAD_S)) << self._tries
-        self._tries = min(self._tries + 1, _MOST_TRIES)
-        return max(self._furthest, self.call) + ahead

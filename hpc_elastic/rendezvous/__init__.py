@@ -7,7 +7,6 @@ Pure, each with its theory of operation at its head; read them in this order:
 - `effects`         what a leader or an agent wants done
 - `round_state`     which round closes when: who has come, who is lost, who has which rank
 - `group_change`    when a running round is broken so that the group can change
-- `step_agreement`  on which step all ranks save
 - `failure_policy`  what a broken round costs, which node is bad, which rank is slow
 - `hang_diagnosis`  when a group that makes no step is hung, and which rank holds the others up
 - `task_recovery`   which nodes go back to the queue, which tasks are brought back from it, and when

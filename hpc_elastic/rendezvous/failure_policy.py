@@ -36,13 +36,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.rendezvous import task_recovery
-from hpc_elastic.rendezvous.effects import Action, EndRun, Exclude, Note
+from hpc_elastic.rendezvous.effects import Effect, Exclude, Note
 from hpc_elastic.rendezvous.log_entry import (
     Agent,
     Failure,
     FailureCounters,
     LogEntry,
     RoundRules,
+    RunEnding,
     first_failure,
     looks_like_victim,
 )
@@ -91,13 +92,13 @@ class FailurePolicy:
     rules: RoundRules
     restarts: int = 0
     """Restarts spent so far."""
-    excused: bool = False
+    not_counted: bool = False
     """Whether failures in the broken round are consequences of what broke it."""
     failures: list[Failure] = field(default_factory=list)
     """Of the broken round."""
     progress: int | None = None
     """The last step of which a checkpoint was announced."""
-    fruitless: int = 0
+    failures_without_progress: int = 0
     """Rounds in a row that ended by a failure of their own and made no checkpoint."""
     first_of_series: Failure | None = None
     strikes: dict[str, int] = field(default_factory=dict)
@@ -112,22 +113,26 @@ class FailurePolicy:
         """Go on from where the leader before has left off; it may have died with the round."""
         tally = record.tally
         return cls(
-            rules, restarts=record.restarts, excused=True, progress=tally.progress,
-            fruitless=tally.fruitless, first_of_series=tally.first_of_series,
+            rules, restarts=record.restarts, not_counted=True, progress=tally.progress,
+            failures_without_progress=tally.fruitless, first_of_series=tally.first_of_series,
             strikes=dict(tally.strikes), excluded=tally.excluded,
         )  # fmt: skip
 
-    def tally(self) -> FailureCounters:
+    def counters(self) -> FailureCounters:
         """Return what the next record is to keep."""
         return FailureCounters(
-            self.progress, self.fruitless, self.first_of_series, dict(self.strikes), self.excluded
+            self.progress,
+            self.failures_without_progress,
+            self.first_of_series,
+            dict(self.strikes),
+            self.excluded,
         )
 
     # ---- events -------------------------------------------------------------------------
 
-    def broke(self, *, excused: bool) -> None:
+    def broke(self, *, not_counted: bool) -> None:
         """A round is broken; what else becomes known of it is to be judged with it."""
-        self.excused = excused
+        self.not_counted = not_counted
 
     def new_round(self) -> None:
         """A round has closed; it has made no checkpoint yet."""
@@ -136,7 +141,7 @@ class FailurePolicy:
     def announced(self, step: int) -> None:
         """A checkpoint of this step is complete."""
         if self.progress is None or step > self.progress:
-            self.progress, self.fruitless, self.first_of_series = step, 0, None
+            self.progress, self.failures_without_progress, self.first_of_series = step, 0, None
             self._has_progressed = True
 
     def fell_silent(self, host: str) -> None:
@@ -150,8 +155,8 @@ class FailurePolicy:
 
     # ---- the judgement ------------------------------------------------------------------
 
-    def judge(self, number: int, hosts: Collection[str]) -> list[Action]:
-        """Judge a round; `EndRun` is among what is returned if that was too much.
+    def judge(self, number: int, hosts: Collection[str]) -> tuple[list[Effect], RunEnding | None]:
+        """Judge a round; return how the run ends if that was too much, or None.
 
         Args:
             number: The round's number.
@@ -159,16 +164,17 @@ class FailurePolicy:
         """
         silent, self._silent = self._silent, set()
         failures, self.failures = self.failures, []
-        actions: list[Action] = []
+        effects: list[Effect] = []
         num_heard = len(set(hosts) - silent)  # the leader's own host among them
         if num_heard > 1 and 0 < len(silent) <= max(1, len(hosts) // _TOGETHER):
-            actions += self._strike(dict.fromkeys(sorted(silent), (1, "fell silent")), hosts)
-        struck = self._strike(_hardware_failures(failures, self.excused), hosts)
+            effects += self._strike(dict.fromkeys(sorted(silent), (1, "fell silent")), hosts)
+        struck = self._strike(_hardware_failures(failures, self.not_counted), hosts)
         if failures and struck and any(isinstance(a, Exclude) for a in struck):
-            self.excused = True
-        return [*actions, *struck, *(self._spend(number, failures) if failures else [])]
+            self.not_counted = True
+        spent, ending = self._spend(number, failures) if failures else ([], None)
+        return [*effects, *struck, *spent], ending
 
-    def start_failed(self, start: FailedStart, num_hosts: int) -> list[Action]:
+    def start_failed(self, start: FailedStart, num_hosts: int) -> list[Effect]:
         """Judge an attempt of a task that ended before its agent joined.
 
         Args:
@@ -180,50 +186,52 @@ class FailurePolicy:
             "task": state.task, "host": state.node, "state": state.state, "reason": state.reason,
             "hosts": list(start.hosts), "again": not start.is_last,
         }  # fmt: skip
-        actions: list[Action] = [Note("start_failed", note)]
+        effects: list[Effect] = [Note("start_failed", note)]
         host, strikes = state.node, STRIKES if task_recovery.was_not_launched(state) else 1
         if not host:
-            return actions
+            return effects
         self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
         is_new = host not in self.excluded and len(self.excluded) < self.rules.max_nodes
         if is_new and self.strikes[host] >= STRIKES:
             why = f"a task failed there before it joined (Slurm: {task_recovery.describe(state)})"
-            actions += self._exclude(host, why, num_hosts)
-        return actions
+            effects += self._exclude(host, why, num_hosts)
+        return effects
 
-    def _spend(self, number: int, failures: Sequence[Failure]) -> list[Action]:
-        if self.excused:
-            return [Note("secondary_failures", {"workers": len(failures)})]
-        first, victims = first_failure(failures)
+    def _spend(
+        self, number: int, failures: Sequence[Failure]
+    ) -> tuple[list[Effect], RunEnding | None]:
+        if self.not_counted:
+            return [Note("secondary_failures", {"workers": len(failures)})], None
+        first, secondary = first_failure(failures)
         never_ran = first.phase == "import" and number == 1
         if never_ran or self.restarts >= self.rules.max_restarts:
-            return [EndRun("failed", first, tuple(victims))]
+            return [], RunEnding("failed", first, tuple(secondary))
         if not self._has_progressed:
-            self.fruitless += 1
+            self.failures_without_progress += 1
             self.first_of_series = self.first_of_series or first
-        if self.fruitless >= self.rules.max_failed_rounds:
-            note = Note("crash_loop", {"attempts": self.fruitless, "checkpoint": self.progress})
-            others = tuple(f for f in (first, *victims) if f is not self.first_of_series)
-            return [note, EndRun("failed", self.first_of_series, others)]
+        if self.failures_without_progress >= self.rules.max_failed_rounds:
+            counted = {"attempts": self.failures_without_progress, "checkpoint": self.progress}
+            others = tuple(f for f in (first, *secondary) if f is not self.first_of_series)
+            return [Note("crash_loop", counted)], RunEnding("failed", self.first_of_series, others)
         self.restarts += 1
         restart = {"restarts": self.restarts, "host": first.host, "failure": first.summary()}
-        return [Note("restart", restart)]
+        return [Note("restart", restart)], None
 
     def _strike(
         self, blamed: Mapping[str, tuple[int, str]], hosts: Collection[str]
-    ) -> list[Action]:
+    ) -> list[Effect]:
         """Count strikes against hosts, each with its reason; exclude those that have enough."""
-        actions: list[Action] = []
+        effects: list[Effect] = []
         for host, (strikes, why) in blamed.items():
             self.strikes[host] = min(STRIKES, self.strikes.get(host, 0) + strikes)
             note = {"host": host, "strikes": self.strikes[host], "why": why}
-            actions.append(Note("host_failure", note))
+            effects.append(Note("host_failure", note))
             left = set(hosts) - set(self.excluded) - {host}
             if self._is_excludable(host, len(left)):
-                actions += self._exclude(host, why, len(left))
-        return actions
+                effects += self._exclude(host, why, len(left))
+        return effects
 
-    def _exclude(self, host: str, why: str, num_left: int) -> list[Action]:
+    def _exclude(self, host: str, why: str, num_left: int) -> list[Effect]:
         self.excluded = (*self.excluded, host)
         note = {"host": host, "why": why, "hosts_left": num_left}
         return [Note("excluded", note), Exclude((host,), why)]
@@ -234,12 +242,14 @@ class FailurePolicy:
         return enough and num_left >= self.rules.min_nodes
 
 
-def _hardware_failures(failures: Sequence[Failure], excused: bool) -> dict[str, tuple[int, str]]:
+def _hardware_failures(
+    failures: Sequence[Failure], not_counted: bool
+) -> dict[str, tuple[int, str]]:
     """Return the hosts that failures speak against: how much, and why; each host once.
 
     One that leaves no doubt counts wherever it is seen; another only as a round's first cause.
     """
-    first = first_failure(failures)[0] if failures and not excused else None
+    first = first_failure(failures)[0] if failures and not not_counted else None
     blamed: dict[str, tuple[int, str]] = {}
     for failure in failures:
         strikes = strikes_of(failure)
@@ -286,7 +296,7 @@ class Stragglers:
     _ranks: dict[tuple[Agent, int], _Rank] = field(default_factory=dict)
     """By agent too: those of a replica begin at 0 (``ft=true``)."""
 
-    def heard(self, agent: Agent, loads: Sequence[Any], round_: int) -> list[Action]:
+    def heard(self, agent: Agent, loads: Sequence[Any], round_: int) -> list[Effect]:
         """An agent tells the loads of its ranks.
 
         Args:
@@ -314,7 +324,7 @@ class Stragglers:
             if rank.is_straggler
         ]
 
-    def _judge(self, key: tuple[Agent, int], step_s: float) -> list[Action]:
+    def _judge(self, key: tuple[Agent, int], step_s: float) -> list[Effect]:
         (agent, number), rank = key, self._ranks[key]
         median_s = self._median_s(key)
         if median_s <= 0.0:

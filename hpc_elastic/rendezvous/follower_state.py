@@ -13,7 +13,7 @@ Members of the last round claim one after the other, in rank order, so that ten 
 not fall upon the file system at once; whoever comes first has it, the others follow.
 
 Notice. A node that has to be left by some time is *under notice*. Outside a round its agent leaves
-the run at once. In a round it tells the leader, who lets all ranks save (`step_agreement`), and
+the run at once. In a round it tells the leader, who lets all ranks save (`group_change`), and
 goes on; it leaves when the round is stopped, for whatever reason, instead of asking for another
 place, or when its own time is over (`leave_now`). It says so before its workers have ended: nobody
 is to wait for those.
@@ -29,14 +29,14 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.rendezvous.effects import (
-    AgentEffect,
     Claim,
     Connect,
     Deliver,
     Disconnect,
+    Effect,
     Lead,
     Message,
-    PublishIfMissing,
+    PublishResult,
     QuerySlurm,
     ReadLog,
     SendToLeader,
@@ -121,12 +121,12 @@ class FollowerState:
 
     # ---- the agent's wishes -------------------------------------------------------------
 
-    def join(self) -> list[AgentEffect]:
+    def join(self) -> list[Effect]:
         """Ask for a place in the next round; the agent's workers have been stopped."""
         self.joining = True
         return self._ask()
 
-    def report(self, type_: str, **fields: Any) -> list[AgentEffect]:
+    def report(self, type_: str, **fields: Any) -> list[Effect]:
         """Tell the leader of the present round; without one it is lost, and the round with it.
 
         What became of a replica's workers is told to the next leader then. Before the workers'
@@ -138,7 +138,7 @@ class FollowerState:
         last = self._say({"type": "beat"}) if type_ == "finished" else []
         return [*last, *self._say(message)]
 
-    def notice(self, reason: str, left_s: float, now: float) -> list[AgentEffect]:
+    def notice(self, reason: str, left_s: float, now: float) -> list[Effect]:
         """Put this node under notice; the first reason stays, and the nearest deadline."""
         by = now + left_s
         if self._over or (self._notice is not None and self._notice.by <= by):
@@ -151,7 +151,7 @@ class FollowerState:
             return [noticed, *self.leave_now()]
         return [noticed, *self._say({"type": "notice", "reason": reason, "left_s": left_s})]
 
-    def leave_now(self) -> list[AgentEffect]:
+    def leave_now(self) -> list[Effect]:
         """Leave the run because of the notice: its time is over, or nothing can be lost."""
         if self._over:
             return []
@@ -161,7 +161,7 @@ class FollowerState:
 
     # ---- events -------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[AgentEffect]:
+    def tick(self, now: float) -> list[Effect]:
         """Time has passed; to be called every `HeartbeatConfig.heartbeat_interval_s` at least."""
         if self._over:
             return []
@@ -172,7 +172,7 @@ class FollowerState:
 
     def looked(
         self, number: int, record: LogEntry | None, lease: int | None, now: float
-    ) -> list[AgentEffect]:
+    ) -> list[Effect]:
         """The last record has this number, and this is the newest one that verifies."""
         self._looking = False
         if self._over or self._claiming:
@@ -180,7 +180,7 @@ class FollowerState:
         if record is not None and record.generation > self._generation:
             return [Disconnect(), *self._end(_SUPERSEDED)]
         if record is not None and record.ending is not None:
-            return [PublishIfMissing(record), *self._end(record.ending.message)]
+            return [PublishResult(record), *self._end(record.ending.message)]
         self._note_epoch(number, record, now)
         self._watch.saw_lease(lease, self._asked, now)
         if self._link is _Link.UP:
@@ -189,12 +189,12 @@ class FollowerState:
         self._plan_look(now)
         if begins_anew(number, record) or self._may_claim(number, record, now):
             self._claiming = True
-            hang_up: list[AgentEffect] = [Disconnect()] if self._link is _Link.CONNECTING else []
+            hang_up: list[Effect] = [Disconnect()] if self._link is _Link.CONNECTING else []
             self._link = _Link.DOWN
             return [*hang_up, Claim(number + 1, record, self._watch.refused_since is None)]
         if record is None or record.number != number:
             return [self._news(f"record {number} is damaged: waiting for a leader that follows it")]
-        hang_up = list[AgentEffect]()
+        hang_up = list[Effect]()
         if self._link is _Link.CONNECTING and self._is_newer(record):
             self._link, hang_up = _Link.DOWN, [Disconnect()]
         if self._link is _Link.CONNECTING:
@@ -202,13 +202,13 @@ class FollowerState:
         self._link, self._record = _Link.CONNECTING, record
         return [*hang_up, Connect(record)]
 
-    def blind(self, why: str, now: float) -> list[AgentEffect]:
+    def blind(self, why: str, now: float) -> list[Effect]:
         """The shared file system did not answer."""
         self._looking = False
         self._plan_look(now)
         return [] if self._link is _Link.UP else [self._news(f"no record can be read: {why}")]
 
-    def connected(self, now: float) -> list[AgentEffect]:
+    def connected(self, now: float) -> list[Effect]:
         """The leader has proved who it is."""
         self._link = _Link.UP
         self._heard = self._beaten = now
@@ -218,7 +218,7 @@ class FollowerState:
         self._watch.refused_since, self._watch.slurm_says_dead = None, False
         return self._ask() if self.joining else self._say_here(now)
 
-    def not_connected(self, why: str, now: float, *, refused: bool) -> list[AgentEffect]:
+    def not_connected(self, why: str, now: float, *, refused: bool) -> list[Effect]:
         """The leader could not be reached; ``refused``: its node says that nobody listens."""
         if self._link is not _Link.CONNECTING:
             return []
@@ -232,7 +232,7 @@ class FollowerState:
         news = self._news(f"the leader of epoch {epoch}, {leader.task}, can not be reached: {why}")
         return [news, *self._inquire(refused)]
 
-    def received(self, message: Message, now: float) -> list[AgentEffect]:
+    def received(self, message: Message, now: float) -> list[Effect]:
         """The leader says something."""
         if self._over or self._link is not _Link.UP:
             return []
@@ -255,30 +255,30 @@ class FollowerState:
                 return self._end(message)
         return []
 
-    def disconnected(self, why: str, now: float) -> list[AgentEffect]:
+    def disconnected(self, why: str, now: float) -> list[Effect]:
         """The connection to the leader is gone."""
         return self._lost(why, now) if self._link is _Link.UP and not self._over else []
 
-    def slurm_says(self, task: str, runs: bool | None, now: float) -> list[AgentEffect]:
+    def slurm_says(self, task: str, runs: bool | None, now: float) -> list[Effect]:
         """Slurm's word on the task that was asked about; None: it gave none."""
         if self._record is not None and self._record.leader.task == task and runs is False:
             self._watch.slurm_says_dead = True
         return self._look_if_due(now)
 
-    def claimed(self, record: LogEntry | None, now: float) -> list[AgentEffect]:
+    def claimed(self, record: LogEntry | None, now: float) -> list[Effect]:
         """The record asked for was created, or (None) it was not: somebody else was faster."""
         self._claiming = False
         if record is not None:
             self._look_due = now
         else:
             self._plan_look(now)
-        lead: list[AgentEffect] = [Lead(record)] if record is not None and not self._over else []
+        lead: list[Effect] = [Lead(record)] if record is not None and not self._over else []
         return [*lead, *self._look_if_due(now)]
 
     # ---- contact ------------------------------------------------------------------------
 
-    def _keep_contact(self, now: float) -> list[AgentEffect]:
-        effects: list[AgentEffect] = []
+    def _keep_contact(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
         if now - self._beaten >= self.liveness.heartbeat_interval_s:
             self._beaten = now
             effects.append(SendToLeader({"type": "beat"}))
@@ -289,14 +289,14 @@ class FollowerState:
             effects += self._look_if_due(now)  # watch the lease, to know by when to claim
         return effects
 
-    def _lost(self, why: str, now: float) -> list[AgentEffect]:
+    def _lost(self, why: str, now: float) -> list[Effect]:
         """Let the workers be stopped, and look for the leader anew."""
         self._link = _Link.DOWN
         self._watch.since = min(now, self._heard + self.liveness.heartbeat_interval_s)
         self._watch.refused_since, self._watch.inquired = None, False
         behind = max(0, self._place() - _FIRST_IN_LINE)
         self._look_due = now + min(_LOOK_STAGGER_S * behind, _LONGEST_STAGGER_S)
-        stop: list[AgentEffect] = []
+        stop: list[Effect] = []
         if not (self.joining or self._stays):
             stop = [
                 Deliver({"type": "stop", "reason": f"lost the leader: {why}"}),
@@ -304,7 +304,7 @@ class FollowerState:
             ]
         return [Disconnect(), *stop, self._news(f"lost the leader: {why}"), *self._look_if_due(now)]
 
-    def _stopped(self) -> list[AgentEffect]:
+    def _stopped(self) -> list[Effect]:
         """The round is over: a node that is to be left takes no place in another."""
         self._in_round = False
         return self.leave_now() if self._notice is not None else []
@@ -315,7 +315,7 @@ class FollowerState:
             self._heard = min(now, self._heard + late_s)
             self._watch.slept(late_s)
 
-    def _say_here(self, now: float) -> list[AgentEffect]:
+    def _say_here(self, now: float) -> list[Effect]:
         """Tell a leader who has not placed this replica what he has to know of it."""
         if not (self._stays and self._in_round):
             return []
@@ -326,14 +326,14 @@ class FollowerState:
             again.append({"type": "notice", "reason": self._notice.reason, "left_s": left_s})
         return [effect for message in (here, *again) for effect in self._say(message)]
 
-    def _ask(self) -> list[AgentEffect]:
+    def _ask(self) -> list[Effect]:
         self._asks += 1
         return self._say({"type": "join", "ask": self._asks})
 
-    def _say(self, message: Message) -> list[AgentEffect]:
+    def _say(self, message: Message) -> list[Effect]:
         return [SendToLeader(message)] if self._link is _Link.UP else []
 
-    def _end(self, message: Message) -> list[AgentEffect]:
+    def _end(self, message: Message) -> list[Effect]:
         self._over = True
         return [Deliver(message)]
 
@@ -361,7 +361,7 @@ class FollowerState:
         assert self._record is not None
         return record is not None and record.epoch > self._record.epoch
 
-    def _look_if_due(self, now: float) -> list[AgentEffect]:
+    def _look_if_due(self, now: float) -> list[Effect]:
         if self._looking or self._claiming or self._over or now < self._look_due:
             return []
         self._looking, self._asked = True, now
@@ -377,7 +377,7 @@ class FollowerState:
         longest_s = self.liveness.heartbeat_interval_s if first else _LONGEST_LOOK_S
         self._look_pause_s = min(longest_s, 1.3 * self._look_pause_s)
 
-    def _inquire(self, refused: bool) -> list[AgentEffect]:
+    def _inquire(self, refused: bool) -> list[Effect]:
         if refused or self._watch.inquired or self._place() >= _ADVISED_BY_SLURM:
             return []
         assert self._record is not None

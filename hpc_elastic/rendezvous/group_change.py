@@ -1,4 +1,4 @@
-"""When a round is broken so that the group can change: nodes come, nodes are to be left (pure).
+"""Group change: when a round is broken for nodes that join, or that are to be left (pure).
 
 Newcomers   A newcomer parks. Whether it is worth a restart is weighed (`group_change`); when, is
             ``scale_up``: ``immediate``; ``checkpoint``: at a checkpoint, see below, or, where the
@@ -10,12 +10,13 @@ Departures  A member whose node is to be left soon is *under notice*. Its round 
             agent decides. Where there is more than `HASTE_S` left, others are waited for: a time
             limit comes to all nodes at once, and one checkpoint does for all.
 
-At a checkpoint  The members are asked to *hold* at their next checkpoint (`group_change`), and
-then to
-            agree on a step at which all ranks make one (`step_agreement`): no step is made that the
-            restart would undo. The round is broken when all are there. A rank that holds goes on
-            if a later step is proposed, or ranks that hold at different checkpoints would wait for
-            each other; so no checkpoint before that step counts.
+At a checkpoint  The members are asked to *hold* at their next checkpoint, and then to agree on a
+            step at which all ranks make one (`hpc_elastic.step_agreement`): no step is made that
+            the restart would undo. The request to hold is sent before the confirmation, so that a
+            rank that is to save at a step is also to stay there. The round is broken when all are
+            there. A rank that holds goes on if a later step is proposed, or ranks that hold at
+            different checkpoints would wait for each other; so no checkpoint before that step
+            counts.
 
 Times are monotonic seconds of the leader.
 """
@@ -27,14 +28,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpc_elastic.rendezvous.effects import Action, Hold, Note
+from hpc_elastic._util import ThroughputMeter
+from hpc_elastic.rendezvous.effects import Effect, Note, Send
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.step_agreement import AgreementState, StepAgreement, StepVote
 from hpc_elastic.slurm.job_state import TaskState
+from hpc_elastic.step_agreement import (
+    AgreementState,
+    Confirmation,
+    Proposal,
+    StepAgreement,
+    StepVote,
+)
 
 HASTE_S = 10.0
 """With less time left nobody else is waited for."""
 GATHER_S = 2.0
+AHEAD_S = 0.5
+"""A step is proposed so far ahead of the furthest member."""
+NOT_HELD_S = 30.0
+"""Ranks that do not hold where they should make no other checkpoint for so long."""
 _NAMED = 5
 
 
@@ -49,7 +61,7 @@ class PreemptedMember:
 class ChangeDecision(NamedTuple):
     """What is to be done now."""
 
-    actions: list[Action]
+    effects: list[Effect]
     admits: bool
     """Whether nodes that wait are wanted."""
     why: str | None = None
@@ -117,74 +129,106 @@ class CheckpointBarrier:
         return self.held_step if everybody or first_only else None
 
 
-@dataclass
 class GroupChange:
     """What a running round knows of the next one."""
 
-    rules: RoundRules
-    members: tuple[Agent, ...] = ()
-    boundaries: CheckpointBarrier = field(default_factory=CheckpointBarrier)
-    agreements: type[StepAgreement] = StepAgreement
-    agreement: StepAgreement = field(default_factory=StepAgreement)
-    departures: dict[Agent, PreemptedMember] = field(default_factory=dict)
-    """Members under notice."""
-    _soonest: float = math.inf
-    """The first of their deadlines."""
-    _gathered: float = math.inf
-    """Until when others are waited for."""
-    _holding: bool = False
-    _num_holds: int = 0
-    _noted: tuple[int, int] | None = None
-    """The growth decision that was logged last: how many of how many are wanted."""
+    agreements: type[StepAgreement[Agent]] = StepAgreement
+
+    def __init__(self, rules: RoundRules) -> None:
+        self.rules = rules
+        self.members: tuple[Agent, ...] = ()
+        self.barrier = CheckpointBarrier()
+        self.agreement = self.agreements(AHEAD_S)
+        self.preempted: dict[Agent, PreemptedMember] = {}
+        """Members under notice."""
+        self._soonest = math.inf
+        """The first of their deadlines."""
+        self._gathered = math.inf
+        """Until when others are waited for."""
+        self._is_wanted = False
+        """Whether a worker asks for a checkpoint, and no agreement has been reached since."""
+        self._is_needed = False
+        """Whether the group is to change at the step that is agreed on."""
+        self._held_step: int | None = None
+        """The last step that was confirmed for a change of the group."""
+        self._holding = False
+        self._num_holds = 0
+        self._noted: tuple[int, int] | None = None
+        """The growth decision that was logged last: how many of how many are wanted."""
 
     def new_round(self, members: tuple[Agent, ...]) -> None:
-        """A round has closed."""
+        """A round has closed: its workers have fresh pages, and have passed nothing."""
         self.members = members
-        self.boundaries.new_round()
-        self.agreement = self.agreements(members)
+        self.barrier.new_round()
+        self._reset_agreement()
 
-    def broke(self) -> None:
+    def end_round(self) -> None:
         """The round is over, and with it all that was asked of its members."""
         self._holding, self._noted = False, None
-        self.departures.clear()
+        self.preempted.clear()
         self._soonest = self._gathered = math.inf
-        self.agreement = self.agreements()
+        self._reset_agreement()
 
-    # ---- what members say ---------------------------------------------------------------
+    def _reset_agreement(self) -> None:
+        self.agreement = self.agreements(AHEAD_S)
+        self._is_wanted = self._is_needed = False
+        self._held_step = None
+
+    # ---- reports of members -------------------------------------------------------------
 
     def announced(self, agent: Agent, step: int, held: int, now: float) -> None:
-        """All workers of a member have announced the checkpoint of a step."""
-        agreed = self.agreement.held_step
-        stays = self._holding and (held == self._num_holds or step == agreed)
-        self.boundaries.announce(agent, step, stays, now)
-        self.agreement.announced(agent, step, now)
+        """All workers of a member have announced the checkpoint of a step.
 
-    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Action]:
+        If it is the confirmed one, no proposal can overwrite that any more, and a later one must
+        come where other members hold further on.
+        """
+        agreed = self._held_step
+        stays = self._holding and (held == self._num_holds or step == agreed)
+        self.barrier.announce(agent, step, stays, now)
+        if self.agreement.state is AgreementState.CONFIRMED and step >= self.agreement.step:
+            self._pass_step(agent, now)
+
+    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
         """A member is to leave within so long."""
         by = now + left_s
-        self.departures[agent] = PreemptedMember(reason, by)
+        self.preempted[agent] = PreemptedMember(reason, by)
         self._soonest = min(self._soonest, by)
         self._gathered = min(self._gathered, now + GATHER_S)
         self.agreement.hurry()
-        return [Note("preemption_notice", {"task": agent.task, "host": agent.host, "reason": reason,
-                                "left_s": round(left_s, 1)})]  # fmt: skip
+        return [preemption_note(agent, reason, left_s)]
 
-    def wants_checkpoint(self) -> None:
+    def want_checkpoint(self) -> None:
         """A worker asks for a checkpoint of the whole group."""
-        self.agreement.want()
+        self._is_wanted = True
 
-    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Action]:
-        """A member has answered a proposal."""
-        return list(self.agreement.answered(agent, answer, now))
+    def voted(self, agent: Agent, vote: StepVote, now: float) -> list[Effect]:
+        """A member votes on a proposal, or has passed the confirmed step."""
+        agreement = self.agreement
+        if agreement.state is AgreementState.CONFIRMED:
+            passed = vote.passed is not None and vote.passed > agreement.step
+            if vote.number == agreement.number and passed:
+                self._pass_step(agent, now)
+            return []
+        step = agreement.vote(agent, vote, now)
+        if isinstance(step, Confirmation):
+            self._is_wanted = False
+            self._held_step = agreement.step if self._is_needed else self._held_step
+        elif step is not None and not step.number and not self._is_needed:
+            self._is_wanted = False  # the script does not ask whether to save
+        return self._send(step)
 
     # ---- rules --------------------------------------------------------------------------
 
     @property
+    def ahead(self) -> int:
+        """The step that is proposed or confirmed; 0: none."""
+        return 0 if self.agreement.state is AgreementState.IDLE else self.agreement.step
+
+    @property
     def is_quiet(self) -> bool:
         """Whether nothing is going on, as nearly always."""
-        agreement = self.agreement
-        idle = agreement.state is AgreementState.IDLE and not agreement.wanted
-        return idle and not self.departures and not self._holding and self._noted is None
+        idle = self.agreement.state is AgreementState.IDLE and not self._is_wanted
+        return idle and not self.preempted and not self._holding and self._noted is None
 
     def consider(self, waiting: JoinCandidates, now: float, *, finishing: bool) -> ChangeDecision:
         """Decide whether to go on, to prepare a change, or to break the round.
@@ -194,40 +238,42 @@ class GroupChange:
             now: The time.
             finishing: Whether a member is done: no checkpoint can be agreed on any more.
         """
-        actions, admits = self._weigh(waiting)
+        effects, admits = self._weigh(waiting)
         if admits and self.rules.scale_up == "immediate":
-            return ChangeDecision(actions, admits, self._who(waiting, admits=True))
+            return ChangeDecision(effects, admits, self._reason(waiting, admits=True))
         if not (admits or self._may_leave(now)):
-            actions += [*self._hold(False), *self._agree(False, finishing, now)]
-            return ChangeDecision(actions, admits)
-        who = self._who(waiting, admits=admits)
-        step = self.boundaries.reached(self.members, now)
-        if step is not None and step >= self.agreement.ahead:
-            return ChangeDecision(actions, admits, f"{who}, at the checkpoint of step {step}", step)
+            effects += [*self._hold(False), *self._agree(False, finishing, now)]
+            return ChangeDecision(effects, admits)
+        reason = self._reason(waiting, admits=admits)
+        step = self.barrier.reached(self.members, now)
+        if step is not None and step >= self.ahead:
+            reason = f"{reason}, at the checkpoint of step {step}"
+            return ChangeDecision(effects, admits, reason, step)
         if admits and self._is_pointless(waiting, now):
-            return ChangeDecision(actions, admits, f"{who}; the script announces no checkpoints")
-        actions += [*self._hold(True), *self._agree(True, finishing, now)]
-        return ChangeDecision(actions, admits)
+            reason = f"{reason}; the script announces no checkpoints"
+            return ChangeDecision(effects, admits, reason)
+        effects += [*self._hold(True), *self._agree(True, finishing, now)]
+        return ChangeDecision(effects, admits)
 
-    def _weigh(self, waiting: JoinCandidates) -> tuple[list[Action], bool]:
+    def _weigh(self, waiting: JoinCandidates) -> tuple[list[Effect], bool]:
         """Weigh the newcomers; note it if that has changed."""
         if not waiting.joined:
             self._noted = None
             return [], False
         decision = self._decide(waiting)
-        actions: list[Action] = []
+        effects: list[Effect] = []
         if self._noted != (decision.admit, len(waiting.joined)):
             self._noted = (decision.admit, len(waiting.joined))
-            actions.append(self._note(decision, waiting))
-        return actions, decision.admit > 0 and self.rules.scale_up != "on_restart"
+            effects.append(self._note(decision, waiting))
+        return effects, decision.admit > 0 and self.rules.scale_up != "on_restart"
 
     def _decide(self, waiting: JoinCandidates) -> ScaleUpDecision:
-        room = self.rules.max_nodes - len(self.members) + len(self.departures)
+        room = self.rules.max_nodes - len(self.members) + len(self.preempted)
         if room <= 0:
             return ScaleUpDecision(0, "the group has its max nodes")
         states = (waiting.view.get(a.task) for a in list(waiting.joined)[:room])
         left = [state.time_left_s if state is not None else None for state in states]
-        return weigh(len(self.members), left, waiting.outlook)
+        return should_scale_up(len(self.members), left, waiting.outlook)
 
     def _note(self, decision: ScaleUpDecision, waiting: JoinCandidates) -> Note:
         tasks = [a.task for a in waiting.joined][:20]
@@ -236,56 +282,92 @@ class GroupChange:
 
     def _may_leave(self, now: float) -> bool:
         """Tell whether members under notice are to be let go at the next checkpoint."""
-        if not self.departures:
+        if not self.preempted:
             return False
-        everybody = len(self.departures) == len(self.members)
+        everybody = len(self.preempted) == len(self.members)
         return everybody or now >= self._gathered or self._soonest - now <= HASTE_S
 
-    def _who(self, waiting: JoinCandidates, *, admits: bool) -> str:
-        """Say who comes, and who leaves."""
+    def _reason(self, waiting: JoinCandidates, *, admits: bool) -> str:
+        """Name the nodes that come and leave."""
         parts = []
         if admits:
             parts.append(_names(waiting.joined) + " joins")
-        if self.departures:
-            reason = next(iter(self.departures.values())).reason
-            parts.append(f"{_names(self.departures)} leaves ({reason})")
+        if self.preempted:
+            reason = next(iter(self.preempted.values())).reason
+            parts.append(f"{_names(self.preempted)} leaves ({reason})")
         return ", ".join(parts)
 
     def _is_pointless(self, waiting: JoinCandidates, now: float) -> bool:
         """Tell whether newcomers have waited in vain for a checkpoint that is announced."""
-        if self.boundaries.seen:
+        if self.barrier.seen:
             return False
         since = next(iter(waiting.joined.values()))
-        if self.agreement.furthest is not None and self.agreement.state is not AgreementState.IDLE:
-            since = max(since, self.agreement.since)
+        agreement = self.agreement
+        if agreement.furthest is not None and agreement.state is not AgreementState.IDLE:
+            since = max(since, agreement.since)
         return now - since >= self.rules.scale_up_timeout_s
 
-    def _hold(self, on: bool) -> list[Action]:
+    def _hold(self, on: bool) -> list[Effect]:
         if on == self._holding:
             return []
         self._holding = on
         if not on:
-            self.boundaries.let_go()
-            self.agreement.held_step = None
-            return [Hold(self.members, 0)]
-        self._num_holds += 1
-        return [Hold(self.members, self._num_holds)]
+            self.barrier.let_go()
+            self._held_step = None
+            return [Send(self.members, {"type": "hold", "number": 0})]
+        return self._request_hold()
 
-    def _agree(self, needed: bool, finishing: bool, now: float) -> list[Action]:
-        ahead = self.agreement.ahead
+    def _request_hold(self) -> list[Effect]:
+        self._num_holds += 1
+        return [Send(self.members, {"type": "hold", "number": self._num_holds})]
+
+    def _agree(self, is_needed: bool, finishing: bool, now: float) -> list[Effect]:
+        """Go on with the agreement; ask members to hold anew where a proposal is withdrawn.
+
+        For a step that was proposed, members went on from a checkpoint at which they held.
+        """
+        ahead = self.ahead
         if finishing:
-            actions = list(self.agreement.take_back(now))
+            step: Proposal | None = self.agreement.withdraw(now)
+            self._is_wanted = self._is_wanted and step is None
         else:
-            actions = list(self.agreement.advance(needed, now))
-        return actions + (self._hold_anew() if self.agreement.ahead < ahead else [])
+            step = self._advance_agreement(is_needed, now)
+        effects = self._send(step)
+        if self.ahead < ahead and self._holding:
+            self.barrier.let_go()
+            effects += self._request_hold()
+        return effects
 
-    def _hold_anew(self) -> list[Action]:
-        """Ask who holds still: for a step that was proposed, members went on from a boundary."""
-        if not self._holding:
-            return []
-        self.boundaries.let_go()
-        self._num_holds += 1
-        return [Hold(self.members, self._num_holds)]
+    def _advance_agreement(self, is_needed: bool, now: float) -> Proposal | None:
+        if is_needed and not self._is_needed:
+            self.agreement.hurry()
+        self._is_needed = is_needed
+        if not (is_needed or self._is_wanted):
+            return self.agreement.withdraw(now)
+        if self.agreement.is_late(now):
+            return self.agreement.withdraw(now)
+        return self.agreement.begin(self.members, now)
+
+    def _pass_step(self, agent: Agent, now: float) -> None:
+        agreement = self.agreement
+        agreement.pass_step(agent)
+        if agreement.state is AgreementState.IDLE and agreement.step == self._held_step:
+            agreement.pause(NOT_HELD_S, now)
+
+    def _send(self, step: Proposal | Confirmation | None) -> list[Effect]:
+        match step:
+            case None:
+                return []
+            case Proposal(number, at):
+                return [Send(self.members, {"type": "propose", "number": number, "step": at})]
+            case Confirmation(number):
+                return [Send(self.members, {"type": "confirm", "number": number})]
+
+
+def preemption_note(agent: Agent, reason: str, left_s: float) -> Note:
+    """Return the event of a member that is to leave within so long."""
+    fields = {"task": agent.task, "host": agent.host, "reason": reason}
+    return Note("preemption_notice", {**fields, "left_s": round(left_s, 1)})
 
 
 def _names(agents: Mapping[Agent, object]) -> str:
@@ -294,7 +376,7 @@ def _names(agents: Mapping[Agent, object]) -> str:
 
 # ---- Whether a node that came late is worth the restart of the group (pure)
 # A group of n nodes with r seconds of work left that takes k more in has r * n / (n + k) left at
-# best; it saves r * k / (n + k) seconds, and pays one restart. `weigh` compares the two.
+# best; it saves r * k / (n + k) seconds, and pays one restart. `should_scale_up` compares them.
 
 
 @dataclass(frozen=True)
@@ -315,7 +397,7 @@ class ScaleUpDecision:
     why: str
 
 
-def weigh(
+def should_scale_up(
     members: int, newcomers_time_left_s: Sequence[float | None], outlook: Forecast
 ) -> ScaleUpDecision:
     """Decide how many of the nodes that wait are worth a restart.
@@ -346,51 +428,47 @@ def weigh(
     return ScaleUpDecision(len(staying) if saved > cost else 0, what)
 
 
-@dataclass
 class ProgressEstimator:
-    """Keeps the outlook up to date from what the leader sees; times are its monotonic seconds."""
+    """Forecast of the run, from what the leader sees; times are its monotonic seconds."""
 
-    broken_at: float | None = None
-    closed_at: float | None = None
-    first: tuple[float, int] | None = None
-    """When the round's first step was seen, and which it was."""
-    last: tuple[float, int] | None = None
-    total: int | None = None
-    stop_s: float = 0.0
-    cost_s: float | None = None
+    def __init__(self) -> None:
+        self.total: int | None = None
+        """Steps of the training; None if unknown."""
+        self._broken_at: float | None = None
+        self._closed_at: float | None = None
+        self._cost_s: float | None = None
+        self._last_step: int | None = None
+        self._meter = ThroughputMeter(math.inf)
 
     def broke(self, now: float) -> None:
         """A round was broken."""
-        self.broken_at = now
+        self._broken_at = now
 
     def closed(self, now: float) -> None:
         """A round was closed."""
-        self.stop_s = 0.0 if self.broken_at is None else now - self.broken_at
-        self.closed_at, self.broken_at = now, None
-        self.first = self.last = None
+        self._closed_at = now
+        self._last_step, self._meter = None, ThroughputMeter(math.inf)
 
     def stepped(self, step: int | None, total: int | None, now: float) -> None:
         """A worker of the round reported a step."""
-        if step is None or self.closed_at is None:
+        if step is None or self._closed_at is None:
             return
-        self.total = total
-        if self.first is None:
-            self.first = (now, step)
-            self.cost_s = self.stop_s + now - self.closed_at
-        self.last = (now, step)
+        if self._last_step is None:
+            since = self._closed_at if self._broken_at is None else self._broken_at
+            self._cost_s, self._broken_at = now - since, None
+        self.total, self._last_step = total, step
+        self._meter.note(step, now)
 
     @property
     def outlook(self) -> Forecast:
         """What is known now."""
-        return Forecast(self._remaining_s(), self.cost_s)
+        return Forecast(self._remaining_s(), self._cost_s)
 
     def _remaining_s(self) -> float | None:
-        if self.first is None or self.last is None or self.total is None:
+        rate = self._meter.rate
+        if self.total is None or self._last_step is None or not rate:
             return None
-        steps, seconds = self.last[1] - self.first[1], self.last[0] - self.first[0]
-        if steps <= 0 or seconds <= 0:
-            return None
-        return max(0, self.total - self.last[1]) * seconds / steps
+        return max(0, self.total - self._last_step) / rate
 
 
 STRAGGLE_S = 10.0

@@ -1,4 +1,4 @@
-"""Is the group hung, and who is to blame: the leader's inquest (pure).
+"""Hang diagnosis: whether a group that makes no step is hung, and which rank is to blame (pure).
 
 Theory of operation
 -------------------
@@ -26,11 +26,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from hpc_elastic.rendezvous.effects import Action, AskStacks, Note
+from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
 from hpc_elastic.rendezvous.log_entry import Agent, Failure
-from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.replica_state import Rounds
+from hpc_elastic.rendezvous.round_state import RoundPhase, RunState
 
 ANSWER_S = 20.0
 """An agent answers within so long, or it can not."""
@@ -39,8 +39,6 @@ PATIENCE = 10.0
 _NAMED = 8
 _OUT_OF_REACH = ("stopped", "silent")
 _AT_WORK = ("busy", "done")
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -188,46 +186,47 @@ class HangDiagnosis:
     _patient: bool = True
     _answers: dict[Agent, list[RankState]] = field(default_factory=dict)
 
-    def hear(self, machine: RoundState, agent: Agent, message: Message, now: float) -> list[Action]:
-        """A member says that its workers are stalled, or answers what they are at."""
-        if machine.phase is not RoundPhase.RUNNING or agent not in machine.roster:
+    def received(self, rounds: Rounds, agent: Agent, message: Message, now: float) -> list[Effect]:
+        """A member reports that its workers are stalled, or answers what they are at."""
+        if rounds.run.phase is not RoundPhase.RUNNING or agent not in rounds.run.ranks:
             return []
         if message["type"] == "stalled":
-            return self._open(machine, message, now) if self._asked_at is None else []
+            return self._open(rounds.run, message, now) if self._asked_at is None else []
         if self._asked_at is None or message["number"] != self.number:
             return []
         self._answers[agent] = [RankState(**state) for state in message["ranks"]]
-        return self.tick(machine, now)
+        return self.tick(rounds, now)
 
-    def tick(self, machine: RoundState, now: float) -> list[Action]:
+    def tick(self, rounds: Rounds, now: float) -> list[Effect]:
         """Judge once all have answered, or have had the time to."""
         if self._asked_at is None:
             return []
-        if machine.phase is not RoundPhase.RUNNING or machine.round != self._round:
+        run = rounds.run
+        if run.phase is not RoundPhase.RUNNING or run.entry.round != self._round:
             self._asked_at = None
             return []
-        missing = [a for a in machine.members if a not in self._answers]
+        missing = [a for a in run.ranks.members if a not in self._answers]
         if missing and now - self._asked_at < ANSWER_S:
             return []
         self._asked_at = None
-        return self._judge(machine, missing, now)
+        return self._judge(rounds, missing, now)
 
-    def _open(self, machine: RoundState, message: Message, now: float) -> list[Action]:
+    def _open(self, run: RunState, message: Message, now: float) -> list[Effect]:
         self._stalled_s = float(message["stalled_s"])
         self._patient = self._stalled_s < PATIENCE * float(message["limit_s"])
         self.number += 1
-        self._asked_at, self._round, self._answers = now, machine.round, {}
-        return [AskStacks(machine.members, self.number)]
+        self._asked_at, self._round, self._answers = now, run.entry.round, {}
+        return [Send(run.ranks.members, {"type": "stacks", "number": self.number})]
 
-    def _judge(self, machine: RoundState, missing: Collection[Agent], now: float) -> list[Action]:
-        found = list(_by_rank(machine.members, self._answers, missing))
-        finding = judge(found, patient=self._patient)
+    def _judge(self, rounds: Rounds, missing: Collection[Agent], now: float) -> list[Effect]:
+        members, round_ = rounds.run.ranks.members, rounds.run.entry.round
+        finding = judge(list(_by_rank(members, self._answers, missing)), patient=self._patient)
         if finding is None:
             return []
-        failures = failures_of(finding, self._stalled_s, machine.round)
-        actions: list[Action] = [note_of(finding, self._stalled_s)]
+        failures = failures_of(finding, self._stalled_s, round_)
         failed = [failure for _, failure in failures]
-        return [*actions, *machine.worker_failed(failed, failures[0][0], now)]
+        note = note_of(finding, self._stalled_s)
+        return [note, *rounds.worker_failed(failed, failures[0][0], now)]
 
 
 def _by_rank(

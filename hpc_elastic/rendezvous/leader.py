@@ -1,4 +1,4 @@
-"""Carries out what a leader decides: connections, files and Slurm around `leader_state`.
+"""Leader: carries out what `leader_state` decides, by connections, files and Slurm.
 
 Everything runs in one event loop; whatever may block (files, Slurm) runs in threads. All that the
 leader does passes through its `term`; when that is over, the leader ends. Messages to an
@@ -6,7 +6,7 @@ agent: ``welcome``, ``round``, ``stop``, ``hold``, ``propose``, ``confirm``, ``s
 ``end``, ``give back``, ``waiting``, ``ft`` and ``beat``; from an agent: ``hello``, ``join``,
 ``here``, ``failed``, ``finished``, ``boundary``, ``want``, ``answer``, ``stalled``, ``stacks``,
 ``notice``, ``noticed``, ``leave``, ``close``, ``ft`` and ``beat``. What is in an
-``ft`` is for the replicas' quorum (`leader`).
+``ft`` is for the lighthouse (`hpc_elastic.ft.messages`).
 """
 
 from __future__ import annotations
@@ -19,38 +19,35 @@ import random
 import resource
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.rendezvous import leader_state
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import (
     Announce,
-    AskSlurm,
-    AskSweep,
+    Append,
     ClearHolds,
-    Create,
-    Drop,
+    Disconnect,
+    Effect,
     Exclude,
-    LeaderEffect,
     LetOthersStart,
     Note,
     Postpone,
+    QuerySweep,
+    QueryTasks,
     Readmit,
     RemoveNotice,
     RenewLease,
     Send,
     Show,
-    placements,
-    placements_alone,
+    place_message,
+    places,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules, carried_out
-from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.rendezvous.run_status import waiting_for
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -74,6 +71,7 @@ _GARBAGE = 50_000
 """Objects between two looks for garbage: with ten thousand agents each look is long, and there is
 next to none."""
 _READMIT_S = 10.0
+_QUORUM_TICK_S = 0.05
 _NODES_A_STATUS = 500
 """status.json is written once a second, and once more for every so many nodes."""
 
@@ -88,14 +86,11 @@ class Leader:
         self._claim = claim
         self._listener = listener
         rng = random.Random()
-        kind = ReplicaLeaderState if office.rules.ft else LeaderState
-        self._leadership = kind(claim, office.rules, office.liveness, now, rng)
+        self._leadership = LeaderState(claim, office.rules, office.liveness, now, rng)
         self._term = Term(self._leadership, self, office.pace.show_s)
         notices = office.notices
         self._folder = TermFolder(claim.epoch, notices) if notices is not None else None
         self._is_notice_confirmed = asyncio.Event()
-        self._desk: QuorumBridge | None = open_desk(office, claim, self._leadership, self._send)
-        """Where the replicas' quorum is kept; None: the nodes are no replicas."""
         self._agents: dict[Agent, ServerConnection] = {}
         self._visitors: dict[ServerConnection, Agent | None] = {}
         """Everybody who is connected; None: it has not proved yet to be an agent."""
@@ -121,17 +116,15 @@ class Leader:
     def lead(self) -> None:
         """Begin to decide."""
         gc.set_threshold(max(_GARBAGE, gc.get_threshold()[0]))
-        self._journal.note("leader", epoch=self._claim.epoch)
-        for note in self._leadership.inherited:
-            self._journal.note(note.kind, **note.fields)
+        self._term.handle(self._leadership.begin)
         self._listener.serve(self._take)
         duties = self._tick(), self._watch_records(), self._tell_status(), self._readmit()
         for duty in duties:
             self._start(duty, self._duties)
         if self._folder is not None:
             self._start(self._watch_notices(self._folder), self._duties)
-        if self._desk is not None:
-            self._start(self._desk.keep(), self._duties)
+        if self._office.rules.ft:
+            self._start(self._tick_quorum(), self._duties)
 
     async def depart(self, agent: Agent, within_s: float = 1.0) -> None:
         """Record that this leader's own node leaves, for the next one to know.
@@ -163,7 +156,7 @@ class Leader:
         """Let everybody hear the last word, and what is begun be done."""
         deadline = time.monotonic() + linger_s
         last = (RoundPhase.ENDED, RoundPhase.DISBANDED)
-        while self._leadership.machine.phase in last and self._agents:
+        while self._leadership.run.phase in last and self._agents:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
@@ -249,8 +242,6 @@ class Leader:
         self._agents[agent] = visitor
         self._visitors[visitor] = agent
         self._strangers.pop(visitor, None)
-        if self._desk is not None:
-            self._desk.arrived(agent)
 
     def said(self, visitor: ServerConnection, message: dict[str, Any]) -> None:
         """See `Host`."""
@@ -260,8 +251,6 @@ class Leader:
         with self._or_fail():
             now = time.monotonic()
             self._term.handle(self._leadership.received, agent, _on_our_clock(message), now)
-            if self._desk is not None and message["type"] == "ft":
-                self._desk.said(agent, message["message"])
 
     def left(self, visitor: ServerConnection, why: str) -> None:
         """See `Host`."""
@@ -285,29 +274,31 @@ class Leader:
         visitor = self._agents.pop(agent, None)
         if visitor is not None:
             visitor.abort(why)
-        if self._desk is not None:
-            self._desk.left(agent, why)
 
     # ---- effects ------------------------------------------------------------------------
 
-    def carry_out(self, effect: LeaderEffect) -> None:
+    def carry_out(self, effect: Effect) -> None:
         """See `Hands`."""
         world = self._office.world
         match effect:
-            case Send(agent, message):
-                self._send(agent, message)
-            case Drop(agent):
+            case Send(agents, message):
+                for agent in self._agents if agents is None else agents:
+                    self._send(agent, message)
+            case Disconnect(agent):
+                assert agent is not None
                 self._let_go(agent, "silent, or connected anew")
             case Note(kind, fields):
                 self._journal.note(kind, **fields)
-            case Create(record):
-                self._start(self._create(record), self._duties)
+            case Append():
+                self._start(self._append(effect), self._duties)
             case Announce():
-                self._announce(effect)
-            case AskSlurm():
-                self._start(self._ask_slurm(), self._duties)
-            case AskSweep(lost):
-                self._start(self._ask_sweep(lost), self._duties)
+                for agent, place in places(effect, self._store or ("", 0)):
+                    self._send(agent, place_message(effect, agent, place))
+                self._term.show(time.time())
+            case QueryTasks():
+                self._start(self._query_tasks(), self._duties)
+            case QuerySweep(lost):
+                self._start(self._query_sweep(lost), self._duties)
             case LetOthersStart(lost):
                 self._let_slurm(world.let_others_start, lost)
             case RenewLease():
@@ -332,7 +323,7 @@ class Leader:
                 self._journal.note("tasks_restarted", tasks=list(tasks), avoids=avoids)
                 self._let_slurm(world.clear_holds, tasks, unseen, failed_on)
 
-    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         """See `Hands`."""
         self._start(self._publish(record, afterwards), self._clean_up)
 
@@ -355,42 +346,31 @@ class Leader:
             work()
         return True
 
-    async def _create(self, record: LogEntry) -> None:
-        """Create the record, however long the file system takes."""
+    async def _append(self, append: Append) -> None:
+        """Append an entry, however long the file system takes."""
+        entry = append.entry
         while True:
             try:
-                if record.round > self._leadership.at.round and self._desk is None:
+                if append.needs_store:
                     self._store = await self._in_thread(self._office.world.make_store)
-                created = await self._in_thread(self._office.register.create, record)
+                is_ours = await self._in_thread(self._office.register.create, entry)
                 break
             except OSError as e:
-                _log.warning("record %d is not written yet, trying on: %s", record.number, e)
+                _log.warning("record %d is not written yet, trying on: %s", entry.number, e)
                 await asyncio.sleep(_RETRY_S)
-        if created:
-            self._term.handle(self._leadership.created, time.monotonic())
-        else:
-            self._term.handle(self._leadership.refused)
+        self._term.handle(self._leadership.appended if is_ours else self._leadership.refused)
 
-    def _announce(self, announce: Announce) -> None:
-        start = announce.start
-        placed = placements(announce) if self._desk is None else placements_alone(announce)
-        for agent, message in placed:
-            self._send(agent, {**message, "store": self._store or ("", 0)})
-        note = leader_state.round_note(start, record=announce.record, epoch=self._claim.epoch)
-        self._journal.note(note.kind, **note.fields)
-        self._term.show(time.time())
-
-    async def _publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
+    async def _publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         self._term.show(time.time())  # before the result, whose readers take it for the last
         await self._journal.publish(record)
         self._term.do(afterwards)
         await self._if_it_leads(self._office.world.cancel_pending)
 
-    async def _ask_slurm(self) -> None:
+    async def _query_tasks(self) -> None:
         view = await self._in_thread(self._office.world.view)
         self._term.handle(self._leadership.slurm_says, view, time.monotonic())
 
-    async def _ask_sweep(self, lost: Mapping[str, int]) -> None:
+    async def _query_sweep(self, lost: Mapping[str, int]) -> None:
         why = await self._in_thread(self._office.world.waits_in_vain, lost)
         self._term.handle(self._leadership.sweep_says, why, time.monotonic())
 
@@ -415,6 +395,12 @@ class Leader:
         while True:
             self._term.handle(self._leadership.tick, time.monotonic())
             await asyncio.sleep(self._office.liveness.heartbeat_interval_s)
+
+    async def _tick_quorum(self) -> None:
+        """Let the lighthouse of replicas see that time passes."""
+        while True:
+            await asyncio.sleep(_QUORUM_TICK_S)
+            self._term.handle(self._leadership.tick_quorum, time.monotonic())
 
     async def _watch_records(self) -> None:
         """Step down once somebody else leads."""
@@ -458,10 +444,10 @@ class Leader:
                 self._term.end()
             self._term.show(time.time())
             self._count_strangers()
-            machine = self._leadership.machine
-            if machine.phase is RoundPhase.FORMING:
-                text = waiting_for(machine, self._office.world.log_of)
-                for agent in list(machine.joined):
+            run = self._leadership.run
+            if run.phase is RoundPhase.FORMING:
+                text = waiting_for(run, self._office.world.log_of)
+                for agent in list(run.participants.joined):
                     self._send(agent, {"type": "waiting", "text": text})
             await asyncio.sleep(1.0 + len(self._agents) / _NODES_A_STATUS)
 
@@ -478,7 +464,7 @@ def _on_our_clock(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-# ---- What an agent leads a run with, if it comes to that
+# ---- Dependencies of a leader
 
 
 StoreAddress = tuple[str, int]
@@ -561,8 +547,6 @@ class LeaderContext:
     world: LeaderScheduler
     notices: SharedFiles | None = None
     """Where it is asked for nodes to be left; None: nowhere."""
-    make_keeper: MakeKeeper | None = None
-    """Makes the keeper of the replicas' quorum; needed where ``rules.ft`` is set."""
     generation: int = 0
     """The run's, as this agent's task was submitted."""
     pace: LeaderTiming = LeaderTiming()
@@ -576,197 +560,3 @@ class LeaderCandidate:
     office: LeaderContext
     is_running: Callable[[str], bool | None]
     """Ask (blocking) Slurm whether a task is RUNNING; None where nobody knows."""
-
-
-# ---- The keeper of the replicas' quorum at his leader's: who comes and goes, and what they say
-# The keeper (`leader`) decides about quorums; two things he can not know, and are seen to here.
-# While the leader may be the one that is cut off, nothing reaches the keeper: another leader may
-# have been elected, whose keeper makes quorums of the others. And a newcomer, which has not been
-# in a quorum yet, has to wait while a replica ends whose workers have gone: if they have
-# finished, the run is over, and a newcomer left alone would begin it from the start.
-
-
-_TICK_S = 0.05
-_SETTLES_WITHIN_S = 2.0
-"""An agent reports within a tenth of a second what became of workers that have gone."""
-_NO_QUORUM = -1
-
-
-# ---- What the rendezvous knows of the replicas' quorum: somebody else's rules, behind an interface
-# The rules are those of `hpc_elastic.ft`, a sibling of this package, which the agent puts in
-# (`hpc_elastic.agent.quorum`).
-
-
-Message = dict[str, Any]
-
-
-SendTo = Callable[[Agent, Message], None]
-
-
-class QuorumBridge:
-    """Between one leader and the keeper of his epoch."""
-
-    def __init__(self, keeper: QuorumKeeper, leadership: ReplicaLeaderState, send: SendTo) -> None:
-        self._keeper = keeper
-        self._leadership = leadership
-        self._send = send
-        self._agents: dict[str, Agent] = {}
-        self._waiting: deque[Callable[[], Answers]] = deque()
-        """What the keeper is to hear once it is sure that this leader leads."""
-        self._ending: dict[Agent, float] = {}
-        """Whose workers have gone, and since when, until it is known what became of them."""
-        self._held: dict[Agent, Message] = {}
-        """What newcomers ask meanwhile."""
-
-    def arrived(self, agent: Agent) -> None:
-        """An agent has connected."""
-        name = replica_name(agent)
-        self._agents[name] = agent
-        self._tell(lambda: self._keeper.arrived(name, time.monotonic()))
-
-    def said(self, agent: Agent, message: Message) -> None:
-        """An agent has sent this for the keeper.
-
-        Raises:
-            ValueError: it is nothing that a keeper knows.
-        """
-        self._note(agent, message)
-        if message["type"] == "ask" and self._is_early(agent):
-            self._held[agent] = message
-            return
-        if message["type"] in ("withdraw", "lost", "bye"):
-            self._held.pop(agent, None)
-        name = replica_name(agent)
-        self._tell(lambda: self._keeper.said(name, message, time.monotonic()))
-
-    def left(self, agent: Agent, why: str) -> None:
-        """The connection to an agent is gone, or it is not heard any more."""
-        name = replica_name(agent)
-        self._agents.pop(name, None)
-        self._held.pop(agent, None)
-        self._ending.pop(agent, None)
-        self._tell(lambda: self._keeper.left(name, why, time.monotonic()))
-
-    async def keep(self) -> None:
-        """Let the keeper see that time passes, until this is cancelled."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._release()
-            self._tell(lambda: self._keeper.tick(time.monotonic()))
-
-    # ---- the keeper ---------------------------------------------------------------------
-
-    def _tell(self, event: Callable[[], Answers]) -> None:
-        now, leadership = time.monotonic(), self._leadership
-        self._waiting.append(event)
-        while self._waiting and not (leadership.fenced or leadership.is_cut_off(now)):
-            self._answer(self._waiting.popleft()())
-
-    def _answer(self, answers: Answers) -> None:
-        for name, message in answers:
-            agent = self._agents.get(name)
-            if agent is not None:
-                if message["type"] == "placements":
-                    self._leadership.machine.takes_part(agent)
-                self._send(agent, {"type": "ft", "message": message})
-
-    # ---- the end of the run -------------------------------------------------------------
-
-    def _note(self, agent: Agent, message: Message) -> None:
-        machine = self._leadership.machine
-        if message["type"] == "here" and message["quorum_id"] != _NO_QUORUM:
-            machine.takes_part(agent)
-        elif message["type"] in ("bye", "lost") and agent in machine.taking_part:
-            self._ending[agent] = time.monotonic()
-
-    def _is_early(self, agent: Agent) -> bool:
-        machine = self._leadership.machine
-        return agent not in machine.taking_part and bool(self._ending or machine.done)
-
-    def _release(self) -> None:
-        """Let newcomers ask once it is known that the run goes on."""
-        machine, now = self._leadership.machine, time.monotonic()
-        self._ending = {
-            agent: since
-            for agent, since in self._ending.items()
-            if agent in machine.taking_part and now - since < _SETTLES_WITHIN_S
-        }
-        if self._held and not (self._ending or machine.done):
-            held, self._held = self._held, {}
-            for agent, message in held.items():
-                name = replica_name(agent)
-                self._tell(partial(self._keeper.said, name, message, now))
-
-
-def open_desk(
-    office: LeaderContext, claim: LogEntry, leadership: LeaderState, send: SendTo
-) -> QuorumBridge | None:
-    """Return the desk of a leader whose run has replicas; None for another's."""
-    if not isinstance(leadership, ReplicaLeaderState):
-        return None
-    assert office.make_keeper is not None, "a run with ft=true needs Office.make_keeper"
-    lost = [a for a in claim.members if a not in leadership.machine.roster]
-    keeper = office.make_keeper(claim.epoch, map(replica_name, lost))
-    return QuorumBridge(keeper, leadership, send)
-
-
-Answers = Iterable[tuple[str, Message]]
-"""Messages to replicas, by name, in the order in which they are to be sent."""
-
-
-class QuorumKeeper(Protocol):
-    """Keeps the quorum in one epoch (leader). Times are its monotonic seconds."""
-
-    def arrived(self, replica: str, now: float) -> Answers:
-        """A replica's agent has connected."""
-
-    def said(self, replica: str, message: Message, now: float) -> Answers:
-        """A replica's agent passes on what its workers say.
-
-        Raises:
-            ValueError: it is no message of theirs.
-        """
-
-    def left(self, replica: str, why: str, now: float) -> Answers:
-        """The connection is gone, or nothing was heard for too long."""
-
-    def tick(self, now: float) -> Answers:
-        """Time has passed; to be called every few hundredths of a second."""
-
-
-MakeKeeper = Callable[[int, Iterable[str]], QuorumKeeper]
-"""Makes the keeper of an epoch; the replicas named are known to be dead."""
-
-
-def replica_name(agent: Agent) -> str:
-    """Return the name of the replica that an agent's workers are: another attempt is another."""
-    return f"{agent.task}:{agent.attempt}"
-
-
-# ---- What a session knows of the workers of its node, where they are a replica of their own
-
-
-class ReplicaGroup(Protocol):
-    """Speaks for a node's workers to the keeper of the quorum, who is with the leader.
-
-    All methods are called on the session's event loop.
-    """
-
-    async def start(self, say: Callable[[Message], None]) -> None:
-        """Begin; ``say`` sends a message to the keeper, if the connection stands."""
-
-    async def stop(self) -> None:
-        """The session ends."""
-
-    def up(self) -> None:
-        """A leader is there: tell his keeper what he has to know."""
-
-    def down(self) -> None:
-        """The connection to the leader is gone."""
-
-    def heard(self, message: Message) -> None:
-        """The keeper says something.
-
-        Raises:
-            ValueError: it is no message of a keeper.
-        """

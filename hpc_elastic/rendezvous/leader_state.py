@@ -1,30 +1,31 @@
-"""What a leader does in its epoch: whom it hears, and what it may still decide (pure).
+"""Leader state: what a leader does in its term, and what it may still decide (pure).
 
 Theory of operation
 -------------------
-The leader owns the `round_state`, and stands between it and the world:
+The leader owns the `round_state`, or the `replica_state` of a run with ``ft=true``, and stands
+between it and the world:
 
-Liveness   Whom it hears, and whose silence means loss, stands in `leader_state`.
+Liveness   `HeartbeatTracker` has the agents that are heard, and those whose silence means loss.
 
-Decisions  Closing a round, releasing members, giving all nodes back and ending the run are
-           *decisions*: each is the next `log_entry` of the run. The leader asks for the record to
-           be created, and carries the decision out only when it was; everything that follows waits
-           in order. If the number is taken, or a later record is seen, another agent leads: the
-           leader is fenced and steps down.
+Decisions  Closing a round, releasing members, sending all nodes back and ending the run are
+           *decisions*: each is the next `log_entry` of the run. The leader has the entry appended,
+           and all effects behind it wait in order until it was. If the index is taken, or a later
+           entry is seen, another agent leads: the leader is fenced and steps down.
 
 Lease      The leader renews a lease on the shared file system while it hears at least half of the
-           members of the last round, and could form a group with those it hears. Agents that can
-           not reach it elect another only once the lease has run out, so that one node that is cut
-           off does not depose a leader that the others follow. A leader that hears fewer may be
-           the one that is cut off: it renews no lease and closes no round for as long as the
-           others need to elect. If nobody did, they are dead, and it goes on.
-           A leader that can not renew its lease steps down before members that it does not hear
-           may elect another; and where it can not record a decision either, at any rate.
+           members that the last entry names, and could form a group with those it hears. Agents
+           that cannot reach it elect another only once the lease has run out, so that one node that
+           is cut off does not depose a leader that the others follow. A leader that hears fewer may
+           be the one that is cut off: it renews no lease and closes no round for as long as the
+           others need to elect. If nobody did, they are dead, and it goes on. Replicas train on
+           meanwhile: none is taken for lost, and the lighthouse makes no quorum.
+           A leader that cannot renew its lease steps down before members that it does not hear may
+           elect another; and where it cannot append a decision either, in any case.
 
-Reports    of members are numbered by the record of the round that they belong to: what is said of
-           an earlier one is old news. Requests for a place are numbered by the agent.
+Reports    of members are numbered by the entry of the round that they belong to: a report of an
+           earlier one is ignored. Requests for a place are numbered by the agent.
 
-Slurm      is asked when `task_recovery` allows it; what its word means stands in `task_recovery`.
+Slurm      is queried when `task_recovery` allows it; what its answer means stands there too.
 
 Sweep      A run below min nodes asks whether it waits in vain, for nodes that other runs of its
            sweep hold. A run that trains lets others start (`hpc_elastic.slurm.sweep_queue`).
@@ -37,46 +38,37 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
+from hpc_elastic.ft.lighthouse_state import LighthouseState
+from hpc_elastic.ft.messages import unpack
 from hpc_elastic.rendezvous import task_recovery
 from hpc_elastic.rendezvous.effects import (
-    Action,
-    Announce,
-    AskSlurm,
-    AskStacks,
-    AskSweep,
+    Append,
     ClearHolds,
-    ConfirmStep,
-    Create,
-    Depart,
-    Drop,
-    EndRun,
-    Exclude,
-    GiveBack,
-    Hold,
-    LeaderEffect,
+    Disconnect,
+    Effect,
     LetOthersStart,
     Message,
     Note,
-    Postpone,
-    ProposeStep,
-    PublishResult,
-    Release,
+    QuerySweep,
+    QueryTasks,
     RemoveNotice,
     RenewLease,
     Send,
-    StartRound,
     StepDown,
-    StopRound,
 )
 from hpc_elastic.rendezvous.failure_policy import Stragglers
-from hpc_elastic.rendezvous.group_change import ProgressEstimator
 from hpc_elastic.rendezvous.hang_diagnosis import HangDiagnosis
-from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RoundRules
+from hpc_elastic.rendezvous.replica_state import (
+    QuorumBridge,
+    ReplicaState,
+    Rounds,
+    departed_note,
+    replica_name,
+)
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
-from hpc_elastic.rendezvous.step_agreement import StepVote
 from hpc_elastic.rendezvous.task_recovery import CONFIRM_LOST_S, SlurmPollSchedule
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -86,11 +78,18 @@ _SWEEP_EVERY_S, _SWEEP_LONGEST_S = 5.0, 15.0
 
 
 class LeaderState:
-    """One leader in one epoch."""
+    """One leader in one term.
 
-    machines: type[RoundState] = RoundState
-    inherited: tuple[Note, ...] = ()
-    """What there is to be noted of the leadership before."""
+    Attributes:
+        rounds: The rules of the run, by which its nodes train as one group or as replicas.
+        run: The state that these go by.
+        at: The last entry of this term that is appended; the next decision is the one after it.
+        fenced: Whether another agent leads.
+        progress: What the workers of each member reported last.
+    """
+
+    round_rules: type[RoundState] = RoundState
+    replica_rules: type[ReplicaState] = ReplicaState
 
     def __init__(
         self,
@@ -100,287 +99,240 @@ class LeaderState:
         now: float,
         rng: random.Random,
     ) -> None:
-        self.machine = self.machines.resume(claim, rules, now, rng)
+        self.rounds: Rounds
+        self._quorum: QuorumBridge | None = None
+        self._inherited_notes: list[Effect] = []
+        if rules.ft:
+            self.rounds = replicas = self.replica_rules(claim, rules, now, rng)
+            lost, members = replicas.inherited_losses, replicas.run.ranks.members
+            lighthouse = LighthouseState(
+                claim.epoch, min_replicas=rules.min_nodes, lost_members=map(replica_name, lost)
+            )
+            self._quorum = QuorumBridge(lighthouse, replicas)
+            self._inherited_notes += [departed_note(agent, members) for agent in lost]
+        else:
+            self.rounds = self.round_rules(claim, rules, now, rng)
+        self.run = self.rounds.run
         self.at = claim
-        """The last record of this epoch; the next decision is the one after it."""
-        self.round_record = claim.number
-        """The number of the record that closed the last round of this epoch."""
         self.fenced = False
-        self.estimate = ProgressEstimator()
         self.progress: dict[Agent, Message] = {}
-        """What the workers of each member reported last."""
         self.liveness = liveness
-        self._attendance = HeartbeatTracker(liveness, self.machine.muster.unsettled, now)
+        self.stragglers = Stragglers()
+        self._hangs = HangDiagnosis()
+        self._tracker = HeartbeatTracker(liveness, self.run.participants.pending_rejoin, now)
+        self._silent: dict[Agent, str] = {}
+        """Agents that are not heard, and are not taken for lost yet; and what happened."""
         self._yielding = False
         self._lease_due = now
         self._unrenewed_since: float | None = None
         """When the renewal of the lease was asked for that has not been done yet."""
-        self._wanted: LogEntry | None = None
-        self._asks: dict[Agent, int] = {}
-        """The number of each agent's last request for a place."""
-        self._answers: dict[int, dict[Agent, int]] = {}
-        """The requests that each round answers that was decided and is not announced yet."""
-        self._queue: list[Action] = []
-        self._slurm = SlurmPollSchedule()
+        self._pending: LogEntry | None = None
+        """The entry that is being appended."""
+        self._queue: list[Effect] = []
+        """Effects that stand behind it."""
+        self._polls = SlurmPollSchedule()
         self._sweep_due, self._sweep_pause_s = now, _SWEEP_EVERY_S
-        self._inquest = HangDiagnosis()
-        self._asked = LeaveRequests()
-        self.stragglers = Stragglers()
+        self._leave_requests = LeaveRequests()
 
     # ---- events -------------------------------------------------------------------------
 
-    def connected(self, agent: Agent, now: float) -> list[LeaderEffect]:
+    def begin(self) -> list[Effect]:
+        """The claim is appended: begin to lead."""
+        return [Note("leader", {"epoch": self.at.epoch}), *self._inherited_notes]
+
+    def connected(self, agent: Agent, now: float) -> list[Effect]:
         """An agent has proved who it is, on a new connection."""
         if self.fenced:
             return []
-        effects: list[LeaderEffect] = []
-        if agent in self._attendance.heard:
-            effects.append(Drop(agent))
+        effects: list[Effect] = []
+        if agent in self._tracker.heard:
+            effects.append(Disconnect(agent))
             effects += self.disconnected(agent, "connected anew", now)
-        self._attendance.connected(agent, now)
-        self.machine.comebacks.seen(agent.task)
+        self._tracker.connected(agent, now)
+        self._silent.pop(agent, None)
+        self.run.recovery.note_seen(agent.task)
         self._yield_if_cut_off(now)
-        return effects
+        if self._quorum is not None:
+            self._quorum.connected(agent)
+        return [*effects, *self._answer_replicas(now)]
 
-    def received(self, agent: Agent, message: Message, now: float) -> list[LeaderEffect]:
-        """An agent says something; see `leader` for the messages."""
-        if self.fenced or agent not in self._attendance.heard:
+    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+        """An agent has sent a message; see `leader` for the messages.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is no message of an agent.
+        """
+        if self.fenced or agent not in self._tracker.heard:
             return []
-        self._attendance.heard[agent] = now
+        self._tracker.heard[agent] = now
         match message["type"]:
             case "leave":
                 knows = self.knows_notice(agent.task)
                 return [*knows, *self.disconnected(agent, str(message["why"]), now)]
             case "noticed":
                 return self.knows_notice(agent.task)
+            case "ft":
+                if self._quorum is not None:
+                    self._quorum.received(agent, unpack(message["message"]), now)
+                return self._answer_replicas(now)
             case "join" | "here" if self.at.ending is not None:
-                return [Send(agent, self.at.ending.message)]
-            case "join" | "here" if self.machine.phase is RoundPhase.ENDED:
-                return []  # it hears the end with everybody else, once that is recorded
+                return [Send((agent,), self.at.ending.message)]
+            case "join" | "here" if self.run.phase is RoundPhase.ENDED:
+                return []  # it is sent the end with all others, once that is appended
             case "join":
-                self._asks[agent] = message["ask"]
-                self._slurm.hurry()
-        return [*self._do(self._events(agent, message, now), now), *self._ask_slurm(now)]
+                self._polls.hurry()
+        effects = self._events(agent, message, now)
+        return [*self._do(effects), *self._query_tasks(now)]
 
-    def disconnected(self, agent: Agent, why: str, now: float) -> list[LeaderEffect]:
+    def disconnected(self, agent: Agent, why: str, now: float) -> list[Effect]:
         """The connection to an agent is gone."""
-        if not self._forget(agent):
+        if not self._forget(agent, why):
             return []
-        self.machine.comebacks.seen(agent.task)
-        return self._do(self.machine.gone(agent, why, now), now)
+        self.run.recovery.note_seen(agent.task)
+        gone = self._do(self.rounds.gone(agent, why, now))
+        return [*gone, *self._answer_replicas(now)]
 
-    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[LeaderEffect]:
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:
         """These notices are in this leader's hands, each with the seconds that it leaves."""
-        tell, confirmed, in_vain = self._asked.look(claimed, self._attendance.heard)
-        told = [Send(agent, {"type": "notice", "left_s": left_s}) for agent, left_s in tell]
+        tell, confirmed, in_vain = self._leave_requests.look(claimed, self._tracker.heard)
+        told = [Send((agent,), {"type": "notice", "left_s": left_s}) for agent, left_s in tell]
         vain = [RemoveNotice(name, in_vain=True) for name in in_vain]
         return [*told, *map(RemoveNotice, confirmed), *vain]
 
-    def knows_notice(self, task: str) -> list[LeaderEffect]:
+    def knows_notice(self, task: str) -> list[Effect]:
         """The agent of a task knows that its node is to be left."""
-        heard = self._attendance.heard
-        known = (self._asked.confirmed(agent, heard) for agent in heard if agent.task == task)
+        heard = self._tracker.heard
+        requests = self._leave_requests
+        known = (requests.confirmed(agent, heard) for agent in heard if agent.task == task)
         return [RemoveNotice(name) for names in known for name in names]
 
-    def slurm_says(self, view: Mapping[str, TaskState] | None, now: float) -> list[LeaderEffect]:
+    def slurm_says(self, states: Mapping[str, TaskState] | None, now: float) -> list[Effect]:
         """Slurm answered, or did not (None)."""
-        asked_at = self._slurm.answered(len(view or {}), now)
-        if self.fenced or not self.machine.wants_slurm:
+        asked_at = self._polls.answered(len(states or {}), now)
+        if self.fenced or not self.run.wants_slurm:
             return []
-        known = (view or {}).items()
-        self._attendance.have_no_node(t for t, s in known if task_recovery.has_no_node(s))
-        effects = self._do(self.machine.slurm_says(view, asked_at, now), now)
-        if self.machine.comebacks.are_due:
-            self._slurm.ask_within(CONFIRM_LOST_S, now)
+        known = (states or {}).items()
+        self._tracker.have_no_node(t for t, s in known if task_recovery.has_no_node(s))
+        effects = self._do(self.rounds.slurm_says(states, asked_at, now))
+        if self.run.recovery.are_due:
+            self._polls.ask_within(CONFIRM_LOST_S, now)
         return effects
 
-    def sweep_says(self, why: str | None, now: float) -> list[LeaderEffect]:
+    def sweep_says(self, why: str | None, now: float) -> list[Effect]:
         """The run waits in vain for min nodes, and why; None: it may yet get them."""
         longer_s = min(_SWEEP_LONGEST_S, 1.5 * self._sweep_pause_s)
         if why is not None:  # to be seen again soon: then the nodes go back
             self._sweep_pause_s = longer_s = _SWEEP_EVERY_S
         self._sweep_due, self._sweep_pause_s = now + self._sweep_pause_s, longer_s
-        return [] if self.fenced else self._do(self.machine.sweep_says(why, now), now)
+        return [] if self.fenced else self._do(self.run.sweep_says(why, now))
 
-    def created(self, now: float) -> list[LeaderEffect]:
-        """The record that was asked for exists: carry the decision out."""
-        assert self._wanted is not None
+    def appended(self) -> list[Effect]:
+        """The entry exists: carry out what stands behind it."""
         if self.fenced:
             return []
-        self.at, self._wanted = self._wanted, None
-        decision, *queued = self._queue
-        self._queue = []
-        return [*self._carry_out(decision, now), *self._do(queued, now)]
+        assert self._pending is not None
+        before, self.at, self._pending = self.at, self._pending, None
+        if self.at.round > before.round:
+            self._tracker.close_round()
+        elif len(self.at.members) < len(before.members):
+            self._tracker.have_no_node(a.task for a in {*before.members} - {*self.at.members})
+        queue, self._queue = self._queue, []
+        return self._do(queue)
 
-    def refused(self) -> list[LeaderEffect]:
-        """The record that was asked for is somebody else's."""
+    def refused(self) -> list[Effect]:
+        """The index of the entry is taken."""
         return self._step_down()
 
-    def saw(self, last_number: int) -> list[LeaderEffect]:
-        """The last record on the shared file system has this number."""
-        newest = self.at if self._wanted is None else self._wanted
+    def saw(self, last_number: int) -> list[Effect]:
+        """The last entry on the shared file system has this index."""
+        newest = self.at if self._pending is None else self._pending
         return self._step_down() if last_number > newest.number else []
 
-    def tick(self, now: float) -> list[LeaderEffect]:
+    def tick(self, now: float) -> list[Effect]:
         """Time has passed; to be called every `HeartbeatConfig.heartbeat_interval_s` at least."""
         if self.fenced:
             return []
-        if late_s := self._attendance.forgive_if_slept(now):
-            self.machine.slept(late_s, now)
-        effects = self._drop_silent(now)
-        self._yield_if_cut_off(now)
-        effects += self._do(self.machine.tick(now), now)
-        effects += self._do(self._inquest.tick(self.machine, now), now)
-        effects += self._beat(now)
+        if late_s := self._tracker.forgive_if_slept(now):
+            self.run.add_grace(late_s, now)
+        effects = self._lose_silent(now)
+        effects += self._do(self.rounds.tick(now))
+        effects += self._do(self._hangs.tick(self.rounds, now))
+        effects.append(Send(tuple(self._tracker.heard), {"type": "beat"}))
         effects += self._renew_lease(now)
-        return [*effects, *self._ask_slurm(now), *self._see_to_sweep(now)]
+        return [*effects, *self._query_tasks(now), *self._query_sweep(now)]
 
-    def renewed(self) -> list[LeaderEffect]:
+    def tick_quorum(self, now: float) -> list[Effect]:
+        """Time has passed for the lighthouse; to be called every few hundredths of a second."""
+        if self._quorum is None or self.fenced:
+            return []
+        self._quorum.tick(now)
+        return self._answer_replicas(now)
+
+    def renewed(self) -> list[Effect]:
         """The lease was renewed."""
         self._unrenewed_since = None
         return []
 
     @property
     def is_deciding(self) -> bool:
-        """Whether a decision is not recorded yet."""
-        return self._wanted is not None and not self.fenced
+        """Whether a decision is not appended yet."""
+        return self._pending is not None and not self.fenced
+
+    def is_cut_off(self, now: float) -> bool:
+        """Tell whether this leader may be the one that nobody hears."""
+        return self._yielding and now < self.run.not_before
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _events(self, agent: Agent, message: Message, now: float) -> list[Action]:
-        ours = message.get("record") == self._record_of(agent)
+    def _events(self, agent: Agent, message: Message, now: float) -> list[Effect]:
         match message["type"]:
             case "join":
-                return self.machine.join(agent, now)
-            case "notice":
-                return self.machine.noticed(
-                    agent, str(message["reason"]), float(message["left_s"]), now
-                )
-            case "want" if ours:
-                return self.machine.wants_checkpoint(agent, now)
-            case "answer" if ours:
-                return self.machine.answered(agent, StepVote.of(message), now)
-            case "finished" if ours:
-                return self.machine.finished(agent, now)
-            case "failed" if ours:
-                failures = [Failure(**f) for f in message["failures"]]
-                return self.machine.worker_failed(failures, agent, now)
-            case "boundary" if ours:
-                step, held = int(message["step"]), int(message["held"])
-                return self.machine.boundary(agent, step, held, now)
-            case "stalled" | "stacks" if ours:
-                return self._inquest.hear(self.machine, agent, message, now)
+                return self.rounds.join(agent, now, message["ask"])
             case "close":
-                return self.machine.close()
-            case "beat" if message["progress"]:
-                self.progress[agent] = message["progress"]
-                return self._learn(agent, message["progress"], now)
-        return []
+                return self.run.close()
+            case "beat":
+                return self._learn(agent, message["progress"], now) if message["progress"] else []
+            case "stalled" | "stacks" if self.rounds.is_current(agent, message):
+                return self._hangs.received(self.rounds, agent, message, now)
+        return self.rounds.received(agent, message, now)
 
-    def _record_of(self, agent: Agent) -> int | None:
-        """Return the number of the record by which an agent's reports count."""
-        return self.round_record
+    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Effect]:
+        self.progress[agent] = progress
+        self.rounds.progressed(agent, progress, now)
+        if "loads" not in progress or agent not in self.run.ranks:
+            return []
+        return self.stragglers.heard(agent, progress["loads"], self.run.entry.round)
 
-    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Action]:
-        if self.machine.members and agent == self.machine.members[0]:
-            self.estimate.stepped(progress.get("step"), progress.get("total"), now)
-            self.machine.outlook = self.estimate.outlook
-        told = "loads" in progress and agent in self.machine.roster
-        return self.stragglers.heard(agent, progress["loads"], self.machine.round) if told else []
+    def _answer_replicas(self, now: float) -> list[Effect]:
+        """Send what the lighthouse answers, which waits for no entry; nothing if cut off."""
+        if self._quorum is None or self.fenced or self.is_cut_off(now):
+            return []
+        return self._quorum.answer(now)
 
     # ---- decisions ----------------------------------------------------------------------
 
-    def _do(self, actions: list[Action], now: float) -> list[LeaderEffect]:
-        """Carry actions out in order; what follows a decision waits until that is recorded."""
-        effects: list[LeaderEffect] = []
-        self._note_requests(actions)
-        for i, action in enumerate(actions):
-            if self._wanted is not None:
-                self._queue += actions[i:]
-                break
-            record = self._decided(action)
-            if record is None:
-                effects += self._carry_out(action, now)
-            else:
-                self._wanted = record
-                self._queue.append(action)
-                effects.append(Create(record))
-        return effects
+    def _do(self, effects: list[Effect]) -> list[Effect]:
+        """Return the effects to carry out now; those behind an append wait until it is done.
 
-    def _note_requests(self, actions: list[Action]) -> None:
-        """Note which requests a round answers when it is decided: members may ask anew later."""
-        for action in actions:
-            if isinstance(action, StartRound) and action.number not in self._answers:
-                self._answers[action.number] = {a: self._asks[a] for a in action.told}
+        Tasks are brought back at once: later the run may have sent them away.
+        """
+        now: list[Effect] = []
+        for effect in effects:
+            if self._pending is not None and not isinstance(effect, ClearHolds):
+                self._queue.append(effect)
+                continue
+            if isinstance(effect, Append):
+                self._pending = effect.entry
+            elif isinstance(effect, Send):
+                effect = Send(self._heard_of(effect.agents), effect.message)
+            now.append(effect)
+        return now
 
-    def _decided(self, action: Action) -> LogEntry | None:
-        """Return the record that this action must be, if it is a decision."""
-        match action:
-            case StartRound(number, members, restarts):
-                return self._next(round=number, members=members, restarts=restarts, given_back=0)
-            case Release():
-                return self._next()
-            case GiveBack(all=True):
-                return self._next(given_back=self.at.given_back + 1)
-            case EndRun(status, failure, victims, results) if self.at.ending is None:
-                return self._next(ending=RunEnding(status, failure, victims, results))
-        return None
+    def _heard_of(self, agents: Collection[Agent] | None) -> tuple[Agent, ...]:
+        heard = self._tracker.heard
+        return tuple(heard if agents is None else (a for a in agents if a in heard))
 
-    def _next(self, **changes: Any) -> LogEntry:
-        machine = self.machine
-        return replace(
-            self.at, number=self.at.number + 1, lost=dict(machine.muster.lost),
-            unseen=dict(machine.comebacks.unseen), away=dict(machine.patience.away),
-            tally=machine.blame.tally(), **changes,
-        )  # fmt: skip
-
-    def _carry_out(self, action: Action, now: float) -> list[LeaderEffect]:
-        match action:
-            case Note() | Exclude():
-                return [action]
-            case ClearHolds(tasks, unseen, failed_on):  # it may have waited for a record
-                here = self.machine.not_given_back(tasks)
-                held = tuple(task for task in tasks if task in here or task in failed_on)
-                still = {task: node for task, node in unseen.items() if task in held}
-                return [ClearHolds(held, still, failed_on)] if held else []
-            case StopRound(agents, reason):
-                self.estimate.broke(now)
-                stop = stop_note(action, self.machine.round)
-                return [stop, *self._tell(agents, {"type": "stop", "reason": reason})]
-            case StartRound():
-                self.estimate.closed(now)
-                self._attendance.closed_round()
-                self.round_record = self.at.number
-                return [Announce(action, self.at.number, self._answers.pop(action.number))]
-            case Hold(agents, number):
-                return self._tell(agents, {"type": "hold", "number": number})
-            case ProposeStep(agents, number, step):
-                return self._tell(agents, {"type": "propose", "number": number, "step": step})
-            case ConfirmStep(agents, number):
-                return self._tell(agents, {"type": "confirm", "number": number})
-            case AskStacks(agents, number):
-                return self._tell(agents, {"type": "stacks", "number": number})
-            case Release(agents):
-                return [Note("members_released", {"tasks": [a.task for a in agents]})]
-            case Depart(agent):
-                self._attendance.have_no_node([agent.task])
-                return [departed_note(action)]
-            case GiveBack(agents, delay_s, everybody):
-                told = self._tell(agents, {"type": "give back", "delay_s": delay_s})
-                postponed = [Postpone(delay_s)] if everybody else []
-                return [given_back_note(action), *postponed, *told]
-            case EndRun():
-                assert self.at.ending is not None
-                return [
-                    PublishResult(self.at),
-                    *self._tell(tuple(self._attendance.heard), self.at.ending.message),
-                ]
-
-    def _tell(self, agents: tuple[Agent, ...], message: Message) -> list[LeaderEffect]:
-        heard = self._attendance.heard
-        return [Send(a, message) for a in agents if a in heard]
-
-    def _step_down(self) -> list[LeaderEffect]:
+    def _step_down(self) -> list[Effect]:
         if self.fenced:
             return []
         self.fenced = True
@@ -388,53 +340,53 @@ class LeaderState:
 
     # ---- who lives ----------------------------------------------------------------------
 
-    def _drop_silent(self, now: float) -> list[LeaderEffect]:
-        effects: list[LeaderEffect] = []
-        for agent in self._attendance.silent(now):
-            effects.append(Drop(agent))
-            self._forget(agent)
-            effects += self._lose(agent, "silent", now)
-        for agent in self._attendance.take_overdue(now):
-            effects += self._lose(agent, OVERDUE, now)
+    def _lose_silent(self, now: float) -> list[Effect]:
+        """Take agents for lost because nothing is heard of them."""
+        effects: list[Effect] = []
+        for agent in self._tracker.silent(now):
+            self._forget(agent, "silent")
+            self._silent[agent] = "silent"
+            effects.append(Disconnect(agent))
+        self._silent |= dict.fromkeys(self._tracker.take_overdue(now), OVERDUE)
+        for agent in self._silent:
+            if agent in self.run.ranks:
+                self._tracker.note_silence(agent)
+        self._yield_if_cut_off(now)
+        if self.rounds.waits_when_cut_off and self.is_cut_off(now):
+            return effects
+        silent, self._silent = self._silent, {}
+        for agent, why in silent.items():
+            effects += self._do(self.rounds.fell_silent(agent, why, now))
         return effects
 
-    def _lose(self, agent: Agent, why: str, now: float) -> list[LeaderEffect]:
-        """Take an agent for lost because nothing is heard of it."""
-        if agent in self.machine.roster:
-            self._attendance.is_lost_in_silence(agent)
-        return self._do(self.machine.fell_silent(agent, why, now), now)
-
-    def _forget(self, agent: Agent) -> bool:
-        """Let go of an agent; tell whether it was here."""
-        if self.fenced or self._attendance.heard.pop(agent, None) is None:
+    def _forget(self, agent: Agent, why: str) -> bool:
+        """Forget an agent that is not connected any more; tell whether it was."""
+        if self.fenced or self._tracker.heard.pop(agent, None) is None:
             return False
         self.progress.pop(agent, None)
+        if self._quorum is not None:
+            self._quorum.disconnected(agent, why)
         return True
 
     def _hears_half(self) -> bool:
-        return self._attendance.hears_half(self._num_electors)
-
-    @property
-    def _num_electors(self) -> int:
-        """So many were in the last round."""
-        return len(self.machine.members)
+        return self._tracker.hears_half(len(self.at.members))
 
     def _is_below_min(self) -> bool:
-        """Whether this leader could decide nothing: whoever can not reach it may try to lead."""
-        forming = self.machine.phase is RoundPhase.FORMING
-        return forming and len(self._attendance.heard) < self.machine.rules.min_nodes
+        """Whether this leader could decide nothing: an agent out of its reach may try to lead."""
+        forms = self.run.phase in (RoundPhase.FORMING, RoundPhase.RUNNING)
+        return forms and len(self._tracker.heard) < self.run.rules.min_nodes
 
     def _yield_if_cut_off(self, now: float) -> None:
         if self._hears_half():
             self._yielding = False
-            self.machine.not_before = now
+            self.run.not_before = now
         elif not self._yielding:
             self._yielding = True
-            self.machine.not_before = now + self.liveness.election_s
+            self.run.not_before = now + self.liveness.election_s
 
-    # ---- heartbeats, the lease, and Slurm -----------------------------------------------
+    # ---- the lease, and Slurm -----------------------------------------------------------
 
-    def _renew_lease(self, now: float) -> list[LeaderEffect]:
+    def _renew_lease(self, now: float) -> list[Effect]:
         """Renew the lease where that is due; step down where it is in vain."""
         if not self._hears_half() or self._is_below_min():
             self._unrenewed_since = None
@@ -445,39 +397,36 @@ class LeaderState:
             self._unrenewed_since = now
         vain_s = now - self._unrenewed_since
         lapses = vain_s > self.liveness.lapse_s - self.liveness.lease_s
-        if lapses and self._attendance.misses_somebody:
+        if lapses and self._tracker.misses_somebody:
             return self._step_down()
         if self.is_deciding and vain_s > 2 * self.liveness.heartbeat_timeout_s:
             return self._step_down()
         self._lease_due = now + self.liveness.lease_s - self.liveness.heartbeat_interval_s / 2
         return [RenewLease()]
 
-    def _beat(self, now: float) -> list[LeaderEffect]:
-        return self._tell(tuple(self._attendance.heard), {"type": "beat"})
-
-    def _ask_slurm(self, now: float) -> list[LeaderEffect]:
-        machine = self.machine
-        waiting = bool(machine.joined or machine.muster.unsettled)
-        if not (machine.wants_slurm and (waiting or machine.awaits_tasks)):
+    def _query_tasks(self, now: float) -> list[Effect]:
+        run = self.run
+        waiting = bool(run.participants.joined or run.participants.pending_rejoin)
+        if not (run.wants_slurm and (waiting or run.awaits_tasks)):
             return []
-        about = (machine.round, machine.forming_since, waiting)
-        return [AskSlurm()] if self._slurm.ask(about, now, gently=not waiting) else []
+        about = (run.entry.round, run.forming_since, waiting)
+        return [QueryTasks()] if self._polls.ask(about, now, gently=not waiting) else []
 
-    def _see_to_sweep(self, now: float) -> list[LeaderEffect]:
-        machine = self.machine
-        if not machine.rules.in_sweep or now < self._sweep_due:
+    def _query_sweep(self, now: float) -> list[Effect]:
+        run = self.run
+        if not run.rules.in_sweep or now < self._sweep_due:
             return []
-        if machine.is_short:
+        if run.is_short:
             self._sweep_due = math.inf  # until it is answered
-            return [AskSweep(dict(machine.muster.lost))]
+            return [QuerySweep(dict(run.participants.lost))]
         self._sweep_pause_s = _SWEEP_EVERY_S
-        if machine.phase is RoundPhase.RUNNING:
+        if run.phase is RoundPhase.RUNNING:
             self._sweep_due = now + _SWEEP_EVERY_S
-            return [LetOthersStart(tuple(machine.muster.lost))]
+            return [LetOthersStart(tuple(run.participants.lost))]
         return []
 
 
-# ---- Which agents a leader hears, and whose silence counts (pure)
+# ---- Heartbeats: which agents a leader hears, and whose silence counts (pure)
 # An agent lives as long as it is heard: a broken connection is a loss at once, silence is one
 # after ``heartbeat_timeout_s``. Where a tick comes late it was the leader that slept or was busy,
 # and nobody's silence counts for that long. A member of the last round that does not find a new
@@ -535,7 +484,7 @@ class HeartbeatConfig:
 
 
 class HeartbeatTracker:
-    """Who is there."""
+    """Agents that a leader hears, and those whose silence counts."""
 
     def __init__(self, liveness: HeartbeatConfig, expected: Iterable[Agent], now: float) -> None:
         self.liveness = liveness
@@ -553,16 +502,16 @@ class HeartbeatTracker:
         self._expected.pop(agent.task, None)
         self._silent.discard(agent.task)
 
-    def closed_round(self) -> None:
-        """A round has closed: who fell silent in the last one does not matter any more."""
+    def close_round(self) -> None:
+        """A round has closed: silence in the last one does not matter any more."""
         self._silent.clear()
 
     def have_no_node(self, tasks: Iterable[str]) -> None:
         """Slurm says that nothing runs of these tasks: their silence is no riddle."""
         self._silent.difference_update(tasks)
 
-    def is_lost_in_silence(self, agent: Agent) -> None:
-        """A member is taken for lost because it was not heard."""
+    def note_silence(self, agent: Agent) -> None:
+        """A member is not heard any more."""
         self._silent.add(agent.task)
 
     def forgive_if_slept(self, now: float) -> float:
@@ -668,53 +617,3 @@ class LeaveRequests:
 
 def _names(name: str, agent: Agent) -> bool:
     return name in (agent.task, agent.host, "all")
-
-
-# ---- What the event log says of a leader's actions (pure); the kinds stand in `hpc_elastic.report`
-
-
-_NAMED = 20
-"""So many nodes are named: a line is to stay short in a run of thousands."""
-
-
-def stop_note(action: StopRound, round_: int) -> Note:
-    """Return the note of a round, or of a replica's workers, that is stopped."""
-    fields: dict[str, object] = {"reason": action.reason, "cause": action.cause, "round": round_}
-    if action.step is not None:
-        fields["step"] = action.step
-    return Note(
-        "round_stopped", {**fields, "nodes": len(action.agents), "hosts": _hosts(action.agents)}
-    )
-
-
-def departed_note(action: Depart) -> Note:
-    """Return the note of a replica that is none any more."""
-    agent = action.agent
-    return Note(
-        "replica_left", {"task": agent.task, "host": agent.host, "nodes": len(action.members)}
-    )
-
-
-def given_back_note(action: GiveBack) -> Note:
-    """Return the note of nodes that are sent back to the queue."""
-    delay_s, agents = round(action.delay_s, 1), action.agents
-    fields = {"nodes": len(agents), "hosts": _hosts(agents), "all": action.all}
-    why = {"why": action.why} if action.why else {}
-    return Note("nodes_requeued", {**fields, "delay_s": delay_s, **why})
-
-
-def round_note(start: StartRound, *, record: int, epoch: int) -> Note:
-    """Return the note of a round that has closed."""
-    members = start.members
-    fields: dict[str, object] = {
-        "number": start.number, "record": record, "epoch": epoch, "nodes": len(members),
-        "world_size": sum(m.nproc for m in members), "members": [vars(m) for m in members],
-        "restarts": start.restarts,
-    }  # fmt: skip
-    if start.placed is not None:
-        fields["placed"] = [a.task for a in start.placed]
-    return Note("round", fields)
-
-
-def _hosts(agents: Iterable[Agent]) -> list[str]:
-    return [a.host for a in agents][:_NAMED]

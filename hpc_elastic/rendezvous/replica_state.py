@@ -1,11 +1,11 @@
-"""The rules of a run whose nodes are replica groups: nobody is stopped because of others (pure).
+"""Rules of a run whose nodes are replica groups: no node is stopped because of others (pure).
 
 Theory of operation
 -------------------
 With ``ft=true`` the workers of each node are a group of their own, a *replica* of the model, and
 the replicas' quorum (`hpc_elastic.ft`) sees to it that they train together. What the rendezvous
-decides is only who belongs to the run. It goes by the rules of `round_state`, with these
-differences once the first round has closed:
+decides is only who belongs to the run. FORMING is that of `round_state`; these are the rules once
+the first round has closed:
 
 RUNNING -> RUNNING  A node that joins is *admitted* at once, as long as there is room: that is a
                     round of its own, whose members are all, and in which it alone is *placed*. Its
@@ -13,7 +13,7 @@ RUNNING -> RUNNING  A node that joins is *admitted* at once, as long as there is
 
                     A node that is gone is not a member any more: that is a decision, so that it can
                     commit no checkpoint (`hpc_elastic.run.fencing`), and the next leader does not
-                    wait for it. The others are not told; the quorum's keeper tells their workers.
+                    wait for it. The others are not told; the lighthouse tells their workers.
 
                     A node whose workers fail starts them again, and is placed anew. Each such
                     failure is judged alone (`failure_policy`); progress is a step that somebody
@@ -23,316 +23,348 @@ RUNNING -> RUNNING under the next leader: members say that they are *here*, and 
                     not, within the time that a silent one has, are gone.
 
 RUNNING -> DISBANDED  With fewer than ``min_nodes`` members for too long, as in FORMING. The workers
-                    wait meanwhile: the keeper makes no quorum of so few.
+                    wait meanwhile: the lighthouse makes no quorum of so few.
 
 RUNNING -> FORMING  The last member is gone.
 
 RUNNING -> ENDED    Those who *take part*, that is, have been in a quorum since they were placed,
                     are done. From the first one that is, nobody is admitted, and whose workers
                     fail is let go: there would be nobody left to learn the state from.
+
+Reports of a member are numbered by the entry of the round that placed it, under whichever leader
+that was.
+
+The lighthouse, which decides about quorums, is pure as well (`hpc_elastic.ft.lighthouse_state`).
+It lives with the leader: `QuorumBridge` connects it to the agents.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from hpc_elastic.rendezvous import leader_state
-from hpc_elastic.rendezvous.effects import (
-    Action,
-    Depart,
-    Drop,
-    EndRun,
-    GiveBack,
-    LeaderEffect,
-    Message,
-    Note,
-    StartRound,
-    StopCause,
-    StopRound,
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    CancelRequest,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    Shutdown,
+    WorkersLost,
+    frame,
 )
-from hpc_elastic.rendezvous.leader_state import OVERDUE, HeartbeatConfig, LeaderState
-from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
-from hpc_elastic.rendezvous.round_state import RankAssignment, RoundPhase, RoundState
-from hpc_elastic.rendezvous.step_agreement import StepVote
+from hpc_elastic.ft.messages import Message as ReplicaReport
+from hpc_elastic.rendezvous.effects import Effect, Message, Note, Send
+from hpc_elastic.rendezvous.group_change import preemption_note
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
+from hpc_elastic.rendezvous.round_state import (
+    RankAssignment,
+    RoundPhase,
+    RoundState,
+    RunState,
+    failures_of,
+    stop,
+)
 from hpc_elastic.slurm.job_state import TaskState
 
 
-@dataclass
-class ReplicaState(RoundState):
-    """The leader's state, as `machine.RoundState`."""
+@dataclass(frozen=True)
+class Placement:
+    """The round that placed a member, and the index of its entry."""
 
-    placed: dict[Agent, int] = field(default_factory=dict)
-    """Members, and the number of the round that placed each."""
-    taking_part: set[Agent] = field(default_factory=set)
-    """Members that have been in a quorum since they were placed."""
-    short_since: float | None = None
-    """Since when there are fewer than min nodes; None: there are not."""
-    _judged: dict[Agent, int] = field(default_factory=dict)
-    """Whose failures have been judged, and in which round that placed it."""
-    _results: str | None = None
+    round: int
+    index: int
 
-    @classmethod
-    def resume(
-        cls, record: LogEntry, rules: RoundRules, now: float, rng: random.Random
-    ) -> ReplicaState:
-        """Go on from where the leader before has left off: its members go on meanwhile."""
-        machine = super().resume(record, rules, now, rng)
-        assert isinstance(machine, ReplicaState)
-        living = tuple(a for a in record.members if not machine.muster.is_lost(a))
-        machine.roster = RankAssignment(living)
-        if machine.end is None and living:
-            machine.phase = RoundPhase.RUNNING
-            machine._count(now)
-        machine.comebacks.look(machine.muster.lost)
-        return machine
+
+class ReplicaState:
+    """Rules of a run whose nodes are replicas. Events return effects, in order."""
+
+    waits_when_cut_off = True
+    """Whether silent members are lost only once it is clear that the leader is not cut off."""
+
+    def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
+        run = self.run = RunState(entry, rules, now, rng)
+        self.placed: dict[Agent, Placement] = {}
+        """Members, each with what placed it."""
+        self.taking_part: set[Agent] = set()
+        """Members that have been in a quorum since they were placed."""
+        self._judged: dict[Agent, int] = {}
+        """Members whose failures have been judged, and the round that had placed each."""
+        self._results: str | None = None
+        living = tuple(a for a in entry.members if not run.participants.is_lost(a))
+        self.inherited_losses = tuple(a for a in entry.members if a not in living)
+        """Members that were lost with the leader before."""
+        run.ranks = RankAssignment(living)
+        if run.phase is RoundPhase.FORMING and living:  # they go on meanwhile
+            run.phase = RoundPhase.RUNNING
+            self._update_short(now)
+        run.recovery.update_awaited(run.participants.lost)
 
     # ---- events -------------------------------------------------------------------------
 
-    def here(self, agent: Agent, round_: int, now: float) -> list[Action]:
-        """An agent that another leader has placed, in this round, is here; its workers go on."""
-        if self.phase is not RoundPhase.RUNNING or agent.host in self.blame.excluded:
-            return [StopRound((agent,), "the run has been formed anew", "agent_restarted")]
-        self.muster.unsettled.discard(agent)
-        if agent in self.roster:
-            self.placed[agent] = round_
-            return self._advance(now)
-        if not self._has_room:
-            return [
-                StopRound((agent,), "the run has its max nodes, or is nearly done", "at_max_nodes")
-            ]
-        self.muster.enter(agent, self.roster, now)
-        admitted = self._admit((agent,), (), now)
-        self.placed[agent] = round_
-        return [*admitted, *self._advance(now)]
+    def is_current(self, agent: Agent, message: Message) -> bool:
+        """Tell whether a report is about the round that placed the member."""
+        placement = self.placed.get(agent)
+        return placement is not None and message.get("record") == placement.index
+
+    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+        """Take in a report of an agent; see `leader` for the messages."""
+        match message["type"]:
+            case "here":
+                placement = Placement(int(message["number"]), int(message["record"]))
+                return self.here(agent, placement, now)
+            case "notice":
+                left_s = float(message["left_s"])
+                return self.noticed(agent, str(message["reason"]), left_s, now)
+            case _ if not self.is_current(agent, message):
+                return []
+            case "finished":
+                return self.finished(agent, now)
+            case "failed":
+                return self.worker_failed(failures_of(message), agent, now)
+            case "boundary":
+                self.run.policy.announced(int(message["step"]))
+        return []
+
+    def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
+        """Take in an agent that is ready for a place."""
+        refused = self.run.refuse(agent)
+        if refused is not None:
+            return refused
+        return [*self.run.add(agent, now, request), *self._advance(now)]
+
+    def here(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+        """An agent that another leader has placed is here; its workers go on."""
+        run = self.run
+        if run.phase is not RoundPhase.RUNNING or agent.host in run.policy.excluded:
+            return stop(
+                (agent,), "the run has been formed anew", "agent_restarted", run.entry.round
+            )
+        run.participants.pending_rejoin.discard(agent)
+        effects: list[Effect] = []
+        if agent not in run.ranks:
+            if not self._has_room:
+                why = "the run has its max nodes, or is nearly done"
+                return stop((agent,), why, "at_max_nodes", run.entry.round)
+            run.participants.add(agent, run.ranks, now)
+            effects = self._admit((agent,), (), now)
+        self.placed[agent] = placement
+        return [*effects, *self._advance(now)]
 
     def takes_part(self, agent: Agent) -> None:
         """A member is in a quorum."""
-        if agent in self.roster:
+        if agent in self.run.ranks:
             self.taking_part.add(agent)
 
-    def stepped(self, step: int) -> None:
-        """A member has made this step."""
-        self.blame.announced(step)
-
-    def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Action]:
+    def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Effect]:
         """Workers of a member failed; its other workers have been stopped."""
-        if agent in self.done:
+        run = self.run
+        if agent in run.done or not self._is_member(agent):
             return []
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
-            return super().worker_failed(failures, agent, now)
         self.taking_part.discard(agent)
-        actions = self._judge_once(failures, agent)
-        if self.phase is not RoundPhase.RUNNING:
-            return actions
-        if self.done or agent.host in self.blame.excluded:
-            actions += self._let_go(agent, now)
-            if agent.host in self.blame.excluded:
-                actions.append(self.patience.send_bad((agent,)))
-            return actions + self._advance(now)
+        effects = self._judge_once(failures, agent)
+        if run.phase is not RoundPhase.RUNNING:
+            return effects
+        is_excluded = agent.host in run.policy.excluded
+        if run.done or is_excluded:
+            sent_back = run.backoff.requeue_faulty((agent,)) if is_excluded else []
+            return [*effects, *self._let_go(agent, now), *sent_back, *self._advance(now)]
         why = "its workers failed, and are started again"
-        return [*actions, StopRound((agent,), why, "failed")]
+        return [*effects, *stop((agent,), why, "failed", run.entry.round)]
 
-    def finished(self, agent: Agent, now: float) -> list[Action]:
+    def finished(self, agent: Agent, now: float) -> list[Effect]:
         """All workers of a member have returned."""
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
+        if not self._is_member(agent):
             return []
-        if not self.done:
-            self._results = results_of(self.placed.get(agent, self.round), agent)
-        self.done.add(agent)
+        if not self.run.done:
+            self._results = results_of(self._round_of(agent), agent)
+        self.run.done.add(agent)
         return self._advance(now)
 
-    def boundary(self, agent: Agent, step: int, held: int, now: float) -> list[Action]:
-        """A checkpoint of ``step`` is complete."""
-        self.blame.announced(step)
-        return []
+    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
+        """A member's node is to be left; its agent arranges that with the lighthouse."""
+        return [preemption_note(agent, reason, left_s)] if agent in self.run.ranks else []
 
-    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Action]:
-        """A member's node is to be left; its agent arranges that with the quorum's keeper."""
-        if agent not in self.roster:
-            return []
-        fields = {"task": agent.task, "host": agent.host, "reason": reason}
-        return [Note("preemption_notice", {**fields, "left_s": round(left_s, 1)})]
-
-    def wants_checkpoint(self, agent: Agent, now: float) -> list[Action]:
-        """Nobody asks: the replicas decide by themselves."""
-        return []
-
-    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Action]:
-        """Nothing is proposed."""
-        return []
-
-    def gone(self, agent: Agent, why: str, now: float) -> list[Action]:
+    def gone(self, agent: Agent, why: str, now: float) -> list[Effect]:
         """An agent was lost (its connection broke, it fell silent), or left on its own."""
-        if self.phase is not RoundPhase.RUNNING:
-            return super().gone(agent, why, now)
-        note = Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})
-        self.muster.lose(agent)
-        return [note, *self._let_go(agent, now), *self._advance(now)]
+        run = self.run
+        if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
+            return []
+        effects = run.lose(agent, why)
+        run.participants.pending_rejoin.discard(agent)
+        if run.phase is RoundPhase.RUNNING:
+            effects += self._let_go(agent, now)
+        return [*effects, *self._advance(now)]
+
+    def fell_silent(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent is lost that is not heard any more, though its connection has not ended."""
+        self.run.note_silence(agent)
+        return self.gone(agent, why, now)
 
     def slurm_says(
-        self, view: Mapping[str, TaskState] | None, asked_at: float, now: float
-    ) -> list[Action]:
-        """Slurm answered how the tasks of the run are; None: it did not answer."""
-        actions = super().slurm_says(view, asked_at, now)
-        if self.phase is RoundPhase.RUNNING and self.short_since is not None:
-            why = self._hopeless(view or {})
-            actions += self._end(EndRun("failed", why)) if why else []
-        return actions
+        self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
+    ) -> list[Effect]:
+        """Take in the states of the run's tasks; None: Slurm did not answer."""
+        effects, ended = self.run.slurm_says(states, asked_at, now)
+        for agent in ended:
+            effects += self.gone(agent, "the scheduler says that its task has ended", now)
+        return [*effects, *self.run.end_if_hopeless(), *self._advance(now)]
 
-    def tick(self, now: float) -> list[Action]:
-        """Time has passed; all who fell silent at the same time are known."""
-        judged = self.phase is RoundPhase.RUNNING and self.blame.is_due
-        return [*(self._judge_alone(self.round) if judged else []), *super().tick(now)]
+    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+        """A member's heartbeat brings what its workers report: a step of any is progress."""
+        self.run.progressed(agent, progress, now)
+        if progress.get("step") is not None:
+            self.run.policy.announced(int(progress["step"]))
 
-    # ---- what others may ask ------------------------------------------------------------
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed; all that fell silent at the same time are known."""
+        judges = self.run.phase is RoundPhase.RUNNING and self.run.policy.is_due
+        judged = self._judge_alone(self.run.entry.round) if judges else []
+        return [*judged, *self._advance(now)]
 
-    @property
-    def wants_slurm(self) -> bool:
-        """Whether an answer of Slurm could change anything now."""
-        return super().wants_slurm or (
-            self.phase is RoundPhase.RUNNING and self.short_since is not None
-        )
+    # ---- members ------------------------------------------------------------------------
 
-    # ---- rules --------------------------------------------------------------------------
+    def _is_member(self, agent: Agent) -> bool:
+        return self.run.phase is RoundPhase.RUNNING and agent in self.run.ranks
+
+    def _round_of(self, agent: Agent) -> int:
+        placement = self.placed.get(agent)
+        return placement.round if placement is not None else self.run.entry.round
 
     @property
     def _has_room(self) -> bool:
-        return len(self.members) < self.rules.max_nodes and not self.done
+        run = self.run
+        return len(run.ranks.members) < run.rules.max_nodes and not run.done
 
-    def _break(
-        self, now: float, reason: str, cause: StopCause, step: int | None = None
-    ) -> list[Action]:
-        """Nobody's round is broken because of others."""
-        return []
-
-    def _close_round(self) -> list[Action]:
-        """The first round, or one after all were lost: everybody in it is placed."""
-        super()._close_round()
-        self.placed.clear()
-        self.short_since = None
-        return self._place(self.members)
-
-    def _admit(
-        self, newcomers: tuple[Agent, ...], placed: tuple[Agent, ...], now: float
-    ) -> list[Action]:
-        """Make these members; those of them whose workers are still to start are placed."""
-        tasks = {a.task for a in newcomers}
-        replaced = [a for a in self.members if a.task in tasks and a not in newcomers]
-        for agent in replaced:
-            self._forget(agent)
-        self.roster = RankAssignment(tuple(dict.fromkeys((*self.members, *newcomers))))
-        self.muster.leave(newcomers)
-        self.round += 1
-        self.comebacks.look(self.muster.lost)
-        self._count(now)
-        return self._place(placed)
-
-    def _place(self, placed: tuple[Agent, ...]) -> list[Action]:
-        self.placed |= dict.fromkeys(placed, self.round)
-        self.taking_part.difference_update(placed)
-        return [StartRound(self.round, self.members, self.restarts, placed)]
-
-    def _let_go(self, agent: Agent, now: float) -> list[Action]:
-        """Take one out of the run."""
-        self.muster.unsettled.discard(agent)
-        if agent not in self.roster:
-            return []
-        self._forget(agent)
-        self._count(now)
-        self.comebacks.look(self.muster.lost)
-        if not self.members and not self.done:
-            self.phase, self.forming_since, self.short_since = RoundPhase.FORMING, now, None
-            self.muster.expect(())
-        return [Depart(agent, self.members)]
-
-    def _forget(self, agent: Agent) -> None:
-        self.roster = RankAssignment(tuple(a for a in self.members if a != agent))
-        self.placed.pop(agent, None)
-        self.taking_part.discard(agent)
-
-    def _count(self, now: float) -> None:
-        if len(self.members) >= self.rules.min_nodes:
-            self.short_since = None
-        elif self.short_since is None:
-            self.short_since = now
-
-    def _consider(self, now: float) -> list[Action]:
-        if self.done:
+    def _advance(self, now: float) -> list[Effect]:
+        run = self.run
+        if run.phase is not RoundPhase.RUNNING:
+            effects, closes = run.form(now)
+            return [*effects, *(self._close_first_round(now) if closes else [])]
+        if run.done:
             return self._finish(now)
-        actions: list[Action] = []
-        if self.joined and now >= self.not_before:
-            actions += self._admit_those_who_wait(now)
-        if self.joined:
-            actions += self._send_back_parked(now)
-        if self._is_short_for_too_long(now):
-            actions += self._disband()
-        return actions
+        effects = []
+        if run.participants.joined and now >= run.not_before:
+            effects += self._admit_joined(now)
+        if run.participants.joined:
+            effects += run.requeue_late(now)
+        return [*effects, *run.disband_if_short(now)]
 
-    def _finish(self, now: float) -> list[Action]:
-        """Somebody is done: let those go who would have to start again, and wait for the others."""
-        tasks = {a.task for a in self.joined}
-        starting = [a for a in self.members if a.task in tasks]
-        actions = [action for agent in starting for action in self._let_go(agent, now)]
-        if self._is_done():
-            return [*actions, *self._end(EndRun("succeeded", results=self._results))]
-        return actions
+    def _close_first_round(self, now: float) -> list[Effect]:
+        """Close the first round, or one after all were lost: everybody in it is placed."""
+        self.run.close_round(now)
+        self.placed.clear()
+        return self._place(self.run.ranks.members)
 
-    def _is_done(self) -> bool:
-        """Tell whether nobody is left who takes part and is not done."""
-        waited_for = self.taking_part & set(self.members) or set(self.members)
-        return waited_for <= self.done
-
-    def _admit_those_who_wait(self, now: float) -> list[Action]:
-        again = tuple(a for a in self.joined if a in self.roster)
-        tasks = {a.task for a in self.members}
-        attempts = tuple(a for a in self.joined if a.task in tasks and a not in self.roster)
-        new = [a for a in self.joined if a.task not in tasks]
-        room = self.rules.max_nodes - len(self.members)
+    def _admit_joined(self, now: float) -> list[Effect]:
+        run = self.run
+        joined, members = run.participants.joined, run.ranks.members
+        again = tuple(a for a in joined if a in run.ranks)
+        tasks = {a.task for a in members}
+        attempts = tuple(a for a in joined if a.task in tasks and a not in run.ranks)
+        new = [a for a in joined if a.task not in tasks]
+        room = run.rules.max_nodes - len(members)
         wanted = (*again, *attempts, *new[: max(0, room)])
         return self._admit(wanted, wanted, now) if wanted else []
 
-    def _is_short_for_too_long(self, now: float) -> bool:
-        if self.short_since is None or not self._would_return:
-            return False
-        return self.patience.is_over(now - self.short_since)
+    def _admit(
+        self, newcomers: tuple[Agent, ...], placed: tuple[Agent, ...], now: float
+    ) -> list[Effect]:
+        """Make these members; those of them whose workers are still to start are placed."""
+        run = self.run
+        tasks = {a.task for a in newcomers}
+        replaced = [a for a in run.ranks.members if a.task in tasks and a not in newcomers]
+        for agent in replaced:
+            self._forget(agent)
+        run.ranks = RankAssignment(tuple(dict.fromkeys((*run.ranks.members, *newcomers))))
+        run.participants.remove(newcomers)
+        run.recovery.update_awaited(run.participants.lost)
+        run.estimator.closed(now)
+        self._update_short(now)
+        if run.short_since is None:
+            run.backoff.given_back = 0
+        return self._place(placed)
 
-    @property
-    def _would_return(self) -> bool:
-        return self.patience.would_return((*self.members, *self.joined))
+    def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
+        effects = self.run.announce(placed, alone=True)
+        entry = self.run.entry
+        self.placed |= dict.fromkeys(placed, Placement(entry.round, entry.number))
+        self.taking_part.difference_update(placed)
+        return effects
 
-    @property
-    def is_short(self) -> bool:
-        """Whether the nodes are fewer than min nodes, and may be given back."""
-        waits = self.phase is RoundPhase.RUNNING and self.short_since is not None
-        may_go = self.rules.below_min_timeout_s is not None and self._would_return
-        return super().is_short or (waits and may_go)
+    def _let_go(self, agent: Agent, now: float) -> list[Effect]:
+        """Decide that an agent is no member any more."""
+        run = self.run
+        run.participants.pending_rejoin.discard(agent)
+        if agent not in run.ranks:
+            return []
+        self._forget(agent)
+        self._update_short(now)
+        run.recovery.update_awaited(run.participants.lost)
+        members = run.ranks.members
+        if not members and not run.done:
+            run.begin_forming(now)
+        return [run.decide(members=members), departed_note(agent, members)]
 
-    def _disband(self, why: str = "") -> list[Action]:
-        if self.phase is RoundPhase.RUNNING:
-            self.muster.joined |= dict.fromkeys(self.members, 0.0)
-            self.roster = RankAssignment()
-        return super()._disband(why)
+    def _forget(self, agent: Agent) -> None:
+        run = self.run
+        run.ranks = RankAssignment(tuple(a for a in run.ranks.members if a != agent))
+        self.placed.pop(agent, None)
+        self.taking_part.discard(agent)
 
-    def _judge_once(self, failures: Iterable[Failure], agent: Agent) -> list[Action]:
-        """Judge failures of a member, which may tell of them again on another connection."""
-        placed_by = self.placed.get(agent, self.round)
+    def _update_short(self, now: float) -> None:
+        run = self.run
+        if len(run.ranks.members) >= run.rules.min_nodes:
+            run.short_since = None
+        elif run.short_since is None:
+            run.short_since = now
+
+    # ---- the end ------------------------------------------------------------------------
+
+    def _finish(self, now: float) -> list[Effect]:
+        """A member is done: let those go that would have to start again; wait for the others."""
+        run = self.run
+        tasks = {a.task for a in run.participants.joined}
+        starting = [a for a in run.ranks.members if a.task in tasks]
+        effects = [effect for agent in starting for effect in self._let_go(agent, now)]
+        members = set(run.ranks.members)
+        waited_for = self.taking_part & members or members
+        if waited_for <= run.done:
+            effects += run.end(RunEnding("succeeded", results=self._results))
+        return effects
+
+    # ---- failures -----------------------------------------------------------------------
+
+    def _judge_once(self, failures: Iterable[Failure], agent: Agent) -> list[Effect]:
+        """Judge failures of a member, which may report them again on another connection."""
+        placed_by = self._round_of(agent)
         if self._judged.get(agent) == placed_by:
             return []
         self._judged[agent] = placed_by
-        self.blame.failures += failures
-        self.blame.broke(excused=bool(self.done))
+        self.run.policy.failures += failures
+        self.run.policy.broke(not_counted=bool(self.run.done))
         return self._judge_alone(placed_by)
 
-    def _judge_alone(self, round_: int) -> list[Action]:
+    def _judge_alone(self, round_: int) -> list[Effect]:
         """Judge what has failed since the last time."""
-        hosts = {a.host for a in (*self.members, *self.joined)}
-        actions = self.blame.judge(round_, hosts)
-        self.blame.new_round()
-        if actions and isinstance(actions[-1], EndRun):
-            return [*actions[:-1], *self._end(actions[-1])]
-        return actions
+        run = self.run
+        hosts = {a.host for a in (*run.ranks.members, *run.participants.joined)}
+        effects, ending = run.policy.judge(round_, hosts)
+        run.policy.new_round()
+        return [*effects, *(run.end(ending) if ending is not None else [])]
+
+
+Rounds = RoundState | ReplicaState
+"""The rules of a run, by `RoundRules.ft`."""
+
+
+def departed_note(agent: Agent, members: tuple[Agent, ...]) -> Note:
+    """Return the event of a replica that is none any more."""
+    return Note("replica_left", {"task": agent.task, "host": agent.host, "nodes": len(members)})
 
 
 def results_of(round_: int, agent: Agent) -> str:
@@ -340,109 +372,96 @@ def results_of(round_: int, agent: Agent) -> str:
     return f"round-{round_}.slot-{agent.slot}"
 
 
-# ---- A leadership of replicas: what differs where nobody is stopped because of others (pure)
-# See `replica_state` for the rules, and `leader_state` for everything else.
-#
-# Reports     of a member are numbered by the record of the round that placed it, under whichever
-# leader that was. A member whose leader has died says to the next one that it is *here*, and by
-# which record.
-#
-# Cut off     The leader that hears fewer than half of the members that the last record names
-# takes nobody for lost, and lets its keeper make no quorum, for as long as the others need to
-# elect another. If nobody did, the silent ones are dead, and it goes on.
+def replica_name(agent: Agent) -> str:
+    """Return the name of the replica that an agent's workers are: another attempt is another."""
+    return f"{agent.task}:{agent.attempt}"
 
 
-class ReplicaLeaderState(LeaderState):
-    """One leader in one epoch of a run with ``ft=true``."""
+# ---- The lighthouse beside its leader (pure)
+# Two things the lighthouse cannot know, and they are seen to here. While the leader may be the one
+# that is cut off, nothing reaches the lighthouse: another leader may have been elected, whose
+# lighthouse makes quorums of the others. And a newcomer, which has not been in a quorum yet, has to
+# wait while a replica ends whose workers have gone: if they have finished, the run is over, and a
+# newcomer left alone would begin it from the start.
 
-    machines = ReplicaState
-    machine: ReplicaState
 
-    def __init__(
-        self,
-        claim: LogEntry,
-        rules: RoundRules,
-        liveness: HeartbeatConfig,
-        now: float,
-        rng: random.Random,
-    ) -> None:
-        super().__init__(claim, rules, liveness, now, rng)
-        self._placed_by: dict[Agent, int] = {}
-        """Members, and the record of the round that placed each."""
-        self._silent: dict[Agent, str] = {}
-        """Who is not heard, and is not taken for lost yet; and what happened."""
-        members = self.machine.members
-        dead = [a for a in claim.members if a not in members]  # the leader before, if it died
-        self.inherited = tuple(leader_state.departed_note(Depart(agent, members)) for agent in dead)
+SETTLES_WITHIN_S = 2.0
+"""An agent reports within a tenth of a second what became of workers that have gone."""
 
-    def is_cut_off(self, now: float) -> bool:
-        """Tell whether this leader may be the one that nobody hears."""
-        return self._yielding and now < self.machine.not_before
 
-    # ---- messages -----------------------------------------------------------------------
+class QuorumBridge:
+    """Connects the agents of one leader to the lighthouse of its term.
 
-    def _events(self, agent: Agent, message: Message, now: float) -> list[Action]:
-        if message["type"] == "here":
-            self._placed_by[agent] = int(message["record"])
-            return self.machine.here(agent, int(message["number"]), now)
-        return super()._events(agent, message, now)
+    Args:
+        lighthouse: The lighthouse.
+        replicas: Its leader's.
+    """
 
-    def _record_of(self, agent: Agent) -> int | None:
-        return self._placed_by.get(agent)
+    def __init__(self, lighthouse: LighthouseState, replicas: ReplicaState) -> None:
+        self._lighthouse = lighthouse
+        self._replicas = replicas
+        self._agents: dict[str, Agent] = {}
+        self._waiting: deque[Callable[[float], list[ReplicaMessage]]] = deque()
+        """Events for the lighthouse, until it is sure that this leader leads."""
+        self._ending: dict[Agent, float] = {}
+        """Agents whose workers have gone, and since when, until what became of them is known."""
+        self._held: dict[Agent, QuorumRequest] = {}
+        """Requests of newcomers that wait meanwhile."""
 
-    def _learn(self, agent: Agent, progress: Message, now: float) -> list[Action]:
-        notes = super()._learn(agent, progress, now)
-        if progress.get("step") is not None:
-            self.machine.stepped(int(progress["step"]))
-        return notes
+    def connected(self, agent: Agent) -> None:
+        """An agent has connected."""
+        name = replica_name(agent)
+        self._agents[name] = agent
+        self._waiting.append(partial(self._lighthouse.arrived, name))
 
-    # ---- decisions ----------------------------------------------------------------------
+    def received(self, agent: Agent, message: ReplicaReport, now: float) -> None:
+        """An agent has sent this for the lighthouse."""
+        replicas = self._replicas
+        match message:
+            case ReplicaStatus() if message.quorum_id != NO_QUORUM:
+                replicas.takes_part(agent)
+            case Shutdown() | WorkersLost() if agent in replicas.taking_part:
+                self._ending[agent] = now
+            case QuorumRequest() if agent not in replicas.taking_part and self._is_ending:
+                self._held[agent] = message
+                return
+        if isinstance(message, (CancelRequest, WorkersLost, Shutdown)):
+            self._held.pop(agent, None)
+        self._waiting.append(partial(self._lighthouse.said, replica_name(agent), message))
 
-    def _decided(self, action: Action) -> LogEntry | None:
-        match action:
-            case StartRound(number, members, restarts):
-                enough = len(members) >= self.machine.rules.min_nodes
-                given_back = 0 if enough else self.at.given_back
-                return self._next(
-                    round=number, members=members, restarts=restarts, given_back=given_back
-                )
-            case Depart(_, members):
-                return self._next(members=members)
-            case GiveBack(all=True):
-                return self._next(given_back=self.at.given_back + 1, members=())
-        return super()._decided(action)
+    def disconnected(self, agent: Agent, why: str) -> None:
+        """The connection to an agent is gone, or it is not heard any more."""
+        name = replica_name(agent)
+        self._agents.pop(name, None)
+        self._held.pop(agent, None)
+        self._ending.pop(agent, None)
+        self._waiting.append(partial(self._lighthouse.left, name, why))
 
-    def _carry_out(self, action: Action, now: float) -> list[LeaderEffect]:
-        if isinstance(action, StartRound):
-            self._placed_by |= dict.fromkeys(action.told, self.at.number)
-        return super()._carry_out(action, now)
+    def tick(self, now: float) -> None:
+        """Time has passed; to be called every few hundredths of a second."""
+        self._ending = {
+            agent: since
+            for agent, since in self._ending.items()
+            if agent in self._replicas.taking_part and now - since < SETTLES_WITHIN_S
+        }
+        if self._held and not self._is_ending:
+            held, self._held = self._held, {}
+            for agent, message in held.items():
+                self._waiting.append(partial(self._lighthouse.said, replica_name(agent), message))
+        self._waiting.append(self._lighthouse.tick)
 
-    # ---- who lives ----------------------------------------------------------------------
+    def answer(self, now: float) -> list[Effect]:
+        """Let the lighthouse handle what has happened; return what it sends."""
+        sends: list[Effect] = []
+        while self._waiting:
+            for answer in self._waiting.popleft()(now):
+                agent = self._agents.get(answer.replica)
+                if agent is not None:
+                    if isinstance(answer.message, QuorumResults):
+                        self._replicas.takes_part(agent)
+                    sends.append(Send((agent,), frame(answer.message)))
+        return sends
 
     @property
-    def _num_electors(self) -> int:
-        return len(self.at.members)
-
-    def _drop_silent(self, now: float) -> list[LeaderEffect]:
-        effects: list[LeaderEffect] = []
-        for agent in self._attendance.silent(now):
-            self._forget(agent)
-            self._silent[agent] = "silent"
-            effects.append(Drop(agent))
-        for agent in self._attendance.take_overdue(now):
-            self._silent[agent] = OVERDUE
-            effects.append(Drop(agent))
-        silent = {a: why for a, why in self._silent.items() if a not in self._attendance.heard}
-        for agent in silent:
-            if agent in self.machine.roster:
-                self._attendance.is_lost_in_silence(agent)
-        self._yield_if_cut_off(now)
-        cut_off = self.is_cut_off(now)
-        self._silent = silent if cut_off else {}
-        for agent, why in () if cut_off else silent.items():
-            effects += self._do(self.machine.fell_silent(agent, why, now), now)
-        return effects
-
-    def _is_below_min(self) -> bool:
-        forms = self.machine.phase in (RoundPhase.FORMING, RoundPhase.RUNNING)
-        return forms and len(self._attendance.heard) < self.machine.rules.min_nodes
+    def _is_ending(self) -> bool:
+        return bool(self._ending or self._replicas.run.done)

@@ -1,4 +1,4 @@
-"""The rules of the rendezvous: events in, actions out. No clock, no socket, no log.
+"""Rules of the rendezvous: events in, effects out. No clock, no socket, no file.
 
 Theory of operation
 -------------------
@@ -44,6 +44,9 @@ minutes of delay, or not at all, it is brought back (`task_recovery`).
 
 RUNNING -> ENDED    All members are done, or restarts have run out, or somebody closes it.
 
+`RunState` is what a run has in any phase, and the rules of FORMING; `RoundState` has those of
+RUNNING. With ``ft=true`` another class has them, over the same `RunState` (`replica_state`).
+
 No event costs more than constant time, but for those that a round has once: a group of ten
 thousand forms in ten thousand small steps.
 """
@@ -52,27 +55,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, Literal
 
 from hpc_elastic.rendezvous import task_recovery
 from hpc_elastic.rendezvous.effects import (
-    Action,
+    Announce,
+    Append,
     ClearHolds,
-    EndRun,
+    Effect,
     Exclude,
+    Message,
     Note,
-    Release,
-    StartRound,
-    StopCause,
-    StopRound,
+    PublishResult,
+    Send,
+    hosts_of,
 )
 from hpc_elastic.rendezvous.failure_policy import FailurePolicy
-from hpc_elastic.rendezvous.group_change import Forecast, GroupChange, JoinCandidates
-from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules
-from hpc_elastic.rendezvous.step_agreement import StepVote
+from hpc_elastic.rendezvous.group_change import GroupChange, JoinCandidates, ProgressEstimator
+from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, RoundRules, RunEnding
 from hpc_elastic.rendezvous.task_recovery import LostTaskRecovery, RequeueBackoff, last_here
 from hpc_elastic.slurm.job_state import Phase, TaskState
+from hpc_elastic.step_agreement import StepVote
 
 
 class RoundPhase(Enum):
@@ -84,11 +89,10 @@ class RoundPhase(Enum):
     ENDED = "ended"
 
 
-# ---- Who has come for the next round, who is still to come, and who is lost (pure)
-# A member of a broken round is *unsettled* until it has joined again or is gone. A task that
-# Slurm calls RUNNING and that has not joined is *awaited*, unless it is the attempt that was
-# lost: Slurm learns of a dead node late. An attempt that has joined settles the earlier ones of
-# its task.
+# ---- Participants: who has joined for the next round, who is still to join, and who is lost (pure)
+# A member of a broken round is *pending* until it has joined again or is gone. A task that Slurm
+# calls RUNNING and that has not joined is *expected*, unless it is the attempt that was lost: Slurm
+# learns of a dead node late. An attempt that has joined settles the earlier ones of its task.
 #
 # Times are monotonic seconds of the leader.
 
@@ -99,94 +103,97 @@ class Participants:
 
     joined: dict[Agent, float] = field(default_factory=dict)
     """Agents that wait for a round, in the order in which they joined."""
-    unsettled: set[Agent] = field(default_factory=set)
+    requests: dict[Agent, int] = field(default_factory=dict)
+    """The number of each agent's last request for a place."""
+    pending_rejoin: set[Agent] = field(default_factory=set)
     """Members of the broken round that have neither joined again nor gone."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Task -> attempt that was lost, or let go."""
-    view: Mapping[str, TaskState] | None = None
-    """What Slurm said last in this forming; None: nothing, or it did not answer."""
-    awaited: set[str] = field(default_factory=set)
+    """Task -> attempt that was lost, or released."""
+    task_states: Mapping[str, TaskState] | None = None
+    """Slurm's last answer in this forming; None: there is none."""
+    expected_tasks: set[str] = field(default_factory=set)
     """Tasks that Slurm calls RUNNING, that have not joined and were not lost."""
     _last_join: dict[Agent, float] = field(default_factory=dict)
     _by_task: dict[str, Agent] = field(default_factory=dict)
 
     # ---- agents -------------------------------------------------------------------------
 
-    def enter(self, agent: Agent, roster: RankAssignment, now: float) -> None:
-        """An agent has joined; it may be a member, or another attempt of a member's task."""
-        for other in (self._by_task.get(agent.task), roster.attempt_of(agent.task)):
+    def add(self, agent: Agent, ranks: RankAssignment, now: float) -> None:
+        """Add an agent that has joined: a member, perhaps, or another attempt of its task."""
+        for other in (self._by_task.get(agent.task), ranks.attempt_of(agent.task)):
             if other is not None and other != agent:
                 self.joined.pop(other, None)
-                self.unsettled.discard(other)
+                self.pending_rejoin.discard(other)
         self._by_task[agent.task] = agent
         self.joined.pop(agent, None)  # to come last in order
         self.joined[agent] = self._last_join[agent] = now
         self.lost.pop(agent.task, None)
-        self.awaited.discard(agent.task)
-        self.unsettled.discard(agent)
+        self.expected_tasks.discard(agent.task)
+        self.pending_rejoin.discard(agent)
 
-    def leave(self, agents: Iterable[Agent]) -> None:
-        """Agents have got a place, or go back to the queue: they do not wait any more."""
+    def remove(self, agents: Iterable[Agent]) -> None:
+        """Remove agents that have got a place, or go back to the queue."""
         for agent in agents:
             self.joined.pop(agent, None)
 
-    def lose(self, agent: Agent) -> None:
-        """An agent is gone, or is let go."""
+    def mark_lost(self, agent: Agent) -> None:
+        """Note that an agent is lost or released."""
         self.joined.pop(agent, None)
         self.lost[agent.task] = max(agent.attempt, self.lost.get(agent.task, agent.attempt))
-        self.awaited.discard(agent.task)
+        self.expected_tasks.discard(agent.task)
 
     def is_lost(self, agent: Agent) -> bool:
         """Tell whether an agent was lost, and has not come again."""
         return self.lost.get(agent.task, -1) >= agent.attempt
 
     def expect(self, members: Iterable[Agent]) -> None:
-        """A round is broken: these are to join again, unless they were lost."""
-        self.unsettled = {a for a in members if not self.is_lost(a)}
-        self.view = None
-        self.awaited.clear()
+        """Expect the members of a broken round to join again, unless they were lost."""
+        self.pending_rejoin = {a for a in members if not self.is_lost(a)}
+        self.task_states = None
+        self.expected_tasks.clear()
 
-    def slept(self, for_s: float, now: float) -> None:
-        """The leader was not running for so long: nobody is late because of that."""
+    def add_grace(self, for_s: float, now: float) -> None:
+        """Count no wait for the time that the leader was not running."""
         self.joined = {agent: min(now, since + for_s) for agent, since in self.joined.items()}
 
     @property
-    def last_came(self) -> float:
-        """When the last of those who wait has joined; there must be one."""
+    def last_joined_at(self) -> float:
+        """When the last agent that waits has joined; there must be one."""
         return self.joined[next(reversed(self.joined))]
 
-    # ---- Slurm's word -------------------------------------------------------------------
+    # ---- Slurm's answers ----------------------------------------------------------------
 
-    def slurm_says(self, view: Mapping[str, TaskState] | None) -> None:
-        """Slurm has answered; None: it has not."""
-        self.view = view
-        self.awaited = {
+    def update_task_states(self, states: Mapping[str, TaskState] | None) -> None:
+        """Take in Slurm's answer; None: there was none."""
+        self.task_states = states
+        self.expected_tasks = {
             task
-            for task, state in (view or {}).items()
+            for task, state in (states or {}).items()
             if state.phase is Phase.RUNNING
             and not task_recovery.is_lost(state, self.lost.get(task))
             and self._by_task.get(task) not in self.joined
         }
 
-    def ended(self, members: Iterable[Agent], asked_at: float) -> Iterator[Agent]:
-        """Yield those who wait, and members, that Slurm knew to have ended when it was asked.
+    def ended_agents(self, members: Iterable[Agent], asked_at: float) -> Iterator[Agent]:
+        """Yield those who wait, and members, whose tasks had ended when Slurm was asked.
 
         One that was heard of after that may be another attempt than Slurm speaks of.
         """
-        view = self.view or {}
+        states = self.task_states or {}
         for agent in dict.fromkeys((*self.joined, *sorted(members, key=lambda a: a.slot))):
             earlier = self._last_join.get(agent, 0.0) < asked_at
-            if earlier and agent.task in view and task_recovery.has_ended(agent, view[agent.task]):
+            state = states.get(agent.task)
+            if earlier and state is not None and task_recovery.has_ended(agent, state):
                 yield agent
 
     def missing(self, min_nodes: int) -> list[str]:
-        """Name the tasks that a round waits for; below min nodes, all that are queued."""
-        awaited = {a.task for a in self.unsettled} | self.awaited
+        """Return the tasks that a round waits for; below min nodes, all that are queued."""
+        missing = {a.task for a in self.pending_rejoin} | self.expected_tasks
         if len(self.joined) < min_nodes:
             here = {a.task for a in self.joined}
-            view = (self.view or {}).items()
-            awaited |= {t for t, s in view if t not in here and s.phase is not Phase.ENDED}
-        return sorted(awaited)
+            states = (self.task_states or {}).items()
+            missing |= {t for t, s in states if t not in here and s.phase is not Phase.ENDED}
+        return sorted(missing)
 
 
 # ---- The members of the last round, by rank and by task (pure)
@@ -195,7 +202,7 @@ class Participants:
 
 
 class RankAssignment:
-    """Who has which rank; looked up in constant time."""
+    """Ranks of the members of a round; looked up in constant time."""
 
     def __init__(self, members: tuple[Agent, ...] = ()) -> None:
         self.members = members
@@ -217,370 +224,521 @@ class RankAssignment:
         return RankAssignment(tuple(ranked[:max_nodes]))
 
 
-@dataclass
-class RoundState:
-    """The leader's state. Each event method returns the actions to carry out, in order.
+# ---- The run, in any phase (pure)
 
-    Times are monotonic seconds of one clock, given by the caller.
+
+class RunState:
+    """State of a run that its leader goes by, and the rules that hold whatever its nodes are.
+
+    Goes on from where an entry leaves off. Times are monotonic seconds of one clock.
+
+    Attributes:
+        rules: What the run was submitted with.
+        entry: The entry of the last decision, which may not be appended yet.
+        ranks: Of the last round.
+        done: Members whose workers have all returned.
+        forming_since: When the round was broken that is formed anew.
+        not_before: No round may close before this time (`leader_state`).
+        short_since: Since when members that train are fewer than min nodes; None if they are not.
     """
 
-    rules: RoundRules
-    patience: RequeueBackoff
-    roster: RankAssignment = field(default_factory=RankAssignment)
-    """Of the last round."""
-    round: int = 0
-    """Rounds closed so far, over all epochs."""
-    phase: RoundPhase = RoundPhase.FORMING
-    end: EndRun | None = None
-    forming_since: float = 0.0
-    not_before: float = 0.0
-    """No round may close before this time (`leader_state`)."""
-    muster: Participants = field(default_factory=Participants)
-    done: set[Agent] = field(default_factory=set)
-    outlook: Forecast = field(default_factory=Forecast)
-    regroup: GroupChange = field(init=False)
-    blame: FailurePolicy = field(init=False)
-    comebacks: LostTaskRecovery = field(default_factory=LostTaskRecovery)
-    _away_s: float = 0.0
+    def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
+        self.rules = rules
+        self.entry = entry
+        self.phase = RoundPhase.FORMING if entry.ending is None else RoundPhase.ENDED
+        self.ranks = RankAssignment(entry.members)
+        self.participants = Participants(lost=dict(entry.lost))
+        self.participants.expect(entry.members)
+        self.policy = FailurePolicy.resume(entry, rules)
+        self.backoff = RequeueBackoff(rules, rng, entry.given_back, dict(entry.away))
+        self.recovery = LostTaskRecovery(dict(entry.unseen), rules.max_requeues)
+        self.estimator = ProgressEstimator()
+        self.done: set[Agent] = set()
+        self.not_before = 0.0
+        self.short_since: float | None = None
+        self.forming_since = now
 
-    def __post_init__(self) -> None:
-        self.regroup = GroupChange(self.rules)
-        self.blame = FailurePolicy(self.rules)
-        self.comebacks.max_requeues = self.rules.max_requeues
+    # ---- decisions ----------------------------------------------------------------------
 
-    @classmethod
-    def resume(
-        cls, record: LogEntry, rules: RoundRules, now: float, rng: random.Random
-    ) -> RoundState:
-        """Go on from where the leader before has left off: its members are to join again."""
-        machine = cls(
-            rules,
-            RequeueBackoff(rules, rng, record.given_back, dict(record.away)),
-            RankAssignment(record.members),
-            round=record.round,
-            forming_since=now,
-            muster=Participants(lost=dict(record.lost)),
-            comebacks=LostTaskRecovery(dict(record.unseen)),
-        )
-        machine.blame = FailurePolicy.resume(record, rules)
-        machine.muster.expect(record.members)
-        if record.ending is not None:
-            machine.phase = RoundPhase.ENDED
-            ending = record.ending
-            machine.end = EndRun(ending.status, ending.failure, ending.victims)
-        return machine
+    def decide(self, *, needs_store: bool = False, **changes: Any) -> Append:
+        """Return the append of the next entry: this state, and these changes."""
+        self.entry = replace(
+            self.entry, number=self.entry.number + 1, lost=dict(self.participants.lost),
+            unseen=dict(self.recovery.possibly_alive), away=dict(self.backoff.requeued),
+            tally=self.policy.counters(), **changes,
+        )  # fmt: skip
+        return Append(self.entry, needs_store)
 
-    # ---- events -------------------------------------------------------------------------
+    def announce(self, placed: Iterable[Agent], *, alone: bool = False) -> list[Effect]:
+        """Decide on a round with the present ranks; send these members their places in it."""
+        members = self.ranks.members
+        append = self.decide(
+            needs_store=not alone, round=self.entry.round + 1, members=members,
+            restarts=self.policy.restarts, given_back=self.backoff.given_back,
+        )  # fmt: skip
+        requests = {agent: self.participants.requests[agent] for agent in placed}
+        fields: dict[str, object] = {
+            "number": self.entry.round, "record": self.entry.number, "epoch": self.entry.epoch,
+            "nodes": len(members), "world_size": sum(m.nproc for m in members),
+            "members": [vars(m) for m in members], "restarts": self.entry.restarts,
+        }  # fmt: skip
+        if alone:
+            fields["placed"] = [agent.task for agent in requests]
+        return [append, Announce(self.entry, requests, alone), Note("round", fields)]
 
-    def join(self, agent: Agent, now: float) -> list[Action]:
-        """An agent is ready for the next round."""
-        if self.end is not None:
-            return [self.end]
+    def end(self, ending: RunEnding) -> list[Effect]:
+        """Decide that the run is over; send all agents how it ended."""
+        self.phase = RoundPhase.ENDED
+        return [self.decide(ending=ending), PublishResult(self.entry), Send(None, ending.message)]
+
+    def close(self) -> list[Effect]:
+        """End the rendezvous for good (torch's ``set_closed`` and ``shutdown``)."""
+        return [] if self.phase is RoundPhase.ENDED else self.end(RunEnding("closed"))
+
+    # ---- agents -------------------------------------------------------------------------
+
+    def refuse(self, agent: Agent) -> list[Effect] | None:
+        """Refuse an agent that asks for a place; None: it may have one."""
+        if self.phase is RoundPhase.ENDED:
+            return []  # it is sent how the run ended with all others
         if self.phase is RoundPhase.DISBANDED:
-            return [self.patience.send_after(agent, self._away_s)]
-        if agent.host in self.blame.excluded:
-            excluded = Exclude(self.blame.excluded, "excluded before")
-            return [excluded, self.patience.send_bad((agent,))]
-        actions: list[Action] = []
-        if self.phase is RoundPhase.RUNNING and agent in self.roster:
-            actions += self._break(now, f"{agent.host} joins anew", "agent_restarted")
-        self.muster.enter(agent, self.roster, now)
-        self.comebacks.joined(agent.task)
-        self.patience.away.pop(agent.task, None)
-        actions.append(Note("joined", {"task": agent.task, "host": agent.host}))
-        return actions + self._advance(now)
+            return self.backoff.requeue((agent,), self.backoff.last_delay_s)
+        if agent.host in self.policy.excluded:
+            excluded = Exclude(self.policy.excluded, "excluded before")
+            return [excluded, *self.backoff.requeue_faulty((agent,))]
+        return None
 
-    def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Action]:
-        """Workers of a member failed; its other workers have been stopped."""
-        if not self._is_at_work(agent):
-            return []
-        self.blame.failures += failures
-        actions = self._break(now, f"a worker failed on {agent.host}", "failed")
-        return actions + self._advance(now)
+    def add(self, agent: Agent, now: float, request: int) -> list[Effect]:
+        """Add an agent that asks for a place."""
+        self.participants.add(agent, self.ranks, now)
+        self.participants.requests[agent] = request
+        self.recovery.joined(agent.task)
+        self.backoff.requeued.pop(agent.task, None)
+        return [Note("joined", {"task": agent.task, "host": agent.host})]
 
-    def finished(self, agent: Agent, now: float) -> list[Action]:
-        """All workers of a member have returned."""
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
-            return []
-        self.done.add(agent)
-        return self._end(EndRun("succeeded")) if len(self.done) == len(self.members) else []
+    def lose(self, agent: Agent, why: str) -> list[Effect]:
+        """Note that an agent was lost, or has left on its own."""
+        self.participants.mark_lost(agent)
+        return [Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})]
 
-    def boundary(self, agent: Agent, step: int, held: int, now: float) -> list[Action]:
-        """All workers of a member have announced the checkpoint of ``step``.
+    def note_silence(self, agent: Agent) -> None:
+        """Note that an agent is not heard any more, though nothing has ended its connection."""
+        if self.is_at_work(agent):
+            self.policy.fell_silent(agent.host)
+        self.recovery.lose_unseen(agent)
 
-        ``held`` is the number of the request to hold that some of them obey there, or 0.
-        """
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
-            return []
-        self.blame.announced(step)
-        self.regroup.announced(agent, step, held, now)
-        return self._advance(now)
+    def is_at_work(self, agent: Agent) -> bool:
+        """Tell whether an agent is a member of the round that runs, or that was just broken."""
+        if self.phase is RoundPhase.RUNNING:
+            return agent in self.ranks
+        return self.phase is RoundPhase.FORMING and agent in self.participants.pending_rejoin
 
-    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Action]:
-        """A member's node is to be left within so long. One that is in no round just leaves."""
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
-            return []
-        return [*self.regroup.noticed(agent, reason, left_s, now), *self._advance(now)]
+    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+        """A member's heartbeat brings what its workers report."""
+        if self.ranks.members and agent == self.ranks.members[0]:
+            self.estimator.stepped(progress.get("step"), progress.get("total"), now)
 
-    def wants_checkpoint(self, agent: Agent, now: float) -> list[Action]:
-        """A worker of a member asks for a checkpoint of the whole group."""
-        if self.phase is not RoundPhase.RUNNING or agent not in self.roster:
-            return []
-        self.regroup.wants_checkpoint()
-        return self._advance(now)
+    def add_grace(self, for_s: float, now: float) -> None:
+        """Take nobody for late because of the time that the leader was not running."""
+        self.forming_since = min(now, self.forming_since + for_s)
+        self.participants.add_grace(for_s, now)
 
-    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Action]:
-        """A member answers a proposal."""
-        if self.phase is not RoundPhase.RUNNING:
-            return []
-        return [*self.regroup.answered(agent, answer, now), *self._advance(now)]
-
-    def gone(self, agent: Agent, why: str, now: float) -> list[Action]:
-        """An agent was lost (its connection broke, it fell silent), or left on its own."""
-        if self.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
-            return []
-        self.muster.lose(agent)
-        actions: list[Action] = [
-            Note("node_lost", {"task": agent.task, "host": agent.host, "why": why})
-        ]
-        if self._is_at_work(agent):
-            actions += self._break(now, f"{agent.host} is gone: {why}", "node_lost")
-            self.blame.excused = True
-        self.muster.unsettled.discard(agent)
-        return actions + self._advance(now)
-
-    def fell_silent(self, agent: Agent, why: str, now: float) -> list[Action]:
-        """An agent is not heard any more, though nothing has ended its connection."""
-        if self._is_at_work(agent):
-            self.blame.fell_silent(agent.host)
-        actions = self.gone(agent, why, now)
-        self.comebacks.vanished(agent)
-        return actions
+    # ---- Slurm --------------------------------------------------------------------------
 
     def slurm_says(
-        self, view: Mapping[str, TaskState] | None, asked_at: float, now: float
-    ) -> list[Action]:
-        """Slurm answered how the tasks of the run are; None: it did not answer."""
-        self.muster.slurm_says(view)
-        actions = self._judge_starts(view or {})
-        due = self.comebacks.due(view or {}, self.muster.lost, self.patience.away, now)
-        unseen = {task: node for task, node in self.comebacks.unseen.items() if task in due}
-        actions += [ClearHolds(due, unseen, self.comebacks.failed_on(due))] if due else []
-        members = self.members if self.phase is RoundPhase.RUNNING else self.muster.unsettled
-        for agent in list(self.muster.ended(members, asked_at)):
-            actions += self.gone(agent, "the scheduler says that its task has ended", now)
-            self.comebacks.vanished(agent)
-        if self.phase is RoundPhase.FORMING and (why := self._hopeless(view or {})):
-            return actions + self._end(EndRun("failed", why))
-        return actions + self._advance(now)
+        self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
+    ) -> tuple[list[Effect], list[Agent]]:
+        """Take in the states of the run's tasks; None: Slurm did not answer.
 
-    def sweep_says(self, why: str | None, now: float) -> list[Action]:
-        """The queue shows that the run waits in vain for min nodes, and why; None: it may not."""
-        if not self.patience.is_in_vain(why if self.is_short else None, now):
+        Returns:
+            What follows, and the agents whose tasks have ended: the caller lets them go.
+        """
+        self.participants.update_task_states(states)
+        known, recovery = states or {}, self.recovery
+        effects = self._judge_starts(known)
+        due = recovery.due(known, self.participants.lost, self.backoff.requeued, now)
+        if due:
+            alive = {task: node for task, node in recovery.possibly_alive.items() if task in due}
+            effects.append(ClearHolds(due, alive, recovery.failed_on(due)))
+        running = self.phase is RoundPhase.RUNNING
+        members = self.ranks.members if running else self.participants.pending_rejoin
+        ended = list(self.participants.ended_agents(members, asked_at))
+        for agent in ended:
+            recovery.lose_unseen(agent)
+        return effects, ended
+
+    def end_if_hopeless(self) -> list[Effect]:
+        """End the run if min nodes cannot come together any more."""
+        running_short = self.phase is RoundPhase.RUNNING and self.short_since is not None
+        if not (running_short or self.phase is RoundPhase.FORMING):
             return []
-        return self._disband(why or "")
+        states = self.participants.task_states or {}
+        returning = self.recovery.returning(states, self._last_here)
+        present = {a.task for a in self.participants.joined} | returning
+        rules, tried = self.rules, self.recovery.tried
+        why = task_recovery.hopeless(states, present, rules.min_nodes, rules.max_nodes, tried)
+        return [] if why is None else self.end(RunEnding("failed", why))
 
-    def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
-        return self._advance(now)
+    def sweep_says(self, why: str | None, now: float) -> list[Effect]:
+        """Take in why the run waits in vain for min nodes; None: it may not."""
+        in_vain = self.backoff.is_in_vain(why if self.is_short else None, now)
+        return self.disband(why or "") if in_vain else []
 
-    def slept(self, for_s: float, now: float) -> None:
-        """The leader was not running for so long: nobody is late because of that."""
-        self.forming_since = min(now, self.forming_since + for_s)
-        self.muster.slept(for_s, now)
+    def _judge_starts(self, states: Mapping[str, TaskState]) -> list[Effect]:
+        """Judge the attempts that ended before they joined, as Slurm says."""
+        agents = (*self.ranks.members, *self.participants.joined)
+        here = {a.task: a.attempt for a in agents if not self.participants.is_lost(a)}
+        starts = self.recovery.failed_starts(states, self._last_here, here)
+        num_hosts = len({a.host for a in agents} - set(self.policy.excluded))
+        return [effect for s in starts for effect in self.policy.start_failed(s, num_hosts)]
 
-    def close(self) -> list[Action]:
-        """Somebody closes the rendezvous for good (torch's ``set_closed`` and ``shutdown``)."""
-        return [] if self.phase is RoundPhase.ENDED else self._end(EndRun("closed"))
-
-    # ---- what others may ask ------------------------------------------------------------
+    @property
+    def _last_here(self) -> dict[str, int]:
+        return last_here(self.participants.lost, self.backoff.requeued)
 
     @property
     def wants_slurm(self) -> bool:
         """Whether an answer of Slurm could change anything now."""
         if self.phase is RoundPhase.RUNNING:
-            return bool(self.joined) or self.awaits_tasks
+            waits = bool(self.participants.joined) or self.short_since is not None
+            return waits or self.awaits_tasks
         return self.phase is RoundPhase.FORMING
-
-    @property
-    def is_short(self) -> bool:
-        """Whether nodes wait that are fewer than min nodes, and may be given back."""
-        waits = self.phase is RoundPhase.FORMING and not self.muster.unsettled
-        too_few = 0 < len(self.joined) < self.rules.min_nodes
-        may_go = self.rules.below_min_timeout_s is not None and self.patience.would_return(
-            self.joined
-        )
-        return waits and too_few and may_go
 
     @property
     def awaits_tasks(self) -> bool:
         """Whether some of the run's tasks are not here and may start, or fail to."""
-        num_here = len(self.members) + len(self.joined)
-        absent = num_here + self.comebacks.num_over < self.rules.max_nodes
-        return absent or self.comebacks.are_awaited
+        num_here = len(self.ranks.members) + len(self.participants.joined)
+        absent = num_here + self.recovery.num_over < self.rules.max_nodes
+        return absent or self.recovery.are_awaited
 
-    @property
-    def members(self) -> tuple[Agent, ...]:
-        """Members of the last round, in rank order."""
-        return self.roster.members
+    # ---- FORMING ------------------------------------------------------------------------
 
-    @property
-    def restarts(self) -> int:
-        """Restarts spent so far, over all epochs."""
-        return self.blame.restarts
-
-    @property
-    def joined(self) -> dict[Agent, float]:
-        """Agents that wait for a round, and since when, in the order in which they joined."""
-        return self.muster.joined
-
-    def not_given_back(self, tasks: Iterable[str]) -> tuple[str, ...]:
-        """Return those tasks that the run has not sent away itself since they were lost."""
-        lost, away = self.muster.lost, self.patience.away
-        return tuple(t for t in tasks if away.get(t, -1) < lost.get(t, 0))
-
-    def missing(self) -> list[str]:
-        """Name the tasks that a forming round waits for; below min nodes, all that are queued."""
-        return self.muster.missing(self.rules.min_nodes)
-
-    # ---- rules: a round -----------------------------------------------------------------
-
-    def _is_at_work(self, agent: Agent) -> bool:
-        running = self.phase is RoundPhase.RUNNING and agent in self.roster
-        return running or (self.phase is RoundPhase.FORMING and agent in self.muster.unsettled)
-
-    def _break(
-        self, now: float, reason: str, cause: StopCause, step: int | None = None
-    ) -> list[Action]:
-        if self.phase is not RoundPhase.RUNNING:
-            return []
-        self.phase = RoundPhase.FORMING
-        self.forming_since = now
-        stopped = tuple(a for a in self.members if not self.muster.is_lost(a))
-        released = self._release()
-        self.blame.broke(excused=cause != "failed" or bool(released))
-        self.muster.expect(self.members)
+    def begin_forming(self, now: float) -> None:
+        """The round is over: its members are to join again."""
+        self.phase, self.forming_since, self.short_since = RoundPhase.FORMING, now, None
+        self.participants.expect(self.ranks.members)
         self.done.clear()
-        self.regroup.broke()
-        return [*released, *([StopRound(stopped, reason, cause, step)] if stopped else [])]
 
-    def _release(self) -> list[Action]:
-        """Wait no more for the members under notice."""
-        leaving = tuple(a for a in self.regroup.departures if not self.muster.is_lost(a))
-        for agent in leaving:
-            self.muster.lose(agent)
-        return [Release(leaving)] if leaving else []
-
-    def _advance(self, now: float) -> list[Action]:
-        if self.phase is RoundPhase.RUNNING:
-            return self._consider(now)
+    def form(self, now: float) -> tuple[list[Effect], bool]:
+        """Go on with FORMING; return what follows, and whether a round is to close now."""
         if self.phase is not RoundPhase.FORMING:
-            return []
-        actions = self._give_up_on_unsettled(now)
-        if self.muster.unsettled:
-            return actions
-        if self.blame.is_due:
-            actions += self._judge()
+            return [], False
+        effects = self._give_up_on_pending(now)
+        if self.participants.pending_rejoin:
+            return effects, False
+        if self.policy.is_due:
+            effects += self._judge_round()
         if self.phase is RoundPhase.FORMING and self._may_close(now):
-            actions += self._close_round()
-        elif self.phase is RoundPhase.FORMING and self._too_few_for_too_long(now):
-            actions += self._disband()
-        return actions
+            return effects, True
+        return [*effects, *self.disband_if_short(now)], False
 
-    def _give_up_on_unsettled(self, now: float) -> list[Action]:
-        if not self.muster.unsettled or not self._timed_out(now):
+    def close_round(self, now: float) -> None:
+        """Give the agents that have joined ranks."""
+        self.ranks = self.ranks.next(self.participants.joined, self.rules.max_nodes)
+        self.participants.remove(self.ranks.members)
+        self.phase = RoundPhase.RUNNING
+        self.short_since = None
+        self.backoff.given_back = 0
+        self.policy.new_round()
+        self.recovery.update_awaited(self.participants.lost)
+        self.estimator.closed(now)
+
+    def _give_up_on_pending(self, now: float) -> list[Effect]:
+        if not self.participants.pending_rejoin or not self._timed_out(now):
             return []
-        late = sorted(self.muster.unsettled, key=lambda a: a.slot)
-        self.muster.unsettled.clear()
-        self.blame.excused = True
-        return [
-            Note("node_lost", {"task": a.task, "host": a.host, "why": "did not join again in time"})
-            for a in late
-        ]
+        late = sorted(self.participants.pending_rejoin, key=lambda a: a.slot)
+        self.participants.pending_rejoin.clear()
+        self.policy.not_counted = True
+        why = "did not join again in time"
+        return [Note("node_lost", {"task": a.task, "host": a.host, "why": why}) for a in late]
 
-    def _judge(self) -> list[Action]:
-        hosts = {a.host for a in (*self.members, *self.joined)}
-        actions = self.blame.judge(self.round, hosts)
-        if actions and isinstance(actions[-1], EndRun):
-            return [*actions[:-1], *self._end(actions[-1])]
-        bad = tuple(a for a in self.joined if a.host in self.blame.excluded)
-        for agent in bad:
-            self.muster.lose(agent)
-        return [*actions, *([self.patience.send_bad(bad)] if bad else [])]
-
-    def _judge_starts(self, view: Mapping[str, TaskState]) -> list[Action]:
-        """Judge the attempts that ended before they joined, as Slurm says."""
-        agents = (*self.members, *self.joined)
-        here = {a.task: a.attempt for a in agents if not self.muster.is_lost(a)}
-        starts = self.comebacks.failed_starts(view, self._last_here, here)
-        num_hosts = len({a.host for a in agents} - set(self.blame.excluded))
-        return [action for s in starts for action in self.blame.start_failed(s, num_hosts)]
-
-    @property
-    def _last_here(self) -> dict[str, int]:
-        return last_here(self.muster.lost, self.patience.away)
+    def _judge_round(self) -> list[Effect]:
+        hosts = {a.host for a in (*self.ranks.members, *self.participants.joined)}
+        effects, ending = self.policy.judge(self.entry.round, hosts)
+        if ending is not None:
+            return [*effects, *self.end(ending)]
+        faulty = tuple(a for a in self.participants.joined if a.host in self.policy.excluded)
+        for agent in faulty:
+            self.participants.mark_lost(agent)
+        return [*effects, *(self.backoff.requeue_faulty(faulty) if faulty else [])]
 
     def _may_close(self, now: float) -> bool:
-        if len(self.joined) < self.rules.min_nodes or now < self.not_before:
+        participants, rules = self.participants, self.rules
+        if len(participants.joined) < rules.min_nodes or now < self.not_before:
             return False
-        if len(self.joined) >= self.rules.max_nodes or self._timed_out(now):
+        if len(participants.joined) >= rules.max_nodes or self._timed_out(now):
             return True
-        if self.muster.view is None:
-            return now - self.muster.last_came >= self.rules.last_call_s
-        return not self.muster.awaited
+        if participants.task_states is None:
+            return now - participants.last_joined_at >= rules.last_call_s
+        return not participants.expected_tasks
 
     def _timed_out(self, now: float) -> bool:
         return now - self._waiting_since(now) >= self.rules.straggler_timeout_s
 
     def _waiting_since(self, now: float) -> float:
-        return max(self.forming_since, next(iter(self.joined.values()), now))
+        return max(self.forming_since, next(iter(self.participants.joined.values()), now))
 
-    def _close_round(self) -> list[Action]:
-        self.roster = self.roster.next(self.joined, self.rules.max_nodes)
-        self.muster.leave(self.members)
-        self.round += 1
-        self.phase = RoundPhase.RUNNING
-        self.patience.given_back = 0
-        self.regroup.new_round(self.members)
-        self.blame.new_round()
-        self.comebacks.look(self.muster.lost)
-        return [StartRound(self.round, self.members, self.restarts)]
+    # ---- nodes that wait, and go back to the queue ----------------------------------------
 
-    def _hopeless(self, view: Mapping[str, TaskState]) -> Failure | None:
-        present = {a.task for a in self.joined} | self.comebacks.returning(view, self._last_here)
-        rules, tried = self.rules, self.comebacks.tried
-        return task_recovery.hopeless(view, present, rules.min_nodes, rules.max_nodes, tried)
+    def requeue_late(self, now: float) -> list[Effect]:
+        """Send nodes back to the queue that have waited for too long."""
+        late = self.backoff.late(self.participants.joined, now)
+        self.participants.remove(late)
+        return self.backoff.requeue_late(late) if late else []
 
-    # ---- rules: nodes that wait, leave, or are to come back --------------------------------
+    @property
+    def is_short(self) -> bool:
+        """Whether the nodes are fewer than min nodes, and may be sent back to the queue."""
+        joined = self.participants.joined
+        if self.rules.below_min_timeout_s is None:
+            return False
+        if self.phase is RoundPhase.RUNNING:
+            nodes = (*self.ranks.members, *joined)
+            return self.short_since is not None and self.backoff.would_return(nodes)
+        waits = self.phase is RoundPhase.FORMING and not self.participants.pending_rejoin
+        too_few = 0 < len(joined) < self.rules.min_nodes
+        return waits and too_few and self.backoff.would_return(joined)
 
-    def _consider(self, now: float) -> list[Action]:
-        if not self.joined and self.regroup.is_quiet:
-            return []
-        waiting = JoinCandidates(self.joined, self.muster.view or {}, self.outlook)
-        actions, admits, why, step = self.regroup.consider(waiting, now, finishing=bool(self.done))
-        if why is not None:
-            return actions + self._break(now, why, "regroup", step)
-        return actions if admits else actions + self._send_back_parked(now)
+    def disband_if_short(self, now: float) -> list[Effect]:
+        """Send all nodes back to the queue if they have been too few for too long."""
+        since = self._waiting_since(now) if self.short_since is None else self.short_since
+        too_long = self.is_short and self.backoff.is_over(now - since)
+        return self.disband() if too_long else []
 
-    def _send_back_parked(self, now: float) -> list[Action]:
-        late = self.patience.late(self.joined, now)
-        self.muster.leave(late)
-        return [self.patience.send_away(late)] if late else []
-
-    def _too_few_for_too_long(self, now: float) -> bool:
-        too_few = 0 < len(self.joined) < self.rules.min_nodes
-        may_go = too_few and self.patience.would_return(self.joined)
-        return may_go and self.patience.is_over(now - self._waiting_since(now))
-
-    def _disband(self, why: str = "") -> list[Action]:
+    def disband(self, why: str = "") -> list[Effect]:
+        """Decide to send all nodes back to the queue."""
+        changes: dict[str, Any] = {}
+        if self.phase is RoundPhase.RUNNING:
+            self.participants.joined |= dict.fromkeys(self.ranks.members, 0.0)
+        if self.rules.ft:
+            self.ranks, changes = RankAssignment(), {"members": ()}
         self.phase = RoundPhase.DISBANDED
-        given_back = self.patience.send_all(tuple(self.joined), why)
-        self._away_s = given_back.delay_s
-        return [given_back]
+        effects = self.backoff.requeue_all(tuple(self.participants.joined), why)
+        return [self.decide(given_back=self.backoff.given_back, **changes), *effects]
 
-    # ---- the end ------------------------------------------------------------------------
 
-    def _end(self, end: EndRun) -> list[Action]:
-        self.phase = RoundPhase.ENDED
-        self.end = end
-        return [end]
+StopCause = Literal["regroup", "node_lost", "failed", "agent_restarted", "at_max_nodes"]
+"""The kind of a reason, for the event log."""
+
+
+def stop(
+    agents: tuple[Agent, ...], reason: str, cause: StopCause, round_: int, step: int | None = None
+) -> list[Effect]:
+    """Have agents stop their workers and join again.
+
+    Args:
+        agents: Which.
+        reason: Why, in words.
+        cause: Of which kind that is.
+        round_: The round's number.
+        step: The step whose checkpoint all of them have announced; None: they stop as they are.
+    """
+    fields: dict[str, object] = {"reason": reason, "cause": cause, "round": round_}
+    if step is not None:
+        fields["step"] = step
+    note = Note("round_stopped", {**fields, "nodes": len(agents), "hosts": hosts_of(agents)})
+    return [note, Send(agents, {"type": "stop", "reason": reason})]
+
+
+# ---- RUNNING: a round, whose members depend on each other (pure)
+
+
+class RoundState:
+    """Rules of a run whose nodes train as one group. Events return effects, in order."""
+
+    waits_when_cut_off = False
+    """Whether silent members are lost only once it is clear that the leader is not cut off."""
+
+    def __init__(self, entry: LogEntry, rules: RoundRules, now: float, rng: random.Random) -> None:
+        self.run = RunState(entry, rules, now, rng)
+        self.change = GroupChange(rules)
+        self._index = entry.number
+        """Of the entry that closed the last round of this term."""
+
+    # ---- events -------------------------------------------------------------------------
+
+    def is_current(self, agent: Agent, message: Message) -> bool:
+        """Tell whether a report is about the last round."""
+        return bool(message.get("record") == self._index)
+
+    def received(self, agent: Agent, message: Message, now: float) -> list[Effect]:
+        """Take in a report of an agent; see `leader` for the messages."""
+        match message["type"]:
+            case "notice":
+                left_s = float(message["left_s"])
+                return self.noticed(agent, str(message["reason"]), left_s, now)
+            case _ if not self.is_current(agent, message):
+                return []
+            case "want":
+                return self.wants_checkpoint(agent, now)
+            case "answer":
+                return self.voted(agent, vote_of(message), now)
+            case "finished":
+                return self.finished(agent, now)
+            case "failed":
+                return self.worker_failed(failures_of(message), agent, now)
+            case "boundary":
+                return self.boundary(agent, int(message["step"]), int(message["held"]), now)
+        return []
+
+    def join(self, agent: Agent, now: float, request: int = 1) -> list[Effect]:
+        """Take in an agent that is ready for the next round."""
+        refused = self.run.refuse(agent)
+        if refused is not None:
+            return refused
+        effects: list[Effect] = []
+        if self._is_member(agent):
+            effects += self._break(now, f"{agent.host} joins anew", "agent_restarted")
+        return [*effects, *self.run.add(agent, now, request), *self.tick(now)]
+
+    def worker_failed(self, failures: Iterable[Failure], agent: Agent, now: float) -> list[Effect]:
+        """Workers of a member failed; its other workers have been stopped."""
+        if not self.run.is_at_work(agent):
+            return []
+        self.run.policy.failures += failures
+        return [*self._break(now, f"a worker failed on {agent.host}", "failed"), *self.tick(now)]
+
+    def finished(self, agent: Agent, now: float) -> list[Effect]:
+        """All workers of a member have returned."""
+        if not self._is_member(agent):
+            return []
+        run = self.run
+        run.done.add(agent)
+        are_all = len(run.done) == len(run.ranks.members)
+        return run.end(RunEnding("succeeded")) if are_all else []
+
+    def boundary(self, agent: Agent, step: int, held: int, now: float) -> list[Effect]:
+        """All workers of a member have announced the checkpoint of ``step``.
+
+        ``held`` is the number of the request to hold that some of them obey there, or 0.
+        """
+        if not self._is_member(agent):
+            return []
+        self.run.policy.announced(step)
+        self.change.announced(agent, step, held, now)
+        return self.tick(now)
+
+    def noticed(self, agent: Agent, reason: str, left_s: float, now: float) -> list[Effect]:
+        """A member's node is to be left within so long. One that is in no round just leaves."""
+        if not self._is_member(agent):
+            return []
+        return [*self.change.noticed(agent, reason, left_s, now), *self.tick(now)]
+
+    def wants_checkpoint(self, agent: Agent, now: float) -> list[Effect]:
+        """A worker of a member asks for a checkpoint of the whole group."""
+        if not self._is_member(agent):
+            return []
+        self.change.want_checkpoint()
+        return self.tick(now)
+
+    def voted(self, agent: Agent, vote: StepVote, now: float) -> list[Effect]:
+        """A member votes on a proposed step."""
+        if self.run.phase is not RoundPhase.RUNNING:
+            return []
+        return [*self.change.voted(agent, vote, now), *self.tick(now)]
+
+    def gone(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent was lost (its connection broke, it fell silent), or left on its own."""
+        run = self.run
+        if run.phase in (RoundPhase.ENDED, RoundPhase.DISBANDED):
+            return []
+        effects = run.lose(agent, why)
+        if run.is_at_work(agent):
+            effects += self._break(now, f"{agent.host} is gone: {why}", "node_lost")
+            run.policy.not_counted = True
+        run.participants.pending_rejoin.discard(agent)
+        return [*effects, *self.tick(now)]
+
+    def fell_silent(self, agent: Agent, why: str, now: float) -> list[Effect]:
+        """An agent is lost that is not heard any more, though its connection has not ended."""
+        self.run.note_silence(agent)
+        return self.gone(agent, why, now)
+
+    def slurm_says(
+        self, states: Mapping[str, TaskState] | None, asked_at: float, now: float
+    ) -> list[Effect]:
+        """Take in the states of the run's tasks; None: Slurm did not answer."""
+        effects, ended = self.run.slurm_says(states, asked_at, now)
+        for agent in ended:
+            effects += self.gone(agent, "the scheduler says that its task has ended", now)
+        return [*effects, *self.run.end_if_hopeless(), *self.tick(now)]
+
+    def progressed(self, agent: Agent, progress: Message, now: float) -> None:
+        """A member's heartbeat brings what its workers report."""
+        self.run.progressed(agent, progress, now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed."""
+        if self.run.phase is RoundPhase.RUNNING:
+            return self._consider_change(now)
+        effects, closes = self.run.form(now)
+        return [*effects, *(self._close_round(now) if closes else [])]
+
+    # ---- rules --------------------------------------------------------------------------
+
+    def _is_member(self, agent: Agent) -> bool:
+        return self.run.phase is RoundPhase.RUNNING and agent in self.run.ranks
+
+    def _close_round(self, now: float) -> list[Effect]:
+        self.run.close_round(now)
+        members = self.run.ranks.members
+        self.change.new_round(members)
+        effects = self.run.announce(members)
+        self._index = self.run.entry.number
+        return effects
+
+    def _consider_change(self, now: float) -> list[Effect]:
+        run = self.run
+        joined = run.participants.joined
+        if not joined and self.change.is_quiet:
+            return []
+        states = run.participants.task_states or {}
+        waiting = JoinCandidates(joined, states, run.estimator.outlook)
+        finishing = bool(run.done)
+        effects, admits, why, step = self.change.consider(waiting, now, finishing=finishing)
+        if why is not None:
+            return [*effects, *self._break(now, why, "regroup", step)]
+        return effects if admits else [*effects, *run.requeue_late(now)]
+
+    def _break(
+        self, now: float, reason: str, cause: StopCause, step: int | None = None
+    ) -> list[Effect]:
+        run = self.run
+        if run.phase is not RoundPhase.RUNNING:
+            return []
+        lost = run.participants.is_lost
+        stopped = tuple(a for a in run.ranks.members if not lost(a))
+        released = self._release()
+        run.policy.broke(not_counted=cause != "failed" or bool(released))
+        run.begin_forming(now)
+        run.estimator.broke(now)
+        self.change.end_round()
+        round_ = run.entry.round
+        return [*released, *(stop(stopped, reason, cause, round_, step) if stopped else [])]
+
+    def _release(self) -> list[Effect]:
+        """Decide to wait no more for the members under notice."""
+        participants = self.run.participants
+        leaving = tuple(a for a in self.change.preempted if not participants.is_lost(a))
+        if not leaving:
+            return []
+        for agent in leaving:
+            participants.mark_lost(agent)
+        return [self.run.decide(), Note("members_released", {"tasks": [a.task for a in leaving]})]
+
+
+# ---- reports of agents
+
+
+def vote_of(message: Message) -> StepVote:
+    """Return the vote in an agent's message."""
+    passed = message["passed"]
+    return StepVote(
+        int(message["number"]), bool(message["ok"]), None if passed is None else int(passed),
+        float(message["rate"]),
+    )  # fmt: skip
+
+
+def failures_of(message: Message) -> list[Failure]:
+    """Return the failures in an agent's message."""
+    return [Failure(**fields) for fields in message["failures"]]

@@ -1,15 +1,14 @@
-"""The group as its leader sees it: the content of status.json (pure)."""
+"""Run status: the content of status.json and progress.jsonl, from a leader's state (pure)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpc_elastic._util import counted
+from hpc_elastic._util import ThroughputMeter, counted
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent
-from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
+from hpc_elastic.rendezvous.round_state import Participants, RoundPhase, RunState
 from hpc_elastic.slurm.job_state import Phase as SlurmPhase
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -23,20 +22,21 @@ NUMBERS = frozenset(["step", "loss", "samples", "blocked_s"])
 
 
 def status_of(leadership: LeaderState) -> dict[str, Any]:
-    """Return what status.json shows, but for its time."""
-    machine = leadership.machine
-    formed = machine.phase in (RoundPhase.RUNNING, RoundPhase.ENDED)
-    members = machine.members if formed else ()
-    phase = machine.end.status if machine.end is not None else _PHASES[machine.phase]
+    """Return the content of status.json, but for its time."""
+    run = leadership.run
+    formed = run.phase in (RoundPhase.RUNNING, RoundPhase.ENDED)
+    members = run.ranks.members if formed else ()
+    ending = run.entry.ending
+    phase = ending.status if ending is not None else _PHASES[run.phase]
     return {
-        "phase": phase, "epoch": leadership.at.epoch, "round": machine.round,
+        "phase": phase, "epoch": leadership.at.epoch, "round": run.entry.round,
         "nodes": len(members), "world_size": sum(m.nproc for m in members),
         "members": [
             {"task": m.task, "host": m.host, "group_rank": rank, "nproc": m.nproc}
             for rank, m in enumerate(members)
         ],
-        "joined": len(machine.joined), "restarts": machine.restarts,
-        "max_restarts": machine.rules.max_restarts, "checkpoint": machine.blame.progress,
+        "joined": len(run.participants.joined), "restarts": run.policy.restarts,
+        "max_restarts": run.rules.max_restarts, "checkpoint": run.policy.progress,
         **_progress(leadership, members),
         "stragglers": leadership.stragglers.current if members else [],
     }  # fmt: skip
@@ -49,7 +49,7 @@ def _progress(leadership: LeaderState, members: tuple[Agent, ...]) -> dict[str, 
     samples = [r["samples"] for r in reports if r.get("samples") is not None]
     return {
         "step": max(steps, default=None),
-        "total_steps": leadership.estimate.total,
+        "total_steps": leadership.run.estimator.total,
         "loss": losses[0] if losses else None,
         "samples": max(samples, default=None),
         "blocked_s": max((r.get("blocked_s") or 0.0 for r in reports), default=0.0),
@@ -87,35 +87,11 @@ def line_of(status: Mapping[str, Any]) -> Message:
     return {name: status.get(name) for name in (*_KEPT, "steps_per_s", "samples_per_s")}
 
 
-class ThroughputMeter:
-    """How much a second of something that is counted, over the last half minute."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def note(self, count: int | None, now: float) -> None:
-        """Take note of the count as it is now; one that goes back begins anew."""
-        if count is None or (self._seen and count < self._seen[-1][1]):
-            self._seen.clear()
-        if count is not None:
-            self._seen.append((now, count))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= _PACE_S:
-            self._seen.popleft()
-
-    @property
-    def rate(self) -> float | None:
-        """How much a second; None before there is anything to compare."""
-        if len(self._seen) < 2:
-            return None
-        (begin, first), (end, last) = self._seen[0], self._seen[-1]
-        return round((last - first) / (end - begin), 4) if end > begin else None
-
-
 class ProgressLog:
     """The progress of a run, as one leader writes it down."""
 
     def __init__(self) -> None:
-        self._steps, self._samples = ThroughputMeter(), ThroughputMeter()
+        self._steps, self._samples = ThroughputMeter(_PACE_S), ThroughputMeter(_PACE_S)
         self._group: list[Any] | None = None
         self._last: Message | None = None
         """The last look, which was not worth a line."""
@@ -135,7 +111,7 @@ class ProgressLog:
         group = [status.get(name) for name in _GROUP]
         changed = group != self._group
         if changed:
-            self._steps, self._samples = ThroughputMeter(), ThroughputMeter()
+            self._steps, self._samples = ThroughputMeter(_PACE_S), ThroughputMeter(_PACE_S)
         self._steps.note(status.get("step"), now)
         self._samples.note(status.get("samples"), now)
         line = {"time": round(now, 3), **line_of({**status, **self.rates})}
@@ -148,7 +124,8 @@ class ProgressLog:
     @property
     def rates(self) -> Message:
         """Steps and samples a second, None where they are not known."""
-        return {"steps_per_s": self._steps.rate, "samples_per_s": self._samples.rate}
+        rates = {"steps_per_s": self._steps.rate, "samples_per_s": self._samples.rate}
+        return {name: None if rate is None else round(rate, 4) for name, rate in rates.items()}
 
 
 # ---- Says in words what a group that has not formed is waiting for (pure)
@@ -157,27 +134,29 @@ class ProgressLog:
 _MAX_NAMED = 20
 
 
-def waiting_for(machine: RoundState, log_of: Callable[[str, int], str | None]) -> str:
-    """Return who has joined and who is missing: tasks, hosts, Slurm's word, and their logs.
+def waiting_for(run: RunState, log_of: Callable[[str, int], str | None]) -> str:
+    """Return which nodes have joined and which are missing, with Slurm's states and their logs.
 
     Args:
-        machine: The leader's, while a round forms.
-        log_of: (task, attempt) -> where that attempt's log is; None if nobody knows.
+        run: The leader's, while a round forms.
+        log_of: (task, attempt) -> where that attempt's log is; None if unknown.
     """
-    least = machine.rules.min_nodes
+    least = run.rules.min_nodes
     have = "has" if least == 1 else "have"
-    here = f"{len(machine.joined)} of at least {counted(least, 'node')} {have} joined"
-    missing = machine.missing()
+    here = f"{len(run.participants.joined)} of at least {counted(least, 'node')} {have} joined"
+    missing = run.participants.missing(least)
     if not missing:
         return f"{here}; no other task of the run is known to run or to be queued"
-    named = [_describe(task, machine, log_of) for task in missing[:_MAX_NAMED]]
+    named = [_describe(task, run.participants, log_of) for task in missing[:_MAX_NAMED]]
     more = f", and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
     return f"{here}; missing: {'; '.join(named)}{more}"
 
 
-def _describe(task: str, machine: RoundState, log_of: Callable[[str, int], str | None]) -> str:
-    state = (machine.muster.view or {}).get(task)
-    member = next((a for a in machine.muster.unsettled if a.task == task), None)
+def _describe(
+    task: str, participants: Participants, log_of: Callable[[str, int], str | None]
+) -> str:
+    state = (participants.task_states or {}).get(task)
+    member = next((a for a in participants.pending_rejoin if a.task == task), None)
     if member is not None:
         what = f"{task} on {member.host}, which was told to stop its workers and to join again"
         attempt = member.attempt

@@ -1,8 +1,8 @@
-"""One agent's side of the rendezvous: carries out what `follower_state` decides.
+"""Session: one agent's side of the rendezvous; carries out what `follower_state` decides.
 
 `Session` is what the agent's own thread calls; the connection lives in an event loop on a thread
 of its own, so that heartbeats go on whatever the agent does. If this agent is to lead, its leader
-lives in the same loop. What both threads touch stands in `session`.
+lives in the same loop. What both threads touch is a `SessionState`.
 """
 
 from __future__ import annotations
@@ -12,158 +12,45 @@ import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.ft.manager_server import ManagerServer
+from hpc_elastic.ft.messages import Message as ReplicaReport
+from hpc_elastic.ft.messages import frame, unpack
 from hpc_elastic.rendezvous.effects import (
-    AgentEffect,
     Claim,
     Connect,
     Deliver,
     Disconnect,
+    Effect,
     Lead,
-    PublishIfMissing,
+    Message,
+    PublishResult,
     QuerySlurm,
     ReadLog,
+    RoundInfo,
     SendToLeader,
 )
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate, ReplicaGroup
+from hpc_elastic.rendezvous.leader import Leader, LeaderCandidate
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, claim
+from hpc_elastic.rendezvous.replica_state import replica_name
 from hpc_elastic.transport.connection import ClientConnection, Listener, connect
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Message = dict[str, Any]
 
 _SEARCH_TICK_S = 0.05
 _CLAIM_AGAIN_S = 0.5
 
 
-# ---- What an agent's session has heard, and what it came to: the part that two threads share
-# The event loop's thread calls `SessionState.hear` with what `follower_state` tells; the agent's
-# own thread reads the fields, and waits in `SessionState.outcome_within`.
-
-
-class Hearing:
-    """What an agent's own thread may ask about what was heard, at any time."""
-
-    def __init__(self) -> None:
-        self._heard = SessionState()
-
-    @property
-    def placed(self) -> RoundInfo | None:
-        """The round that this agent has a place in; None while it waits for one."""
-        return self._heard.round
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this agent's workers must be stopped and `join` be called again."""
-        return self._heard.stop_requested
-
-    @property
-    def hold(self) -> int:
-        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
-        return self._heard.hold
-
-    @property
-    def stacks(self) -> int:
-        """Number of the leader's question what the workers are at (`hang_diagnosis`); 0: none."""
-        return self._heard.stacks
-
-    @property
-    def proposal(self) -> Proposal | None:
-        """The step at which all ranks may have to save; None: there is none, or none any more."""
-        return self._heard.proposal
-
-    @property
-    def noticed(self) -> LeaveRequest | None:
-        """Set once this node is to be left, whoever said so."""
-        return self._heard.notice
-
-    @property
-    def verdict(self) -> RunOutcome | None:
-        """How the run ended; None while it goes on."""
-        ending = self._heard.ending
-        return ending if isinstance(ending, RunOutcome) else None
-
-    @property
-    def sent_back(self) -> Requeued | None:
-        """Set once this node is to go back to the queue."""
-        ending = self._heard.ending
-        return ending if isinstance(ending, Requeued) else None
-
-    @property
-    def leaving(self) -> Departed | None:
-        """Set once this node has left the run because it is to be left."""
-        ending = self._heard.ending
-        return ending if isinstance(ending, Departed) else None
-
-
-# ---- What an agent tells its leader of its workers
-
-
-class Reports(ABC):
-    """An agent's reports. All public methods may be called from any thread."""
-
-    @abstractmethod
-    def _report(self, type_: str, **fields: Any) -> None:
-        """Send one to the leader of the present round."""
-
-    def failed(self, failures: list[Message]) -> None:
-        """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
-        self._report("failed", failures=failures)
-
-    def finished(self) -> None:
-        """Report that all workers of this agent have returned."""
-        self._report("finished")
-
-    def boundary(self, step: int, *, held: int) -> None:
-        """Report that all workers have announced the checkpoint of a step.
-
-        Args:
-            step: The optimizer step that the checkpoint holds.
-            held: Not 0: some of them stay there; the number of the request that they obey.
-        """
-        self._report("boundary", step=step, held=held)
-
-    def want_checkpoint(self) -> None:
-        """Ask that all ranks save at one step soon."""
-        self._report("want")
-
-    def stalled(self, stalled_s: float, limit_s: float) -> None:
-        """Report that workers have made no step for so long, which is longer than the limit."""
-        self._report("stalled", stalled_s=stalled_s, limit_s=limit_s)
-
-    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
-        """Answer what the workers of this node are at.
-
-        Args:
-            number: Of the question.
-            ranks: Fields of `hang.RankState`, with ``age_s`` for ``time``.
-        """
-        self._report("stacks", number=number, ranks=ranks)
-
-    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
-        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
-
-        Args:
-            number: Of the proposal.
-            ok: No worker of this node has passed the step, or may be about to without having seen
-                the proposal: each is before it, or waits there.
-            passed: The largest step that a worker has published; in the second answer the smallest.
-                None: no worker has asked `should_checkpoint` yet.
-            rate: Steps per second, at least 0.
-        """
-        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
-
-
-class Session(Hearing, Reports):
+class Session:
     """The agent's connection to its run. All public methods may be called from any thread."""
 
     def __init__(
@@ -172,19 +59,30 @@ class Session(Hearing, Reports):
         candidacy: LeaderCandidate,
         *,
         progress: Callable[[], Message] = dict,
-        group: ReplicaGroup | None = None,
+        ft_socket: Path | None = None,
     ) -> None:
-        super().__init__()
+        """Connect to the run.
+
+        Args:
+            me: This agent.
+            candidacy: What it leads with, if it comes to that.
+            progress: Returns what a heartbeat reports of the workers.
+            ft_socket: Where this node's workers are a replica of their own: the path of the socket
+                on which they are served, in a folder that only the owner may enter.
+        """
+        self._heard = SessionState()
         self._me = me
         self._candidacy = candidacy
         self._office = candidacy.office
         self._progress = progress
         self._beat_s = self._office.liveness.heartbeat_interval_s
-        self._group = group
-        """The workers of this node, if they are a replica of their own."""
+        self.replica: ManagerServer | None = None
+        """Serves the workers of this node, if they are a replica of their own."""
+        if ft_socket is not None:
+            self.replica = ManagerServer(ft_socket, replica_name(me), self)
         self._following = FollowerState(
             me, self._office.liveness, time.monotonic(),
-            stays=group is not None, generation=self._office.generation,
+            stays=self.replica is not None, generation=self._office.generation,
         )  # fmt: skip
         self._stream: ClientConnection | None = None
         self._attempt: asyncio.Task[None] | None = None
@@ -249,6 +147,109 @@ class Session(Hearing, Reports):
         self._call(lambda: self._leave(why))
         self._thread.join(timeout_s)
 
+    def run_in_loop(self, work: Callable[..., None], *arguments: object) -> None:
+        """Run something on the event loop's thread, unless the session has ended."""
+        self._call(lambda: work(*arguments))
+
+    # ---- what the leader has sent -------------------------------------------------------
+
+    @property
+    def placed(self) -> RoundInfo | None:
+        """The round that this agent has a place in; None while it waits for one."""
+        return self._heard.round
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this agent's workers must be stopped and `join` be called again."""
+        return self._heard.stop_requested
+
+    @property
+    def hold(self) -> int:
+        """Not 0: workers are to stay at their next checkpoint boundary; the request's number."""
+        return self._heard.hold
+
+    @property
+    def stacks(self) -> int:
+        """Number of the leader's question what the workers are at (`hang_diagnosis`); 0: none."""
+        return self._heard.stacks
+
+    @property
+    def proposal(self) -> SaveProposal | None:
+        """The step at which all ranks may have to save; None: there is none, or none any more."""
+        return self._heard.proposal
+
+    @property
+    def noticed(self) -> LeaveRequest | None:
+        """Set once this node is to be left, whoever said so."""
+        return self._heard.notice
+
+    @property
+    def verdict(self) -> RunOutcome | None:
+        """How the run ended; None while it goes on."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, RunOutcome) else None
+
+    @property
+    def sent_back(self) -> Requeued | None:
+        """Set once this node is to go back to the queue."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, Requeued) else None
+
+    @property
+    def leaving(self) -> Departed | None:
+        """Set once this node has left the run because it is to be left."""
+        ending = self._heard.ending
+        return ending if isinstance(ending, Departed) else None
+
+    # ---- reports of this node's workers -------------------------------------------------
+
+    def failed(self, failures: list[Message]) -> None:
+        """Report failed workers: fields of `failures.Failure`, with ``age_s`` for ``time``."""
+        self._report("failed", failures=failures)
+
+    def finished(self) -> None:
+        """Report that all workers of this agent have returned."""
+        self._report("finished")
+
+    def boundary(self, step: int, *, held: int) -> None:
+        """Report that all workers have announced the checkpoint of a step.
+
+        Args:
+            step: The optimizer step that the checkpoint holds.
+            held: Not 0: some of them stay there; the number of the request that they obey.
+        """
+        self._report("boundary", step=step, held=held)
+
+    def want_checkpoint(self) -> None:
+        """Ask that all ranks save at one step soon."""
+        self._report("want")
+
+    def stalled(self, stalled_s: float, limit_s: float) -> None:
+        """Report that workers have made no step for so long, which is longer than the limit."""
+        self._report("stalled", stalled_s=stalled_s, limit_s=limit_s)
+
+    def answer_stacks(self, number: int, ranks: list[Message]) -> None:
+        """Answer what the workers of this node are at.
+
+        Args:
+            number: Of the question.
+            ranks: Fields of `hang.RankState`, with ``age_s`` for ``time``.
+        """
+        self._report("stacks", number=number, ranks=ranks)
+
+    def answer(self, number: int, *, ok: bool, passed: int | None, rate: float) -> None:
+        """Answer a proposal; once more when all workers have passed its step, if it is confirmed.
+
+        Args:
+            number: Of the proposal.
+            ok: No worker of this node has passed the step, or may be about to without having seen
+                the proposal: each is before it, or waits there.
+            passed: The largest step that a worker has published; in the second answer the smallest.
+                None: no worker has asked `should_checkpoint` yet.
+            rate: Steps per second, at least 0.
+        """
+        self._report("answer", number=number, ok=ok, passed=passed, rate=rate)
+
     # ---- the event loop's thread --------------------------------------------------------
 
     def _run(self) -> None:
@@ -265,8 +266,8 @@ class Session(Hearing, Reports):
     async def _live(self) -> None:
         self._main = asyncio.current_task()
         try:
-            if self._group is not None:
-                await self._group.start(self._say_for_group)
+            if self.replica is not None:
+                await self.replica.start()
             while self._heard.ending is None and not self._ending:
                 self._carry_out(self._following.tick(time.monotonic()))
                 searching = self._stream is None
@@ -279,8 +280,8 @@ class Session(Hearing, Reports):
             if self._listener is not None and self._leader is None:
                 self._listener.close()
             await self._stop_leading()
-            if self._group is not None:
-                await self._group.stop()
+            if self.replica is not None:
+                await self.replica.stop()
 
     async def _end_tasks(self) -> None:
         for task in list(self._tasks):
@@ -289,7 +290,7 @@ class Session(Hearing, Reports):
 
     async def _stop_leading(self) -> None:
         if self._leader is not None:
-            if self._group is not None:
+            if self.replica is not None:
                 await self._leader.depart(self._me)
             await self._leader.stop()
             self._leader = None  # not before: `_live` finishes what was cut short
@@ -316,7 +317,7 @@ class Session(Hearing, Reports):
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _carry_out(self, effects: Iterable[AgentEffect]) -> None:
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
         remaining = iter(effects)
         for effect in remaining:
             match effect:
@@ -334,7 +335,7 @@ class Session(Hearing, Reports):
                     self._start(self._claim(effect))
                 case Lead(record):
                     self._lead(record)
-                case PublishIfMissing(record):
+                case PublishResult(record):
                     self._start(self._publish(record, list(remaining)))
                     return
                 case Deliver(message):
@@ -364,7 +365,7 @@ class Session(Hearing, Reports):
             now = time.monotonic()
             self._carry_out(self._following.looked(number, record, lease, now))
 
-    async def _publish(self, record: LogEntry, afterwards: list[AgentEffect]) -> None:
+    async def _publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         journal = self._office.make_journal(0)
         await journal.publish(record)
         await journal.close()
@@ -398,8 +399,8 @@ class Session(Hearing, Reports):
     async def _attend(self, stream: ClientConnection) -> None:
         self._stream = stream
         self._carry_out(self._following.connected(time.monotonic()))
-        if self._group is not None:
-            self._group.up()
+        if self.replica is not None:
+            self.replica.up()
         why = "its connection closed"
         try:
             while self._stream is stream and self._heard.ending is None:
@@ -414,8 +415,8 @@ class Session(Hearing, Reports):
 
     def _lose_stream(self) -> None:
         self._stream = None
-        if self._group is not None:
-            self._group.down()
+        if self.replica is not None:
+            self.replica.down()
 
     def _hang_up(self) -> None:
         if self._stream is not None:
@@ -430,13 +431,14 @@ class Session(Hearing, Reports):
                 message = {**message, "progress": self._progress()}
             self._stream.send(message)
 
-    def _say_for_group(self, message: Message) -> None:
-        self._say({"type": "ft", "message": message})
+    def send(self, message: ReplicaReport) -> None:
+        """Send a message of this node's replica to the lighthouse (event loop)."""
+        self._say(frame(message))
 
     def _hear(self, message: Message) -> None:
         if message["type"] == "ft":
-            if self._group is not None:
-                self._group.heard(message["message"])
+            if self.replica is not None:
+                self.replica.heard(unpack(message["message"]))
             return
         self._heard.hear(message)
         if self._heard.ending is not None:
@@ -492,24 +494,6 @@ class Session(Hearing, Reports):
 
 
 @dataclass(frozen=True)
-class RoundInfo:
-    """What a member is told of a closed round."""
-
-    number: int
-    record: int
-    """The number of the record that closed it: the group's fencing token."""
-    restarts: int
-    store: tuple[str, int]
-    group_rank: int
-    group_size: int
-    """Nodes in the group."""
-    first_rank: int
-    """Global rank of this node's first worker."""
-    world_size: int
-    """Workers in the group."""
-
-
-@dataclass(frozen=True)
 class RunOutcome:
     """How the run ended."""
 
@@ -536,8 +520,8 @@ Outcome = RoundInfo | Ending
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """A step at which all ranks may have to save: once it is confirmed (`step_agreement`)."""
+class SaveProposal:
+    """A step at which all ranks may have to save: once it is confirmed."""
 
     number: int
     step: int
@@ -563,7 +547,7 @@ class SessionState:
         self.stop_requested = False
         self.hold = 0
         self.stacks = 0
-        self.proposal: Proposal | None = None
+        self.proposal: SaveProposal | None = None
         self.notice: LeaveRequest | None = None
         self.ending: Ending | None = None
         self.news = "reading the records of the run"
@@ -628,7 +612,7 @@ class SessionState:
     def _note_proposal(self, message: Message) -> None:
         number = int(message["number"])
         if message["type"] == "propose":
-            self.proposal = Proposal(number, int(message["step"])) if number else None
+            self.proposal = SaveProposal(number, int(message["step"])) if number else None
         elif self.proposal is not None and self.proposal.number == number:
             self.proposal = replace(self.proposal, confirmed=True)
 

@@ -1,4 +1,4 @@
-"""How long nodes wait in vain before they go back to the queue, and for how long they stay (pure).
+"""Requeue back-off of nodes that wait in vain, and recovery of lost tasks (pure).
 
 Nodes that are too few, or that are not wanted, wait for ``below_min_timeout_s`` times 1 to 2, by
 chance; then they are away for a time that is random. The range of the wait grows with every time
@@ -22,7 +22,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from hpc_elastic.rendezvous.effects import GiveBack
+from hpc_elastic.rendezvous.effects import Effect, Note, Postpone, Send, hosts_of
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, RoundRules
 from hpc_elastic.slurm.job_state import Phase, TaskState, queue_name, remedy_of_end
 
@@ -39,14 +39,16 @@ _SHORTEST_AWAY_S = 10.0
 
 @dataclass
 class RequeueBackoff:
-    """What is known of nodes that were given back; monotonic seconds of the leader."""
+    """Nodes that were sent back to the queue, and when to send more; monotonic seconds."""
 
     rules: RoundRules
     rng: random.Random = field(default_factory=random.Random)
     given_back: int = 0
     """How often the run has given all its nodes back since its last round."""
-    away: dict[str, int] = field(default_factory=dict)
-    """Task -> attempt that was given back."""
+    requeued: dict[str, int] = field(default_factory=dict)
+    """Task -> attempt that was sent back."""
+    last_delay_s: float = 0.0
+    """How long nodes stay away that were all sent back."""
     _times: float = field(init=False)
     _in_vain_since: float | None = None
 
@@ -83,34 +85,39 @@ class RequeueBackoff:
         longest = min(_LONGEST_AWAY_S, base_s * 2.0**self.given_back)
         return longest * self.rng.uniform(0.5, 1.5)
 
-    def send_away(self, agents: tuple[Agent, ...]) -> GiveBack:
-        """Give back nodes that are not wanted."""
-        return self._away(agents, self.time_away(), everybody=False)
+    def requeue(self, agents: tuple[Agent, ...], delay_s: float) -> list[Effect]:
+        """Send nodes back to the queue for a while."""
+        return self._requeue(agents, delay_s, {"all": False})
 
-    def send_after(self, agent: Agent, delay_s: float) -> GiveBack:
-        """Give back a node that has come when all were sent away, for so long."""
-        return self._away((agent,), delay_s, everybody=False)
+    def requeue_late(self, agents: tuple[Agent, ...]) -> list[Effect]:
+        """Send back nodes that are not wanted."""
+        return self.requeue(agents, self.time_away())
 
-    def send_bad(self, agents: tuple[Agent, ...]) -> GiveBack:
-        """Give back nodes that are to blame for failures: their tasks start elsewhere."""
-        return self._away(agents, max(_SHORTEST_AWAY_S, self.time_away()), everybody=False)
+    def requeue_faulty(self, agents: tuple[Agent, ...]) -> list[Effect]:
+        """Send back nodes that are to blame for failures: their tasks start elsewhere."""
+        return self.requeue(agents, max(_SHORTEST_AWAY_S, self.time_away()))
 
-    def send_all(self, agents: tuple[Agent, ...], why: str = "") -> GiveBack:
-        """Give back all nodes, and let none of the run's start for a while.
+    def requeue_all(self, agents: tuple[Agent, ...], why: str = "") -> list[Effect]:
+        """Send all nodes back, and let none of the run's start for a while.
 
         Args:
             agents: Those that have nodes.
             why: Why they wait in vain; empty: they have waited for too long.
         """
-        delay_s = self.time_away(_AWAY_IN_VAIN_S if why else AWAY_S)
+        self.last_delay_s = self.time_away(_AWAY_IN_VAIN_S if why else AWAY_S)
         self.given_back += 1
-        return self._away(agents, delay_s, everybody=True, why=why)
+        note, send = self._requeue(
+            agents, self.last_delay_s, {"all": True, **({"why": why} if why else {})}
+        )
+        return [note, Postpone(self.last_delay_s), send]
 
-    def _away(
-        self, agents: tuple[Agent, ...], delay_s: float, *, everybody: bool, why: str = ""
-    ) -> GiveBack:
-        self.away |= {a.task: a.attempt for a in agents}
-        return GiveBack(agents, delay_s, all=everybody, why=why)
+    def _requeue(
+        self, agents: tuple[Agent, ...], delay_s: float, fields: Mapping[str, object]
+    ) -> list[Effect]:
+        self.requeued |= {a.task: a.attempt for a in agents}
+        named = {"nodes": len(agents), "hosts": hosts_of(agents)}
+        note = Note("nodes_requeued", {**named, **fields, "delay_s": round(delay_s, 1)})
+        return [note, Send(agents, {"type": "give back", "delay_s": delay_s})]
 
 
 # ---- Tasks that are gone, and are to start again soon (pure)
@@ -165,7 +172,7 @@ class FailedStart:
 class LostTaskRecovery:
     """What is known of the tasks that are gone; monotonic seconds of the leader."""
 
-    unseen: dict[str, str] = field(default_factory=dict)
+    possibly_alive: dict[str, str] = field(default_factory=dict)
     """Task -> the node where it may run still, for nobody has seen its end."""
     max_requeues: int | None = None
     """How often a task may go back to the queue; None: as often as it has to."""
@@ -189,9 +196,9 @@ class LostTaskRecovery:
         """Whether some are to be brought back as soon as Slurm has said so again."""
         return bool(self._seen)
 
-    def vanished(self, agent: Agent) -> None:
-        """An agent is gone, and nobody has seen it end."""
-        self.unseen[agent.task] = agent.host
+    def lose_unseen(self, agent: Agent) -> None:
+        """Note that an agent is gone, and that nobody has seen it end."""
+        self.possibly_alive[agent.task] = agent.host
 
     @property
     def num_over(self) -> int:
@@ -241,12 +248,12 @@ class LostTaskRecovery:
         failed = self._failed.get(state.task) == _attempt(state)
         return failed and self._may_be_tried(state.task)
 
-    def seen(self, task: str) -> None:
-        """An agent of this task is here, or was seen to end."""
-        self.unseen.pop(task, None)
+    def note_seen(self, task: str) -> None:
+        """Note that an agent of this task is here, or was seen to end."""
+        self.possibly_alive.pop(task, None)
 
-    def look(self, lost: Collection[str]) -> None:
-        """See whether any are awaited: a round has closed, a task has come, Slurm has answered."""
+    def update_awaited(self, lost: Collection[str]) -> None:
+        """Find out whether tasks are awaited: a round has closed, or Slurm has answered."""
         self.are_awaited = bool(self.awaited(lost))
 
     def awaited(self, lost: Collection[str]) -> tuple[str, ...]:
@@ -280,7 +287,7 @@ class LostTaskRecovery:
         self._brought = {**dict.fromkeys(sure, now), **self._brought}
         self._tried |= dict.fromkeys(sure, now)
         self._over = frozenset(self._ended(view, last, gone, now))
-        self.look(lost)
+        self.update_awaited(lost)
         return tuple(sorted(task for task, _, _ in sure))
 
     def _is_to_be_tried(self, key: _Attempt, now: float) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from hpc_elastic.errors import DamagedFileError
 from hpc_elastic.rendezvous.effects import (
-    LeaderEffect,
+    Effect,
     Message,
     PublishResult,
     Readmit,
@@ -50,10 +50,10 @@ from hpc_elastic.shared_files import (
 class Hands(Protocol):
     """What carries a leader's effects out."""
 
-    def carry_out(self, effect: LeaderEffect) -> None:
+    def carry_out(self, effect: Effect) -> None:
         """Carry one effect out, or begin to."""
 
-    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         """Write the run's result; hand the other effects to `Term.do` once that is done."""
 
     def let_go(self) -> None:
@@ -79,12 +79,12 @@ class Gate:
         """Whether this leader knows that it leads no more."""
         return self._decider.fenced
 
-    def handle(self, event: Callable[..., list[LeaderEffect]], *args: Any) -> None:
+    def handle(self, event: Callable[..., list[Effect]], *args: Any) -> None:
         """Tell the leadership of an event, and carry out what it wants."""
         if not self.is_over:
             self.do(event(*args))
 
-    def do(self, effects: Iterable[LeaderEffect]) -> None:
+    def do(self, effects: Iterable[Effect]) -> None:
         """Carry effects out, in order."""
         remaining = iter(effects)
         for effect in remaining:
@@ -136,8 +136,8 @@ class Term(Gate):
 
     def readmit(self) -> None:
         """See whether tasks that are gone may start again on the nodes that they were lost with."""
-        machine = self._leadership.machine
-        if gone := machine.comebacks.awaited(machine.muster.lost):
+        run = self._leadership.run
+        if gone := run.recovery.awaited(run.participants.lost):
             self.do([Readmit(tuple(gone))])
 
 

@@ -32,10 +32,11 @@ from torch.distributed.elastic.rendezvous import (
 from hpc_elastic.config.schema import RendezvousSettings
 from hpc_elastic.errors import SlurmEnvironmentError
 from hpc_elastic.rendezvous.decision_log import DecisionLog
+from hpc_elastic.rendezvous.effects import RoundInfo
 from hpc_elastic.rendezvous.leader import LeaderCandidate, LeaderContext, LeaderTiming
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig
 from hpc_elastic.rendezvous.log_entry import Agent, RoundRules
-from hpc_elastic.rendezvous.session import Departed, Requeued, RoundInfo, Session
+from hpc_elastic.rendezvous.session import Departed, Requeued, Session
 from hpc_elastic.rendezvous.status_writer import StatusWriter
 from hpc_elastic.run.directory import RunDir
 from hpc_elastic.run.events import EventLog

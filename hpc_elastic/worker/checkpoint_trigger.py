@@ -10,7 +10,7 @@
 It says yes because a node is about to be taken, because a node waits to join, or because a
 periodic checkpoint is due. The ranks agree through their agents and the run's leader on a step
 that none of them has passed (`hpc_elastic.worker.shared_page`,
-`hpc_elastic.rendezvous.step_agreement`): there is
+`hpc_elastic.step_agreement`): there is
 no collective and no synchronisation with a device, and a step at which nothing is asked for costs
 less than a microsecond. Outside a run it works for one process.
 """

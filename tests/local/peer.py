@@ -19,7 +19,8 @@ time.time = lambda: _time() + OFFSET_S  # before anybody else imports it
 from group import PATIENCE_S, Group  # noqa: E402
 
 from hpc_elastic.errors import CheckpointFencedError  # noqa: E402
-from hpc_elastic.rendezvous.session import RoundInfo, Session  # noqa: E402
+from hpc_elastic.rendezvous.effects import RoundInfo  # noqa: E402
+from hpc_elastic.rendezvous.session import Session  # noqa: E402
 from hpc_elastic.run import fencing  # noqa: E402
 
 

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.worker_channel import WorkerChannel
 from hpc_elastic.rendezvous.effects import (
-    AgentEffect,
     Claim,
     Connect,
     Deliver,
     Disconnect,
+    Effect,
     Lead,
-    PublishIfMissing,
+    PublishResult,
     QuerySlurm,
     ReadLog,
     SendToLeader,
 )
 from hpc_elastic.rendezvous.log_entry import Agent, Failure, LogEntry, claim
-from hpc_elastic.rendezvous.session import Proposal, SessionState
+from hpc_elastic.rendezvous.session import SaveProposal, SessionState
 from simulation.attempt import Attempt
 from simulation.leader import Leader
 from simulation.network import CLIENT, Connection
@@ -185,14 +185,14 @@ class AgentProcess:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def _do(self, effects: Sequence[AgentEffect]) -> None:
+    def _do(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if type(effect) is SendToLeader:
                 self._say(effect.message)
             else:
                 self._do_rarely(effect)
 
-    def _do_rarely(self, effect: AgentEffect) -> None:
+    def _do_rarely(self, effect: Effect) -> None:
         sim = self.sim
         match effect:
             case Deliver(message):
@@ -207,7 +207,7 @@ class AgentProcess:
                 sim.slurm.inquire(self.process, task, lambda runs: self._slurm_says(task, runs))
             case Claim():
                 self._claim(effect)
-            case PublishIfMissing(record):
+            case PublishResult(record):
                 sim.monitor.published(record)
             case Lead(record):
                 sim.world.note(self.host.task, "leads", record)
@@ -355,7 +355,7 @@ class AgentProcess:
         return self._heard.hold
 
     @property
-    def proposal(self) -> Proposal | None:
+    def proposal(self) -> SaveProposal | None:
         """The step that may have to be saved."""
         return self._heard.proposal
 

@@ -33,19 +33,19 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.rendezvous.effects import Announce
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
-from hpc_elastic.rendezvous.step_agreement import ANSWER_WITHIN_S
 from hpc_elastic.slurm.job_state import Phase
+from hpc_elastic.step_agreement import VOTE_WITHIN_S
 from simulation.rank import Doing, Rank
 from simulation.scenario import Scenario
 from simulation.world import World
 
 if TYPE_CHECKING:
-    from hpc_elastic.rendezvous.round_state import RoundState
+    from hpc_elastic.rendezvous.round_state import RunState
     from simulation.agent import AgentProcess
     from simulation.training import Work
 
 _AT_BOUNDARY = re.compile(r"at the checkpoint of step (\d+)")
-_LONGEST_WAIT_S = ANSWER_WITHIN_S + 3.0
+_LONGEST_WAIT_S = VOTE_WITHIN_S + 3.0
 """With the leader's tick, and the answer's way."""
 
 
@@ -160,14 +160,12 @@ class Monitor:
 
     def announced(self, leader: Endpoint, announce: Announce) -> None:
         """A leader carries out that a round has closed."""
-        record = self._own(leader, announce.record, "announced")
-        self.check(
-            announce.record not in self._announced, "a round was announced twice", announce.record
-        )
-        self._announced.add(announce.record)
-        start = announce.start
-        same = start.members == record.members and start.number == record.round
-        self.check(same, "announced another round than recorded", start, record)
+        number = announce.entry.number
+        record = self._own(leader, number, "announced")
+        self.check(number not in self._announced, "a round was announced twice", number)
+        self._announced.add(number)
+        same = announce.entry == record
+        self.check(same, "announced another round than recorded", announce.entry, record)
 
     def published(self, record: LogEntry) -> None:
         """Somebody carries out that the run has ended: its leader, or who has seen the record."""
@@ -310,10 +308,10 @@ class Monitor:
         enough = num_left >= self._rules.min_nodes
         self.check(enough, "too many hosts are excluded", host, num_left)
 
-    def brought_back(self, tasks: Sequence[str], machine: RoundState) -> None:
+    def brought_back(self, tasks: Sequence[str], run: RunState) -> None:
         """A leader lets tasks start that Slurm holds."""
-        view = machine.muster.view or {}
-        waiting = [t for t in tasks if t not in view or view[t].phase is not Phase.ENDED]
-        lost, given_back = machine.muster.lost, machine.patience.away
-        away = [t for t in waiting if given_back.get(t, -1) >= lost.get(t, 0)]
+        states = run.participants.task_states or {}
+        waiting = [t for t in tasks if t not in states or states[t].phase is not Phase.ENDED]
+        lost, requeued = run.participants.lost, run.backoff.requeued
+        away = [t for t in waiting if requeued.get(t, -1) >= lost.get(t, 0)]
         self.check(not away, "a task was brought back that was given back", away)

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.rendezvous.effects import (
     Announce,
-    AskSlurm,
+    Append,
     ClearHolds,
-    Create,
-    Drop,
+    Disconnect,
+    Effect,
     Exclude,
-    LeaderEffect,
     Note,
     Postpone,
+    QueryTasks,
     RemoveNotice,
     RenewLease,
     Send,
     Show,
+    place_message,
 )
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry
 from hpc_elastic.slurm.job_state import TaskState
@@ -71,6 +72,8 @@ class Leader:
         args = (sim.shared, folder, mount, self.process, self.term.end)
         self._files = LeadersFiles(*args)
         self._has_begun = True
+        self._round = record.number
+        self.term.handle(self.leadership.begin)
         early, self._early = self._early, []
         for attempt in early:
             self._greet(attempt)
@@ -187,7 +190,7 @@ class Leader:
             old.close(SERVER)
         connection.peer = agent
         self._connections[agent] = connection
-        self.term.do([e for e in effects if type(e) is not Drop])
+        self.term.do([e for e in effects if type(e) is not Disconnect])
 
     def lost(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -199,12 +202,12 @@ class Leader:
 
     # ---- effects ------------------------------------------------------------------------
 
-    def carry_out(self, effect: LeaderEffect) -> None:
+    def carry_out(self, effect: Effect) -> None:
         """See `Hands`."""
         knows_over = self.leadership.fenced
         self._sim.shared.monitor.acts(self._epoch, effect, knows_over=knows_over)
         if isinstance(effect, Send):
-            self._tell(effect.agent, effect.message)
+            self._send(effect)
         elif isinstance(effect, RenewLease):
             self._renew_lease()
         elif isinstance(effect, Show):
@@ -212,52 +215,51 @@ class Leader:
         else:
             self._carry_out_rarely(effect)
 
-    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         """See `Hands`."""
         self._sim.world.note(self.endpoint.task, "publishes", record)
         self._sim.monitor.published(record)
         self.term.do(afterwards)
 
-    def _carry_out_rarely(self, effect: LeaderEffect) -> None:
+    def _carry_out_rarely(self, effect: Effect) -> None:
         sim = self._sim
         sim.world.note(self.endpoint.task, "leader", effect)
         match effect:
-            case Drop(agent):
+            case Disconnect(agent):
                 if agent in self._connections:
                     self._connections.pop(agent).close(SERVER)
-            case Create(record):
-                self._creating = record
+            case Append(entry):
+                self._creating = entry
                 self._create()
             case Announce():
                 self._announce(effect)
             case Postpone(delay_s):
                 sim.slurm.postponed_until = sim.world.now + delay_s
             case ClearHolds(tasks):
-                sim.monitor.brought_back(tasks, self.leadership.machine)
+                sim.monitor.brought_back(tasks, self.leadership.run)
                 sim.clear_holds(tasks)
             case Note("excluded", fields):
                 sim.monitor.excluded(str(fields["host"]), int(str(fields["hosts_left"])))
             case Exclude(hosts, _):
                 sim.slurm.excluded.update(hosts)
-            case AskSlurm():
+            case QueryTasks():
                 sim.slurm.ask(self.process, self._slurm_says)
             case RemoveNotice(name):
                 self._confirm(name)
 
+    def _send(self, send: Send) -> None:
+        kind = send.message["type"]
+        if kind == "stop" and send.agents:
+            self._sim.told_to_stop(self._round, send.message["reason"])
+        elif kind == "confirm" and send.agents:
+            self._sim.confirmed(self._round, send.message["number"])
+        for agent in self._connections if send.agents is None else send.agents:
+            self._tell(agent, send.message)
+
     def _tell(self, agent: Agent, message: dict[str, Any]) -> None:
         connection = self._connections.get(agent)
         if connection is not None:
-            if message["type"] in ("stop", "confirm"):
-                self._say_to_all(message)
             connection.send(SERVER, message)
-
-    def _say_to_all(self, message: dict[str, Any]) -> None:
-        """Let it be checked what all members of a round are told."""
-        number = self.leadership.round_record
-        if message["type"] == "stop":
-            self._sim.told_to_stop(number, message["reason"])
-        else:
-            self._sim.confirmed(number, message["number"])
 
     def _renew_lease(self) -> None:
         if not self._renewing:  # the file system may hang
@@ -273,8 +275,9 @@ class Leader:
 
     def _announce(self, announce: Announce) -> None:
         self._sim.monitor.announced(self.endpoint, announce)
-        for agent, message in self._sim.parts.placements(announce):
-            self._tell(agent, message)
+        self._round = announce.entry.number
+        for agent, place in self._sim.parts.places(announce):
+            self._tell(agent, place_message(announce, agent, place))
 
     def _create(self) -> None:
         if self._creating is not None:
@@ -286,7 +289,7 @@ class Leader:
             return
         self._creating = None
         if outcome:
-            self.term.handle(self.leadership.created, self._now())
+            self.term.handle(self.leadership.appended)
         else:
             self.term.handle(self.leadership.refused)
 

@@ -7,31 +7,37 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import AgentEffect as FollowingEffect
 from hpc_elastic.rendezvous.effects import (
     Announce,
-    Create,
-    Hold,
-    LeaderEffect,
-    Release,
+    Append,
+    Effect,
+    Note,
     RemoveNotice,
     RenewLease,
+    RoundInfo,
     Send,
-    placements,
+    places,
 )
 from hpc_elastic.rendezvous.failure_policy import FailurePolicy
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.group_change import CheckpointBarrier
+from hpc_elastic.rendezvous.group_change import CheckpointBarrier, GroupChange
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, LogSteps, Steps
-from hpc_elastic.rendezvous.session import Proposal
-from hpc_elastic.rendezvous.step_agreement import AgreementState, StepAgreement, StepVote
+from hpc_elastic.rendezvous.round_state import RoundState
+from hpc_elastic.rendezvous.session import SaveProposal
 from hpc_elastic.rendezvous.term import Term, TermFolder
+from hpc_elastic.step_agreement import (
+    AgreementState,
+    Confirmation,
+    Proposal,
+    StepAgreement,
+    StepVote,
+)
 from hpc_elastic.worker.shared_page import WorkerStatus
 from simulation.parts import Parts
 from simulation.register import NodeRegister
@@ -49,7 +55,7 @@ class DutiesGoOn(Term):
 class RemovesOnceTold(LeaderState):
     """Takes a notice for obeyed when it was sent, though nothing may have arrived."""
 
-    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[LeaderEffect]:  # noqa: D102
+    def asked_to_leave(self, claimed: Mapping[str, float]) -> list[Effect]:  # noqa: D102
         effects = super().asked_to_leave(claimed)
         told = any(isinstance(e, Send) for e in effects)
         return [*effects, *map(RemoveNotice, claimed)] if told else effects
@@ -69,30 +75,44 @@ class InheritsNoNotices(TermFolder):
 class SkipsTheEpochCheck(LeaderState):
     """Takes the next number when its own is taken, instead of stepping down."""
 
-    def refused(self) -> list[LeaderEffect]:  # noqa: D102
-        assert self._wanted is not None
-        self._wanted = replace(self._wanted, number=self._wanted.number + 1)
-        return [Create(self._wanted)]
+    def refused(self) -> list[Effect]:  # noqa: D102
+        assert self._pending is not None
+        self._pending = replace(self._pending, number=self._pending.number + 1)
+        return [Append(self._pending)]
 
 
 class DecidesWithoutRecord(LeaderState):
     """Carries a decision out before it is recorded."""
 
-    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
-        effects = super()._do(actions, now)
-        created = any(type(e) is Create for e in effects)
-        return [*effects, *super().created(now)] if created else effects
+    def _do(self, effects: list[Effect]) -> list[Effect]:
+        done = super()._do(effects)
+        decides = any(type(e) is Append for e in done)
+        return [*done, *super().appended()] if decides else done
 
-    def created(self, now: float) -> list[LeaderEffect]:  # noqa: D102
+    def appended(self) -> list[Effect]:  # noqa: D102
         return []
 
 
 class AlwaysRenewsItsLease(LeaderState):
     """Holds on to its lease though nobody reaches it."""
 
-    def tick(self, now: float) -> list[LeaderEffect]:  # noqa: D102
+    def tick(self, now: float) -> list[Effect]:  # noqa: D102
         effects = super().tick(now)
         return effects if self.fenced else [*effects, RenewLease()]
+
+
+def _with_change(change: type[GroupChange]) -> type[LeaderState]:
+    """Return a leader whose rounds change by these rules."""
+
+    class Rules(RoundState):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.change = change(self.run.rules)
+
+    class Leader(LeaderState):
+        round_rules = Rules
+
+    return Leader
 
 
 class _NeverForgets(CheckpointBarrier):
@@ -100,41 +120,60 @@ class _NeverForgets(CheckpointBarrier):
         pass
 
 
-class BreaksAtOldBoundaries(LeaderState):
+class BreaksAtOldBoundaries(GroupChange):
     """Does not forget, with a new round, where the last one's members stood."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.machine.regroup.boundaries = _NeverForgets()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.barrier = _NeverForgets()
 
 
-class ForgetsToHold(LeaderState):
+class ForgetsToHold(GroupChange):
     """Lets all ranks save at a step, but does not ask them to stay there."""
 
-    def _carry_out(self, action: Any, now: float) -> list[LeaderEffect]:
-        return [] if isinstance(action, Hold) else super()._carry_out(action, now)
+    def _request_hold(self) -> list[Effect]:
+        super()._request_hold()
+        return []
+
+
+class _ReleasesSilently(RoundState):
+    def _release(self) -> list[Effect]:
+        entry = self.run.entry
+        effects = super()._release()
+        self.run.entry = entry
+        return [e for e in effects if isinstance(e, Note)]
 
 
 class ReleasesWithoutRecord(LeaderState):
     """Lets members go without a decision that a new leader could read."""
 
-    def _decided(self, action: Any) -> LogEntry | None:
-        return None if isinstance(action, Release) else super()._decided(action)
+    round_rules = _ReleasesSilently
 
 
-class _Hasty(StepAgreement):
-    def answered(self, agent: Agent, answer: StepVote, now: float) -> list[Any]:
-        if answer.ok and self.step:
-            self._awaited.clear()
-            self._awaited.add(agent)
-        return super().answered(agent, answer, now)
+class _Hasty(StepAgreement[Agent]):
+    def vote(self, member: Agent, vote: StepVote, now: float) -> Proposal | Confirmation | None:
+        if vote.ok and self.step and self.state is AgreementState.ASKING:
+            self.awaited = {member}
+        return super().vote(member, vote, now)
 
 
-class _Restless(StepAgreement):
-    def advance(self, needed: bool, now: float) -> list[Any]:
+class _Restless(StepAgreement[Agent]):
+    def begin(self, members: Collection[Agent], now: float) -> Proposal | None:
         if self.state is AgreementState.CONFIRMED:
             self.state = AgreementState.IDLE
-        return super().advance(needed, now)
+        return super().begin(members, now)
+
+
+class ConfirmsTooEarly(GroupChange):
+    """Confirms a step as soon as one member has said ok."""
+
+    agreements = _Hasty
+
+
+class ProposesTooSoon(GroupChange):
+    """Makes a proposal before all ranks have passed the step that was confirmed before it."""
+
+    agreements = _Restless
 
 
 class _Strict(FailurePolicy):
@@ -142,38 +181,22 @@ class _Strict(FailurePolicy):
         return host not in self.excluded
 
 
-class ConfirmsTooEarly(LeaderState):
-    """Confirms a step as soon as one member has said ok."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.machine.regroup.agreements = _Hasty
-
-
-class ProposesTooSoon(LeaderState):
-    """Makes a proposal before all ranks have passed the step that was confirmed before it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.machine.regroup.agreements = _Restless
-
-
 class ExcludesEverybody(LeaderState):
     """Keeps the run away from every host that has had a strike."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.machine.blame = _Strict.resume(self.at, self.machine.rules)
+        self.run.policy = _Strict.resume(self.at, self.run.rules)
 
 
-def _ok_when_undecided(proposal: Proposal, worker: WorkerStatus) -> bool:
+def _ok_when_undecided(proposal: SaveProposal, worker: WorkerStatus) -> bool:
     return worker.passed is None or worker.passed <= proposal.step
 
 
 class StaysUnderNotice(FollowerState):
     """Asks for another place when its round is stopped, though its node is to be left."""
 
-    def _stopped(self) -> list[FollowingEffect]:
+    def _stopped(self) -> list[Effect]:
         self._in_round = False
         return []
 
@@ -183,7 +206,7 @@ class JoinsTooEarly(FollowerState):
 
     def received(  # noqa: D102
         self, message: dict[str, Any], now: float
-    ) -> list[FollowingEffect]:
+    ) -> list[Effect]:
         effects = super().received(message, now)
         return [*effects, *self.join()] if message["type"] == "stop" else effects
 
@@ -193,7 +216,7 @@ class TakesAnyAnswer(FollowerState):
 
     def received(  # noqa: D102
         self, message: dict[str, Any], now: float
-    ) -> list[FollowingEffect]:
+    ) -> list[Effect]:
         if message["type"] == "round":
             message = {**message, "ask": self._asks}
         return super().received(message, now)
@@ -204,7 +227,7 @@ class ClaimsAfterTheEnd(FollowerState):
 
     def looked(  # noqa: D102
         self, number: int, record: LogEntry | None, lease: int | None, now: float
-    ) -> list[FollowingEffect]:
+    ) -> list[Effect]:
         seen = replace(record, ending=None) if record is not None else None
         return super().looked(number, seen, lease, now)
 
@@ -317,9 +340,9 @@ class EntersOnce(TermFolder):
             self._has_entered = True
 
 
-def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, dict[str, Any]]]:
-    for agent, message in placements(announce):
-        yield agent, {**message, "group_rank": min(1, message["group_rank"])}
+def _same_rank_twice(announce: Announce) -> Iterator[tuple[Agent, RoundInfo]]:
+    for agent, place in places(announce):
+        yield agent, replace(place, group_rank=min(1, place.group_rank))
 
 
 def exits_with_0(exit_code: int, _: WorkerStatus) -> bool:
@@ -334,7 +357,7 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
         "a fenced leader|an epoch went|follows the end",
     ),
     "announces what is not recorded": (Parts(leadership=DecidesWithoutRecord), "not recorded"),
-    "ranks given twice": (Parts(placements=_same_rank_twice), "another's rank"),
+    "ranks given twice": (Parts(places=_same_rank_twice), "another's rank"),
     "joins too early": (Parts(following=JoinsTooEarly), "an agent is in two rounds"),
     "takes an answer to an earlier question": (
         Parts(following=TakesAnyAnswer),
@@ -344,11 +367,23 @@ MUTANTS: Mapping[str, tuple[Parts, str]] = {
         Parts(leadership=AlwaysRenewsItsLease),
         "no round stands|a notice was lost",
     ),
-    "breaks at old boundaries": (Parts(leadership=BreaksAtOldBoundaries), "lost to a change"),
-    "confirms too early": (Parts(leadership=ConfirmsTooEarly), "rank has passed|not confirmed"),
-    "proposes too soon": (Parts(leadership=ProposesTooSoon), "passes a confirmed step"),
+    "breaks at old boundaries": (
+        Parts(leadership=_with_change(BreaksAtOldBoundaries)),
+        "lost to a change",
+    ),
+    "confirms too early": (
+        Parts(leadership=_with_change(ConfirmsTooEarly)),
+        "rank has passed|not confirmed",
+    ),
+    "proposes too soon": (
+        Parts(leadership=_with_change(ProposesTooSoon)),
+        "passes a confirmed step",
+    ),
     "ok when undecided": (Parts(can_save_at=_ok_when_undecided), "that a rank has passed"),
-    "forgets to hold": (Parts(leadership=ForgetsToHold), "lost to a change"),
+    "forgets to hold": (
+        Parts(leadership=_with_change(ForgetsToHold)),
+        "lost to a change",
+    ),
     "releases without a record": (
         Parts(leadership=ReleasesWithoutRecord, draw=draw_quiet),
         "who was released",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.worker_channel import Rule, can_save_at
 from hpc_elastic.agent.worker_failures import has_succeeded
-from hpc_elastic.rendezvous.effects import Announce, placements
+from hpc_elastic.rendezvous.effects import Announce, RoundInfo, places
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogSteps
@@ -31,7 +31,7 @@ class Parts:
     following: Callable[[Agent, HeartbeatConfig, float], FollowerState] = FollowerState
     can_save_at: Rule = can_save_at
     """How an agent answers a proposal."""
-    placements: Callable[[Announce], Iterator[tuple[Agent, dict[str, Any]]]] = placements
+    places: Callable[[Announce], Iterator[tuple[Agent, RoundInfo]]] = places
     term: type[Term] = Term
     folder: type[TermFolder] = TermFolder
     records: Callable[[NodeRegister], LogSteps] = LogSteps

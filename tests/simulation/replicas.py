@@ -14,14 +14,17 @@ Progress   In the calm all that live and reach each other become members, with t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import LeaderEffect, placements, placements_alone
+from hpc_elastic.rendezvous.effects import Announce, Append, Effect, Note, RoundInfo, places
 from hpc_elastic.rendezvous.follower_state import FollowerState
+from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
-from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
+from hpc_elastic.rendezvous.round_state import RankAssignment
 from simulation.agent import AgentProcess
 from simulation.invariants import Monitor
 from simulation.mutants import DutiesGoOn, exits_with_0
@@ -153,36 +156,54 @@ class ReplicaSimulator(Simulator):
         return True
 
 
-REPLICAS = Parts(
-    leadership=ReplicaLeaderState,
-    following=partial(FollowerState, stays=True),
-    placements=placements_alone,
-)
+REPLICAS = Parts(following=partial(FollowerState, stays=True))
 """The product."""
 
 
-class _CountsByTheLastRound(ReplicaLeaderState):
-    """Goes by the last round's record for everybody's reports."""
+def _with_rules(rules: type[ReplicaState]) -> Parts:
+    """Return the parts with a leader that goes by these rules."""
 
-    def _record_of(self, agent: Agent) -> int | None:
-        return self.round_record
+    class Leader(LeaderState):
+        replica_rules = rules
 
-
-class _StopsThoseWhoAreHere(ReplicaLeaderState):
-    """Takes who is here under the next leader for a newcomer that has to start anew."""
-
-    def _events(self, agent: Agent, message: dict[str, Any], now: float) -> Any:
-        if message["type"] == "here":
-            self.machine.roster = type(self.machine.roster)()
-        return super()._events(agent, message, now)
+    return replace(REPLICAS, leadership=Leader)
 
 
-class _DepartsWithoutRecord(ReplicaLeaderState):
+class _CountsByTheLastRound(ReplicaState):
+    """Goes by the last round's entry for everybody's reports."""
+
+    _last = 0
+
+    def is_current(self, agent: Agent, message: dict[str, Any]) -> bool:
+        return bool(message.get("record") == self._last)
+
+    def _place(self, placed: tuple[Agent, ...]) -> list[Effect]:
+        effects = super()._place(placed)
+        self._last = self.run.entry.number
+        return effects
+
+
+class _StopsThoseWhoAreHere(ReplicaState):
+    """Takes an agent that is here under the next leader for a newcomer that has to start anew."""
+
+    def here(self, agent: Agent, placement: Placement, now: float) -> list[Effect]:
+        self.run.ranks = RankAssignment()
+        return super().here(agent, placement, now)
+
+
+class _DepartsWithoutRecord(ReplicaState):
     """Forgets to record that a member has gone."""
 
-    def _do(self, actions: Any, now: float) -> list[LeaderEffect]:
-        kept = [a for a in actions if type(a).__name__ != "Depart"]
-        return super()._do(kept, now)
+    def _let_go(self, agent: Agent, now: float) -> list[Effect]:
+        entry = self.run.entry
+        effects = super()._let_go(agent, now)
+        self.run.entry = entry
+        return [e for e in effects if not isinstance(e, (Append, Note))]
+
+
+def _all_in_one_group(announce: Announce) -> Iterator[tuple[Agent, RoundInfo]]:
+    together = places(replace(announce, alone=False))
+    return ((agent, place) for agent, place in together if agent in announce.requests)
 
 
 REPLICA_MUTANTS = {
@@ -190,13 +211,13 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, following=FollowerState), "a survivor is stopped",
     ),
     "counts by the last round": (
-        replace(REPLICAS, leadership=_CountsByTheLastRound), "no round stands|not everybody hears",
+        _with_rules(_CountsByTheLastRound), "no round stands|not everybody hears",
     ),
     "stops those who are here": (
-        replace(REPLICAS, leadership=_StopsThoseWhoAreHere), "a survivor is stopped|no round",
+        _with_rules(_StopsThoseWhoAreHere), "a survivor is stopped|no round",
     ),
     "departs without a record": (
-        replace(REPLICAS, leadership=_DepartsWithoutRecord),
+        _with_rules(_DepartsWithoutRecord),
         "a survivor is stopped|no round|before its function had returned|a notice was lost",
     ),
     "takes exit code 0 for success": (
@@ -208,7 +229,7 @@ REPLICA_MUTANTS = {
         replace(REPLICAS, fenced_files=False), "the status went back|a notice was lost",
     ),
     "places all in one group": (
-        replace(REPLICAS, placements=placements), "a replica is not alone",
+        replace(REPLICAS, places=_all_in_one_group), "a replica is not alone",
     ),
 }  # fmt: skip
 """Name -> the parts with the bug, and a pattern for what the simulator must say of it."""

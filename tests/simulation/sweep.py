@@ -10,18 +10,18 @@ as long as one of its agents lives.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.effects import (
     Announce,
-    AskSlurm,
-    AskSweep,
+    Append,
     ClearHolds,
-    Create,
-    LeaderEffect,
+    Effect,
     LetOthersStart,
     Postpone,
+    QuerySweep,
+    QueryTasks,
     Send,
 )
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
@@ -220,7 +220,7 @@ class SweepSimulation:
                 self._do(run, leadership.received(task.agent, beat, self.now))
         if run.leadership is leadership:
             self._do(run, leadership.tick(self.now))
-        if run.leadership is leadership and leadership.machine.phase is RoundPhase.RUNNING:
+        if run.leadership is leadership and leadership.run.phase is RoundPhase.RUNNING:
             self._train(run, leadership)
 
     def _join(self, run: Run, task: Task) -> None:
@@ -252,30 +252,32 @@ class SweepSimulation:
                 self._free(task.node)
             task.node, task.over = "", True
 
-    def _do(self, run: Run, effects: Sequence[LeaderEffect]) -> None:
+    def _do(self, run: Run, effects: Sequence[Effect]) -> None:
         for effect in effects:
             leadership = run.leadership
             if leadership is None:
                 return
             match effect:
-                case Create(record):
-                    run.record = record
-                    self._do(run, leadership.created(self.now))
-                case Announce(start):
-                    self._begin(run, start.told)
-                case Send(agent, {"type": "stop"}):
-                    again = {"type": "join", "ask": 2}
-                    self._do(run, leadership.received(agent, again, self.now))
-                case Send(agent, {"type": "give back", "delay_s": delay_s}):
-                    task = next(t for t in run.tasks if t.name == agent.task)
-                    self._end(task, max(_GIVE_BACK_S, float(delay_s)))
+                case Append(entry):
+                    run.record = entry
+                    self._do(run, leadership.appended())
+                case Announce(_, requests):
+                    self._begin(run, requests)
+                case Send(agents, {"type": "stop"}):
+                    for agent in agents or ():
+                        again = {"type": "join", "ask": 2}
+                        self._do(run, leadership.received(agent, again, self.now))
+                case Send(agents, {"type": "give back", "delay_s": delay_s}):
+                    names = {agent.task for agent in agents or ()}
+                    for task in [t for t in run.tasks if t.name in names]:
+                        self._end(task, max(_GIVE_BACK_S, float(delay_s)))
                 case Postpone(delay_s):
                     for task in run.tasks:
                         task.not_before = self.now + delay_s
-                case AskSlurm():
+                case QueryTasks():
                     view = {t.name: t.state(self.now) for t in run.tasks}
                     self._do(run, leadership.slurm_says(view, self.now))
-                case AskSweep():  # its Slurm learns of a loss at once
+                case QuerySweep():  # its Slurm learns of a loss at once
                     why = sweep_queue.waits_in_vain(self._queued(), run.number, self._all_nodes())
                     self._do(run, leadership.sweep_says(why, self.now))
                 case LetOthersStart(lost):
@@ -283,7 +285,7 @@ class SweepSimulation:
                 case ClearHolds(tasks):
                     self._release(tasks)
 
-    def _begin(self, run: Run, told: Sequence[Agent]) -> None:
+    def _begin(self, run: Run, told: Collection[Agent]) -> None:
         for task in run.tasks:
             if task.joined and task.agent in told and task.trains_since is None:
                 self._held(task)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from groups import A, B, C, D
 
 from hpc_elastic.rendezvous.effects import (
-    AgentEffect,
     Claim,
     Connect,
     Deliver,
+    Effect,
     QuerySlurm,
     ReadLog,
     SendToLeader,
@@ -43,19 +43,19 @@ def following(me: Agent = B, now: float = 0.0, record: LogEntry = RECORD) -> Fol
     return f
 
 
-def asked(effects: list[AgentEffect]) -> int:
+def asked(effects: list[Effect]) -> int:
     """The number of the request for a place that is the only effect."""
     (say,) = effects
     assert isinstance(say, SendToLeader) and say.message["type"] == "join"
     return say.message["ask"]
 
 
-def of(effects: list[AgentEffect], *types: type) -> list[AgentEffect]:
+def of(effects: list[Effect], *types: type) -> list[Effect]:
     """The effects of these types."""
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[AgentEffect], type_: str) -> list[dict]:
+def told(effects: list[Effect], type_: str) -> list[dict]:
     """What the agent's own thread is told of a type."""
     return [e.message for e in effects if isinstance(e, Deliver) and e.message["type"] == type_]
 
@@ -73,7 +73,7 @@ class Search:
         """Seconds between two renewals of the lease; 0: it is not renewed."""
         self.refused = UNREACHABLE
         self.inquiries: list[str] = []
-        self.pending: list[AgentEffect] = []
+        self.pending: list[Effect] = []
         """Effects of what a test has said to the agent."""
 
     def until_claim(self, limit_s: float) -> float | None:
@@ -90,9 +90,9 @@ class Search:
         self.pending = effects
         return None
 
-    def _answers(self, effects: list[AgentEffect]) -> list[AgentEffect]:
+    def _answers(self, effects: list[Effect]) -> list[Effect]:
         """Answer all effects, and those that follow; return all."""
-        done: list[AgentEffect] = []
+        done: list[Effect] = []
         queue = list(effects)
         while queue:
             effect = queue.pop(0)

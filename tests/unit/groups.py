@@ -1,24 +1,41 @@
-"""Four agents, and the machine of a leader in the states that tests begin with."""
+"""Four agents, the rules of a run in the states that tests begin with, and effects in short."""
 
 import random
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hpc_elastic.rendezvous.effects import Action, Note, ProposeStep
-from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, Failure, LogEntry, RoundRules
+from hpc_elastic.rendezvous.effects import (
+    Announce,
+    Append,
+    Effect,
+    Note,
+    Postpone,
+    PublishResult,
+    Send,
+)
+from hpc_elastic.rendezvous.log_entry import (
+    Agent,
+    Endpoint,
+    Failure,
+    LogEntry,
+    RoundRules,
+    RunEnding,
+)
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
-from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 from hpc_elastic.slurm.job_state import TaskState
 
 A, B, C, D = (Agent(f"7_{slot}", 0, slot, f"node{slot + 1}", 1) for slot in range(4))
+FIRST = LogEntry(1, 1, Endpoint("10.0.0.1", 4000, "7_9", 0))
+"""The claim of a run's first leader."""
 
 
 def machine(**changes) -> RoundState:
-    """A machine for one to four nodes with two restarts, that grows at once."""
+    """The rules of a run of one to four nodes with two restarts, that grows at once."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
         "straggler_timeout_s": 60.0, "last_call_s": 5.0, "scale_up": "immediate",
     }  # fmt: skip
-    rules = RoundRules(**{**defaults, **changes})
-    return RoundState(rules, RequeueBackoff(rules, random.Random(1)))
+    return RoundState(FIRST, RoundRules(**{**defaults, **changes}), 0.0, random.Random(1))
 
 
 def running(*agents: Agent, **others: str) -> dict[str, TaskState]:
@@ -29,23 +46,108 @@ def running(*agents: Agent, **others: str) -> dict[str, TaskState]:
 
 
 def training(*agents: Agent, **changes) -> RoundState:
-    """A machine whose first round has closed with these agents."""
+    """Rules under which the first round has closed with these agents."""
     m = machine(**changes)
     for agent in agents:
         m.join(agent, 0.0)
     m.slurm_says(running(*agents), 0.0, 0.0)
-    assert m.phase is RoundPhase.RUNNING and m.members == agents
+    assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == agents
     return m
 
 
-def decisions(actions: list[Action]) -> list[Action]:
-    """What is left of the actions without the notes for the log, and what is asked of members."""
-    return [a for a in actions if not isinstance(a, (Note, ProposeStep))]
+# ---- effects in short ---------------------------------------------------------------------
+
+Short = Effect | tuple[Any, ...]
 
 
-def notes(actions: list[Action], kind: str) -> list[Note]:
-    """The notes of a kind."""
-    return [a for a in actions if isinstance(a, Note) and a.kind == kind]
+def decisions(effects: list[Effect]) -> list[Short]:
+    """The effects in short, without events for the log, and without proposals of a step."""
+    is_all = any(isinstance(e, Postpone) for e in effects)
+    shorts = [s for e in effects if (s := _short(e)) is not None]
+    return [replace(s, all=is_all) if isinstance(s, SentBack) else s for s in shorts]
+
+
+@dataclass(frozen=True)
+class SentBack:
+    """These nodes go back to the queue; ``all``: the run is left by everybody."""
+
+    agents: tuple[Agent, ...]
+    delay_s: float
+    all: bool = False
+
+
+def kind(short: Short) -> str:
+    """Which kind of effect it is."""
+    match short:
+        case Send(_, message):
+            return message["type"]
+        case tuple():
+            return short[0]
+        case Note(kind):
+            return kind
+    return type(short).__name__
+
+
+def _short(effect: Effect) -> Short | None:
+    match effect:
+        case Announce(entry, requests, alone):
+            placed = tuple(requests) if alone else None
+            return closed(entry.round, entry.members, entry.restarts, placed)
+        case PublishResult(entry):
+            return ended(entry.ending.status, entry.ending.failure, entry.ending.victims,
+                         entry.ending.results)  # fmt: skip
+        case Note(kind) if kind not in ("members_released", "replica_left"):
+            return None
+        case Send(agents, {"type": "give back", "delay_s": delay_s}):
+            return SentBack(agents, delay_s)
+        case Append() | Postpone() | Send(_, {"type": "propose"}) | Send(None, {"type": "end"}):
+            return None
+    return effect
+
+
+def closed(number, members, restarts, placed=None) -> Short:
+    """A round has closed; as replicas, these are placed."""
+    return ("round", number, members, restarts, placed)
+
+
+def ended(status, failure=None, victims=(), results=None) -> Short:
+    """The run is over."""
+    return ("end", RunEnding(status, failure, victims, results))
+
+
+def stop(agents, reason) -> Send:
+    """These are to stop their workers."""
+    return Send(agents, {"type": "stop", "reason": reason})
+
+
+def hold(agents, number) -> Send:
+    """These are to hold at their next boundary; 0: not any more."""
+    return Send(agents, {"type": "hold", "number": number})
+
+
+def propose(agents, number, step) -> Send:
+    """A step is proposed to these."""
+    return Send(agents, {"type": "propose", "number": number, "step": step})
+
+
+def confirm(agents, number) -> Send:
+    """A proposal is confirmed to these."""
+    return Send(agents, {"type": "confirm", "number": number})
+
+
+def released(agents) -> Note:
+    """These members are not waited for."""
+    return Note("members_released", {"tasks": [a.task for a in agents]})
+
+
+def departed(agent, members) -> Note:
+    """This agent is no member any more; these still are."""
+    return Note("replica_left", {"task": agent.task, "host": agent.host, "nodes": len(members)})
+
+
+def notes(effects: list[Effect], kind: str) -> list[Note]:
+    """The events of a kind."""
+    return [e for e in effects if isinstance(e, Note) and e.kind == kind]
 
 
 def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Failure:
@@ -54,7 +156,6 @@ def failure(agent: Agent, message="ValueError: boom", time=1.0, **fields) -> Fai
 
 
 def resumed(**fields) -> RoundState:
-    """The machine of a leader that goes on from a record."""
+    """The rules of a leader that goes on from a record."""
     record = LogEntry(9, 3, Endpoint("10.0.0.1", 4000, "7_0", 0), **fields)
-    rules = RoundRules(1, 4, 2, 60.0, 5.0)
-    return RoundState.resume(record, rules, 100.0, random.Random(1))
+    return RoundState(record, RoundRules(1, 4, 2, 60.0, 5.0), 100.0, random.Random(1))

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from hpc_elastic.rendezvous.effects import Create, LeaderEffect, RenewLease, Send
+from hpc_elastic.rendezvous.effects import Append, Effect, RenewLease, Send
 from hpc_elastic.rendezvous.leader_state import HeartbeatConfig, LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
 
@@ -28,31 +28,30 @@ def after(*members: Agent, **rules) -> LeaderState:
     return leading(claim(5, before, HERE, 1000.0), **rules)
 
 
-def say(
-    leader: LeaderState, agent: Agent, type_: str, now: float, **fields: Any
-) -> list[LeaderEffect]:
+def say(leader: LeaderState, agent: Agent, type_: str, now: float, **fields: Any) -> list[Effect]:
     """Let an agent say something."""
     return leader.received(agent, {"type": type_, **fields}, now)
 
 
-def join(leader: LeaderState, agent: Agent, now: float, ask: int = 1) -> list[LeaderEffect]:
+def join(leader: LeaderState, agent: Agent, now: float, ask: int = 1) -> list[Effect]:
     """Let an agent connect, if it has not, and ask for a place."""
     return [*leader.connected(agent, now), *say(leader, agent, "join", now, ask=ask)]
 
 
-def rejoin(leader: LeaderState, agent: Agent, now: float) -> list[LeaderEffect]:
+def rejoin(leader: LeaderState, agent: Agent, now: float) -> list[Effect]:
     """Let an agent that is connected ask for another place."""
     return say(leader, agent, "join", now, ask=2)
 
 
-def of(effects: list[LeaderEffect], *types: type) -> list[LeaderEffect]:
+def of(effects: list[Effect], *types: type) -> list[Effect]:
     """The effects of these types."""
     return [e for e in effects if isinstance(e, types)]
 
 
-def told(effects: list[LeaderEffect], type_: str) -> list[Agent]:
+def told(effects: list[Effect], type_: str) -> list[Agent]:
     """Who is told something of a type."""
-    return [e.agent for e in effects if isinstance(e, Send) and e.message["type"] == type_]
+    sends = [e for e in effects if isinstance(e, Send) and e.message["type"] == type_]
+    return [agent for send in sends for agent in send.agents]
 
 
 def closing(*agents: Agent, **rules) -> tuple[LeaderState, LogEntry]:
@@ -60,20 +59,18 @@ def closing(*agents: Agent, **rules) -> tuple[LeaderState, LogEntry]:
     leader = leading(max_nodes=len(agents), **rules)
     for agent in agents:
         effects = join(leader, agent, 1.0)
-    (create,) = of(effects, Create)
-    return leader, create.record
+    (append,) = of(effects, Append)
+    return leader, append.entry
 
 
 def training(*agents: Agent, **rules) -> LeaderState:
     """A leader whose first round was announced at time 1."""
     leader, _ = closing(*agents, **rules)
-    leader.created(1.0)
+    leader.appended()
     return leader
 
 
-def meanwhile(
-    leader: LeaderState, until: float, *alive: Agent, since: float = 1.0
-) -> list[LeaderEffect]:
+def meanwhile(leader: LeaderState, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
     """Let time pass, with the beats of these agents; return all effects of it."""
     effects, now = tick(leader, since), since
     while now < until:
@@ -84,9 +81,7 @@ def meanwhile(
     return effects
 
 
-def passed(
-    leader: LeaderState, until: float, *alive: Agent, since: float = 1.0
-) -> list[LeaderEffect]:
+def passed(leader: LeaderState, until: float, *alive: Agent, since: float = 1.0) -> list[Effect]:
     """Let time pass, with the beats of these agents; return the last tick's effects."""
     meanwhile(leader, until - 0.5, *alive, since=since)
     for agent in alive:
@@ -94,7 +89,7 @@ def passed(
     return tick(leader, until)
 
 
-def tick(leader: LeaderState, now: float) -> list[LeaderEffect]:
+def tick(leader: LeaderState, now: float) -> list[Effect]:
     """Let a leader look around; its file system answers at once."""
     effects = leader.tick(now)
     if of(effects, RenewLease):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.worker_channel import StepRate, WorkerChannel, can_save_at
+from hpc_elastic.agent.worker_channel import WorkerChannel, can_save_at
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S
-from hpc_elastic.rendezvous.session import Proposal
+from hpc_elastic.rendezvous.session import SaveProposal
 from hpc_elastic.worker.shared_page import SharedPage, WorkerStatus
 
 
@@ -16,7 +16,7 @@ class Leader:
 
     def __init__(self) -> None:
         self.hold = 0
-        self.proposal: Proposal | None = None
+        self.proposal: SaveProposal | None = None
         self.told: list[tuple[int, int]] = []
         self.answers: list[dict[str, Any]] = []
         self.wants = 0
@@ -119,9 +119,9 @@ def test_a_wish_for_a_checkpoint_is_passed_on_once():
 def test_a_request_to_hold_is_on_the_page_before_what_was_proposed_after_it():
     """Whoever is to save at a step and stay there must not go on from it."""
     leader, (page,), node_ = node(1)
-    leader.hold, leader.proposal = 1, Proposal(1, 50)
+    leader.hold, leader.proposal = 1, SaveProposal(1, 50)
     node_.look(0.0)
-    leader.proposal = Proposal(1, 50, confirmed=True)
+    leader.proposal = SaveProposal(1, 50, confirmed=True)
     node_.look(0.1)
     leader.proposal = None
     node_.look(0.2)
@@ -132,11 +132,11 @@ def test_all_workers_have_to_be_before_the_step_or_wait_there():
     """The node's answer names its furthest worker, and is given once."""
     leader, (first, second), node_ = node(2)
     first.shows, second.shows = {"passed": 7}, {"passed": 9, "waiting": 3}
-    leader.proposal = Proposal(3, 9)
+    leader.proposal = SaveProposal(3, 9)
     node_.look(0.0)
     node_.look(0.1)
     assert leader.answers == [{"number": 3, "ok": True, "passed": 9}]
-    leader.proposal = Proposal(4, 8)
+    leader.proposal = SaveProposal(4, 8)
     node_.look(0.2)
     assert leader.answers[1:] == [{"number": 4, "ok": False, "passed": 9}]
 
@@ -144,7 +144,7 @@ def test_all_workers_have_to_be_before_the_step_or_wait_there():
 def test_a_worker_at_the_step_that_does_not_wait_is_looked_at_twice():
     """It may be about to wait, and it may have passed the step before the proposal came."""
     leader, (page,), node_ = node(1)
-    page.shows, leader.proposal = {"passed": 9, "waiting": 2}, Proposal(3, 9)
+    page.shows, leader.proposal = {"passed": 9, "waiting": 2}, SaveProposal(3, 9)
     node_.look(0.0)
     assert leader.answers == []
     node_.look(0.1)
@@ -154,7 +154,7 @@ def test_a_worker_at_the_step_that_does_not_wait_is_looked_at_twice():
 def test_once_all_have_passed_the_confirmed_step_the_leader_is_told():
     """A later proposal would take it off the page of one that has not come there."""
     leader, (first, second), node_ = node(2)
-    leader.proposal = Proposal(1, 5, confirmed=True)
+    leader.proposal = SaveProposal(1, 5, confirmed=True)
     first.shows, second.shows = {"passed": 6}, {"passed": 5, "waiting": 1}
     node_._proposals._answered = True
     node_.look(0.0)
@@ -183,19 +183,7 @@ def test_who_can_save_at_a_step(shows, step, expected):
     """Step 0 stands for the question who passes steps at all."""
     page = Page()
     page.shows = shows
-    assert can_save_at(Proposal(1, step), page.read()) is expected
-
-
-def test_the_pace_is_that_of_the_last_seconds():
-    """What was long ago, a compilation say, does not count."""
-    pace = StepRate()
-    assert pace.rate == 0.0
-    pace.note(0, 0.0)
-    for n in range(1, 60):
-        pace.note(n, 100 + n / 10)
-    assert pace.rate == pytest.approx(10.0)
-    pace.note(None, 200.0)
-    assert pace.rate > 0
+    assert can_save_at(SaveProposal(1, step), page.read()) is expected
 
 
 def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
@@ -218,11 +206,11 @@ def test_real_workers_on_one_node_agree_on_a_step(tmp_path):
     while not (leader.answers and leader.answers[-1]["ok"]):
         number += 1
         passed = leader.answers[-1]["passed"] if leader.answers else 0
-        leader.proposal = Proposal(number, passed + 40)
+        leader.proposal = SaveProposal(number, passed + 40)
         while len(leader.answers) < number:
             node_.look(float(number))
     agreed = leader.proposal
-    leader.proposal = Proposal(agreed.number, agreed.step, confirmed=True)
+    leader.proposal = SaveProposal(agreed.number, agreed.step, confirmed=True)
     while len(leader.answers) == number:
         node_.look(float(number))
     ended.set()

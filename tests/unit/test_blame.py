@@ -1,9 +1,9 @@
 """What a broken round costs the run, and which hosts are to blame."""
 
 import pytest
-from groups import A, B, C, D, decisions, failure, notes, running, training
+from groups import A, B, C, D, SentBack, closed, decisions, failure, kind, notes, running, training
 
-from hpc_elastic.rendezvous.effects import EndRun, Exclude, GiveBack, StartRound
+from hpc_elastic.rendezvous.effects import Exclude
 from hpc_elastic.rendezvous.failure_policy import STRIKES, strikes_of
 from hpc_elastic.rendezvous.log_entry import Agent, FailureCounters
 from hpc_elastic.rendezvous.round_state import RoundState
@@ -14,7 +14,7 @@ UNCORRECTABLE = "CUDA error: uncorrectable ECC error encountered"
 def fails(m: RoundState, agent, message: str, now: float) -> list:
     """Let a worker fail, and all members join again; return what was decided then."""
     m.worker_failed([failure(agent, message)], agent, now)
-    members = m.members
+    members = m.run.ranks.members
     actions = [a for member in members for a in m.join(member, now + 1.0)]
     return actions + m.slurm_says(running(*members), now + 2.0, now + 2.0)
 
@@ -29,7 +29,7 @@ def test_a_crash_loop_ends_the_run_with_its_first_error():
     fails(m, B, "ValueError: second", 20.0)
     ended = fails(m, A, "ValueError: third", 30.0)
     (end,) = decisions(ended)
-    assert isinstance(end, EndRun) and end.failure.message == "ValueError: first"
+    assert kind(end) == "end" and end[1].failure.message == "ValueError: first"
     assert notes(ended, "crash_loop")[0].fields == {"attempts": 3, "checkpoint": None}
 
 
@@ -39,8 +39,8 @@ def test_the_first_error_of_a_crash_loop_is_not_a_victim_of_its_own():
     m.worker_failed([failure(A), failure(A, "Connection closed by peer")], A, 10.0)
     m.join(A, 11.0)
     (end,) = decisions(m.join(B, 11.0))
-    assert isinstance(end, EndRun) and end.failure == failure(A)
-    assert [v.message for v in end.victims] == ["Connection closed by peer"]
+    assert kind(end) == "end" and end[1].failure == failure(A)
+    assert [v.message for v in end[1].victims] == ["Connection closed by peer"]
 
 
 def test_a_new_checkpoint_begins_the_count_anew():
@@ -48,7 +48,7 @@ def test_a_new_checkpoint_begins_the_count_anew():
     m = training(A, B, max_restarts=100)
     for i in range(10):
         m.boundary(A, i, 0, 10.0 * i)
-        assert isinstance(decisions(fails(m, A, "boom", 10.0 * i + 1))[-1], StartRound)
+        assert kind(decisions(fails(m, A, "boom", 10.0 * i + 1))[-1]) == "round"
 
 
 def test_a_checkpoint_that_was_made_before_is_no_progress():
@@ -57,8 +57,8 @@ def test_a_checkpoint_that_was_made_before_is_no_progress():
     for i in range(3):
         m.boundary(A, 40, 0, 10.0 * i)
         ended = fails(m, A, "boom", 10.0 * i + 1)
-    assert isinstance(decisions(ended)[-1], StartRound), "the first round made it"
-    assert isinstance(decisions(fails(m, A, "boom", 50.0))[-1], EndRun)
+    assert kind(decisions(ended)[-1]) == "round", "the first round made it"
+    assert kind(decisions(fails(m, A, "boom", 50.0))[-1]) == "end"
 
 
 def test_losses_neither_count_nor_begin_the_count_anew():
@@ -69,12 +69,12 @@ def test_losses_neither_count_nor_begin_the_count_anew():
         m.join(A, 10.0 * i + 1)
         m.join(B, 10.0 * i + 1)
         m.slurm_says(running(A, B), 10.0 * i + 2, 10.0 * i + 2)
-    assert m.blame.fruitless == 0
+    assert m.run.policy.failures_without_progress == 0
     fails(m, A, "boom", 100.0)
     m.gone(B, "preempted", 110.0)
     m.join(A, 111.0)
     m.slurm_says(running(A), 112.0, 112.0)
-    assert m.blame.fruitless == 1
+    assert m.run.policy.failures_without_progress == 1
 
 
 # ---- bad nodes ----------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def test_a_failure_without_doubt_excludes_the_host_and_costs_nothing():
     actions = fails(m, B, UNCORRECTABLE, 10.0)
     exclude, given_back, start = decisions(actions)
     assert exclude == Exclude(("node2",), failure(B, UNCORRECTABLE).summary())
-    assert isinstance(given_back, GiveBack) and given_back.agents == (B,)
+    assert isinstance(given_back, SentBack) and given_back.agents == (B,)
     assert given_back.delay_s > 0.0 and not given_back.all
-    assert start == StartRound(2, (A,), 0)
+    assert start == closed(2, (A,), 0)
     assert notes(actions, "excluded")[0].fields["host"] == "node2"
 
 
@@ -129,7 +129,7 @@ def test_two_doubtful_failures_exclude_the_host():
 def test_min_nodes_are_never_excluded():
     """The run goes on with what it has, and spends a restart."""
     m = training(A, B, min_nodes=2)
-    assert decisions(fails(m, B, UNCORRECTABLE, 10.0)) == [StartRound(2, (A, B), 1)]
+    assert decisions(fails(m, B, UNCORRECTABLE, 10.0)) == [closed(2, (A, B), 1)]
 
 
 def test_an_agent_that_falls_silent_twice_is_to_blame():
@@ -155,7 +155,7 @@ def test_many_that_fall_silent_at_once_are_not_to_blame():
     m.fell_silent(C, "silent", 10.0)
     m.join(A, 10.1)
     m.join(D, 10.1)
-    assert m.blame.strikes == {}
+    assert m.run.policy.strikes == {}
 
 
 def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
@@ -164,7 +164,7 @@ def test_the_only_other_agent_that_falls_silent_is_not_to_blame():
     m.fell_silent(B, "silent", 10.0)
     m.join(A, 10.1)
     m.slurm_says(running(A), 10.2, 11.0)
-    assert m.members == (A,) and m.blame.strikes == {}
+    assert m.run.ranks.members == (A,) and m.run.policy.strikes == {}
 
 
 def test_an_agent_on_an_excluded_host_is_sent_back():
@@ -183,4 +183,4 @@ def test_the_next_leader_knows_what_the_last_one_knew():
     fails(m, A, "boom", 10.0)
     fails(m, B, "CUDA error: unknown error", 20.0)
     first = failure(B, "CUDA error: unknown error")
-    assert m.blame.tally() == FailureCounters(40, 1, first, {"node2": 1}, ())
+    assert m.run.policy.counters() == FailureCounters(40, 1, first, {"node2": 1}, ())

@@ -1,8 +1,7 @@
 """Checkpoint boundaries: where the members of a round stand, and when a group may be stopped."""
 
-from groups import A, B, C, D, decisions, training
+from groups import A, B, C, D, decisions, hold, stop, training
 
-from hpc_elastic.rendezvous.effects import Hold, StopRound
 from hpc_elastic.rendezvous.group_change import STRAGGLE_S, CheckpointBarrier
 
 
@@ -92,10 +91,10 @@ def test_a_group_without_members_has_reached_nothing():
 def test_a_parked_node_is_admitted_once_all_members_hold():
     """No member makes a step that the restart would undo."""
     m = training(A, B, scale_up="checkpoint")
-    assert decisions(m.join(C, 1.0)) == [Hold((A, B), 1)]
+    assert decisions(m.join(C, 1.0)) == [hold((A, B), 1)]
     assert decisions(m.boundary(A, 10, 1, 2.0)) == []
     stopped = decisions(m.boundary(B, 10, 1, 2.1))
-    assert stopped == [StopRound((A, B), "node3 joins, at the checkpoint of step 10")]
+    assert stopped == [stop((A, B), "node3 joins, at the checkpoint of step 10")]
 
 
 def test_boundaries_announced_with_nobody_waiting_stop_nothing():
@@ -103,14 +102,14 @@ def test_boundaries_announced_with_nobody_waiting_stop_nothing():
     m = training(A, B, scale_up="checkpoint")
     for agent in (A, B):
         assert m.boundary(agent, 10, 0, 2.0) == []
-    assert m.regroup.boundaries.seen
+    assert m.change.barrier.seen
 
 
 def test_members_are_asked_to_hold_once():
     """However often time passes, and however many wait."""
     m = training(A, scale_up="checkpoint")
     m.boundary(A, 5, 0, 0.5)
-    assert Hold((A,), 1) in m.join(B, 1.0)
+    assert hold((A,), 1) in m.join(B, 1.0)
     assert decisions(m.join(C, 1.1)) == [] and decisions(m.tick(50.0)) == []
 
 
@@ -119,7 +118,7 @@ def test_the_hold_is_withdrawn_when_the_newcomer_goes():
     m = training(A, B, scale_up="checkpoint")
     m.join(C, 1.0)
     m.boundary(A, 10, 1, 2.0)
-    assert decisions(m.gone(C, "silent", 2.5)) == [Hold((A, B), 0)]
+    assert decisions(m.gone(C, "silent", 2.5)) == [hold((A, B), 0)]
     assert decisions(m.boundary(B, 10, 1, 2.6)) == []
 
 
@@ -129,11 +128,11 @@ def test_a_hold_that_was_withdrawn_does_not_count_for_the_next_one():
     m.join(C, 1.0)
     m.boundary(A, 10, 1, 2.0)
     m.gone(C, "silent", 2.5)
-    assert decisions(m.join(D, 3.0)) == [Hold((A, B), 2)]
+    assert decisions(m.join(D, 3.0)) == [hold((A, B), 2)]
     assert decisions(m.boundary(B, 10, 1, 3.1)) == [], "it obeyed the first request, and goes on"
     assert decisions(m.boundary(A, 20, 2, 4.0)) == []
-    (stop,) = decisions(m.boundary(B, 20, 2, 4.1))
-    assert stop.reason == "node4 joins, at the checkpoint of step 20"
+    (told,) = decisions(m.boundary(B, 20, 2, 4.1))
+    assert told.message["reason"] == "node4 joins, at the checkpoint of step 20"
 
 
 def test_a_hold_ends_with_its_round():
@@ -142,17 +141,17 @@ def test_a_hold_ends_with_its_round():
     m.join(C, 1.0)
     m.gone(B, "silent", 2.0)
     m.join(A, 2.1)
-    assert m.members == (A, C)
+    assert m.run.ranks.members == (A, C)
     assert decisions(m.tick(3.0)) == []
 
 
-def test_a_script_that_announces_nothing_is_broken_after_scale_up_timeout_s():
+def test_a_script_that_announces_nothing_is_broken_after_grow_after_s():
     """There is no good moment to wait for."""
     m = training(A, B, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.join(C, 1.0)
     assert decisions(m.tick(20.9)) == []
-    (stop,) = decisions(m.tick(21.0))
-    assert stop.reason == "node3 joins; the script announces no checkpoints"
+    (told,) = decisions(m.tick(21.0))
+    assert told.message["reason"] == "node3 joins; the script announces no checkpoints"
 
 
 def test_a_script_that_has_ever_announced_one_is_waited_for():
@@ -168,5 +167,5 @@ def test_the_first_one_to_come_decides_how_long_a_silent_script_is_waited_for():
     m = training(A, scale_up="checkpoint", scale_up_timeout_s=20.0)
     m.join(B, 1.0)
     m.join(C, 19.0)
-    (stop,) = decisions(m.tick(21.0))
-    assert stop.agents == (A,) and "node2, node3 joins" in stop.reason
+    (told,) = decisions(m.tick(21.0))
+    assert told.agents == (A,) and "node2, node3 joins" in told.message["reason"]

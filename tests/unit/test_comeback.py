@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from groups import A, B, C, D, machine, notes, running, training
+from groups import A, B, C, D, decisions, machine, notes, running, training
 
-from hpc_elastic.rendezvous.effects import ClearHolds, EndRun, Exclude
+from hpc_elastic.rendezvous.effects import ClearHolds, Exclude
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
 from hpc_elastic.rendezvous.task_recovery import GIVE_UP_S, START_TRIES
 from hpc_elastic.slurm.job_state import TaskState
@@ -23,7 +23,7 @@ def lost(**changes) -> RoundState:
     m.join(A, 5.1)
     m.join(C, 5.1)
     m.slurm_says(running(A, B, C), 5.2, 5.2)
-    assert m.members == (A, C)
+    assert m.run.ranks.members == (A, C)
     return m
 
 
@@ -36,19 +36,19 @@ def says(m: RoundState, state: TaskState, now: float) -> list[tuple[str, ...]]:
 def test_slurm_is_asked_about_a_lost_task_while_the_others_train():
     """Until it is back."""
     m = lost()
-    assert m.wants_slurm
+    assert m.run.wants_slurm
     m.join(B, 9.0)
     for agent in (A, C):
         m.join(agent, 9.1)
     m.slurm_says(running(A, B, C), 9.2, 9.2)
-    assert m.members == (A, C, B) and not m.wants_slurm
+    assert m.run.ranks.members == (A, C, B) and not m.run.wants_slurm
 
 
 def test_a_held_task_is_brought_back_once():
     """Two seconds after it was first seen, for its start time changes while its attempt ends."""
     m = lost()
     assert says(m, held(B.task), 10.0) == []
-    assert m.comebacks.are_due
+    assert m.run.recovery.are_due
     assert says(m, held(B.task), 11.9) == []
     assert says(m, held(B.task), 12.0) == [(B.task,)]
     assert says(m, held(B.task), 20.0) == []
@@ -69,7 +69,7 @@ def test_a_task_that_may_not_be_requeued_any_more_has_ended_for_good(state):
     m = lost(max_requeues=0)
     over = TaskState(B.task, state, restarts=0)
     assert [says(m, over, float(now)) for now in range(10, 40)] == [[]] * 30
-    assert m.comebacks.num_over == 1 and not m.comebacks.are_awaited
+    assert m.run.recovery.num_over == 1 and not m.run.recovery.are_awaited
     again = lost(max_requeues=1)
     assert says(again, replace(over, restarts=1), 10.0) == []
     assert says(again, replace(over, restarts=1), 12.0) == []
@@ -89,13 +89,13 @@ def test_a_task_that_is_not_held_any_more_was_only_just_queued():
     m = lost()
     says(m, held(B.task), 10.0)
     assert says(m, TaskState(B.task, "PENDING", "Resources", restarts=1), 12.0) == []
-    assert not m.comebacks.are_due
+    assert not m.run.recovery.are_due
 
 
 def test_a_task_that_the_run_gave_back_stays_away():
     """That was the purpose."""
     m = lost()
-    m.patience.away[B.task] = B.attempt
+    m.run.backoff.requeued[B.task] = B.attempt
     for now in (10.0, 12.0, 14.0):
         assert says(m, held(B.task), now) == []
 
@@ -131,10 +131,10 @@ def test_a_task_that_failed_before_it_joined_starts_elsewhere(word, task):
 def test_a_task_whose_node_died_after_it_was_given_back_comes_back():
     """It had no time to ask for its next attempt. Its start has not failed: it had joined."""
     m = lost()
-    m.patience.away[D.task] = 0
+    m.run.backoff.requeued[D.task] = 0
     died = TaskState(D.task, "FAILED", node="node9", restarts=0)
     actions = m.slurm_says(view(died), 10.0, 10.0)
-    assert notes(actions, "start_failed") == [] and m.blame.excluded == ()
+    assert notes(actions, "start_failed") == [] and m.run.policy.excluded == ()
     assert says(m, died, 12.0) == [(D.task,)]
     assert says(m, held(D.task), 30.0) == [], "it is to stay away otherwise"
 
@@ -149,7 +149,7 @@ def test_a_task_that_slurm_holds_because_its_node_could_not_start_it_is_let_go()
     m = lost()
     state = TaskState(D.task, "PENDING", HELD, "node9", restarts=1)
     says(m, state, 10.0)
-    assert says(m, state, 12.0) == [(D.task,)] and m.blame.excluded == ("node9",)
+    assert says(m, state, 12.0) == [(D.task,)] and m.run.policy.excluded == ("node9",)
 
 
 def test_a_node_that_slurm_can_not_start_a_task_on_is_avoided_at_once():
@@ -170,10 +170,10 @@ def test_a_task_that_fails_by_itself_before_it_joins_is_one_strike():
     """A line of its setup may be wrong; the second task that fails there leaves less doubt."""
     m = lost()
     for attempt, task in enumerate((B.task, D.task), start=1):
-        assert m.blame.excluded == ()
+        assert m.run.policy.excluded == ()
         failed = TaskState(task, "FAILED", "NonZeroExitCode", "node9", restarts=attempt)
         m.slurm_says(view(failed), 10.0, 10.0)
-    assert m.blame.excluded == ("node9",)
+    assert m.run.policy.excluded == ("node9",)
 
 
 def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
@@ -185,7 +185,7 @@ def test_a_task_that_fails_everywhere_is_not_tried_for_ever():
         back += says(m, failed, now + 2.0)
     assert back == [(D.task,)] * (START_TRIES - 1)
     assert [note.fields["again"] for note in told][:START_TRIES] == [True, True, False]
-    assert len(m.blame.excluded) <= m.rules.max_nodes
+    assert len(m.run.policy.excluded) <= m.run.rules.max_nodes
 
 
 def test_a_task_that_joins_begins_anew():
@@ -196,16 +196,16 @@ def test_a_task_that_joins_begins_anew():
     m.join(replace(B, attempt=7), 20.0)
     m.gone(replace(B, attempt=7), "its connection closed", 21.0)
     m.slurm_says(view(not_launched(8, "node9", B.task)), 22.0, 22.0)
-    assert m.comebacks.tried(B.task) == ("node9",)
+    assert m.run.recovery.tried(B.task) == ("node9",)
     assert says(m, not_launched(8, "node9", B.task), 24.0) == [(B.task,)]
 
 
 def test_slurm_is_asked_about_tasks_that_have_not_come_yet():
     """Nothing else tells that one of them has failed; no more once all of them are here or over."""
     m = training(A, B)
-    assert m.wants_slurm and m.awaits_tasks
+    assert m.run.wants_slurm and m.run.awaits_tasks
     m.slurm_says(running(A, B, s2="CANCELLED", s3="COMPLETED"), 1.0, 1.0)
-    assert not m.wants_slurm
+    assert not m.run.wants_slurm
 
 
 def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
@@ -213,11 +213,11 @@ def test_a_run_that_forms_waits_for_a_task_whose_node_could_not_start_it():
     m = machine(min_nodes=2, max_nodes=2)
     m.join(A, 0.0)
     for attempt in range(START_TRIES):
-        assert m.phase is RoundPhase.FORMING
+        assert m.run.phase is RoundPhase.FORMING
         failed = running(A) | {B.task: not_launched(attempt, f"node{5 + attempt}", B.task)}
         actions = m.slurm_says(failed, 10.0 * attempt + 1, 10.0 * attempt + 1)
-    (end,) = [a for a in actions if isinstance(a, EndRun)]
-    message = end.failure.summary()
+    (_, ending) = decisions(actions)[-1]
+    message = ending.failure.summary()
     assert "FAILED, JobLaunchFailure" in message and "node5, node6, node7" in message
     assert "sinfo -R" in message
 
@@ -228,7 +228,7 @@ def test_a_task_that_ended_for_another_reason_is_left_alone(word):
     m = lost()
     ended = TaskState(B.task, word, restarts=0)
     assert says(m, ended, 10.0) == [] and says(m, ended, 12.0) == []
-    assert not m.wants_slurm
+    assert not m.run.wants_slurm
 
 
 def test_a_task_that_does_not_move_has_ended_for_good():
@@ -237,9 +237,9 @@ def test_a_task_that_does_not_move_has_ended_for_good():
     ended = TaskState(B.task, "PREEMPTED", restarts=0)
     says(m, ended, 10.0)
     says(m, ended, 12.0)
-    assert m.wants_slurm
+    assert m.run.wants_slurm
     says(m, ended, 12.0 + GIVE_UP_S)
-    assert not m.wants_slurm
+    assert not m.run.wants_slurm
 
 
 def test_a_node_of_a_gang_that_failed_is_not_brought_back_alone():
@@ -247,14 +247,6 @@ def test_a_node_of_a_gang_that_failed_is_not_brought_back_alone():
     m = lost()
     for now in (10.0, 12.0):
         assert says(m, TaskState("9.1", "NODE_FAIL", restarts=0), now) == []
-
-
-def test_a_task_that_was_given_back_meanwhile_is_left_alone():
-    """The decision to bring it back may have waited for a record to be written."""
-    m = lost()
-    assert m.not_given_back([B.task]) == (B.task,)
-    m.patience.away[B.task] = m.muster.lost[B.task]
-    assert m.not_given_back([B.task, "7_9"]) == ("7_9",)
 
 
 def brought_back(m: RoundState, state: TaskState) -> ClearHolds:

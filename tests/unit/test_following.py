@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.effects import (
     Deliver,
     Disconnect,
     Lead,
-    PublishIfMissing,
+    PublishResult,
     ReadLog,
     SendToLeader,
 )
@@ -119,7 +119,7 @@ def test_a_run_that_has_ended_is_over():
     f.tick(0.0)
     ended = replace(RECORD, ending=RunEnding("succeeded"))
     publish, tell = f.looked(5, ended, None, 0.1)
-    assert publish == PublishIfMissing(ended)
+    assert publish == PublishResult(ended)
     assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
     assert f.tick(9.0) == [] and f.looked(9, RECORD, None, 9.0) == []
 

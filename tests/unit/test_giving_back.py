@@ -4,12 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from groups import A, B, decisions, machine, resumed, running, training
+from groups import FIRST, A, B, SentBack, decisions, machine, notes, resumed, running, training
 
-from hpc_elastic.rendezvous.effects import GiveBack
 from hpc_elastic.rendezvous.log_entry import RoundRules
 from hpc_elastic.rendezvous.round_state import RoundPhase, RoundState
-from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 
 
 def test_too_few_for_too_long_gives_every_node_back():
@@ -19,8 +17,8 @@ def test_too_few_for_too_long_gives_every_node_back():
     m.join(B, 5.0)
     assert decisions(m.tick(9.9)) == []
     (given,) = decisions(m.tick(20.0))
-    assert isinstance(given, GiveBack) and given.agents == (A, B) and given.all
-    assert m.phase is RoundPhase.DISBANDED and m.tick(99.0) == []
+    assert isinstance(given, SentBack) and given.agents == (A, B) and given.all
+    assert m.run.phase is RoundPhase.DISBANDED and m.tick(99.0) == []
 
 
 def test_nodes_are_kept_where_there_is_no_queue():
@@ -37,7 +35,7 @@ def test_the_wait_begins_anew_once_there_were_enough():
     m.join(A, 500.1)
     assert decisions(m.tick(509.9)) == []
     (given,) = decisions(m.tick(520.2))
-    assert isinstance(given, GiveBack) and given.all
+    assert isinstance(given, SentBack) and given.all
 
 
 @pytest.mark.parametrize(("before", "least", "most"), [(0, 7, 23), (2, 30, 90), (30, 300, 900)])
@@ -46,7 +44,7 @@ def test_the_time_away_doubles_and_is_random_within_its_range(before, least, mos
     away = set()
     for seed in range(40):
         m = machine(min_nodes=2, below_min_timeout_s=10.0)
-        m.patience.rng, m.patience.given_back = random.Random(seed), before
+        m.run.backoff.rng, m.run.backoff.given_back = random.Random(seed), before
         m.join(A, 0.0)
         (given,) = decisions(m.tick(20.0))
         away.add(given.delay_s)
@@ -59,7 +57,7 @@ def test_the_wait_is_random_from_one_run_to_the_next():
 
     def waited(seed: int) -> float:
         rules = RoundRules(2, 4, 2, 60.0, 5.0, below_min_timeout_s=10.0)
-        m = RoundState(rules, RequeueBackoff(rules, random.Random(seed)))
+        m = RoundState(FIRST, rules, 0.0, random.Random(seed))
         m.join(A, 0.0)
         return next(t / 10 for t in range(1000) if decisions(m.tick(t / 10)))
 
@@ -72,7 +70,7 @@ def test_whoever_joins_after_that_goes_back_too():
     m = machine(min_nodes=2, below_min_timeout_s=10.0)
     m.join(A, 0.0)
     (given,) = decisions(m.tick(20.0))
-    assert m.join(B, 21.0) == [GiveBack((B,), given.delay_s, all=False)]
+    assert decisions(m.join(B, 21.0)) == [SentBack((B,), given.delay_s, all=False)]
     assert m.gone(A, "its connection closed", 21.0) == []
 
 
@@ -81,19 +79,24 @@ def test_a_round_forgets_how_often_nodes_were_given_back():
     m = resumed(given_back=3)
     m.join(A, 100.0)
     m.slurm_says(running(A), 100.1, 100.1)
-    assert m.phase is RoundPhase.RUNNING and m.patience.given_back == 0
+    assert m.run.phase is RoundPhase.RUNNING and m.run.backoff.given_back == 0
 
 
 def test_a_run_that_waits_in_vain_gives_its_nodes_back_once_that_is_sure():
     """Two looks some seconds apart; in between it may have got what it lacks."""
     m = machine(min_nodes=2, below_min_timeout_s=300.0)
     m.join(A, 0.0)
-    assert m.sweep_says("others hold it", 1.0) == [] and m.sweep_says(None, 3.0) == []
-    assert m.sweep_says("others hold it", 5.0) == [] and m.sweep_says("others hold it", 8.0) == []
-    (given,) = m.sweep_says("others hold it", 10.5)
-    assert isinstance(given, GiveBack) and given.agents == (A,) and given.all
-    assert given.why == "others hold it" and 30.0 <= given.delay_s <= 90.0
-    assert m.phase is RoundPhase.DISBANDED
+    assert m.run.sweep_says("others hold it", 1.0) == [] and m.run.sweep_says(None, 3.0) == []
+    assert (
+        m.run.sweep_says("others hold it", 5.0) == []
+        and m.run.sweep_says("others hold it", 8.0) == []
+    )
+    effects = m.run.sweep_says("others hold it", 10.5)
+    (given,) = decisions(effects)
+    assert isinstance(given, SentBack) and given.agents == (A,) and given.all
+    (note,) = notes(effects, "nodes_requeued")
+    assert note.fields["why"] == "others hold it" and 30.0 <= given.delay_s <= 90.0
+    assert m.run.phase is RoundPhase.DISBANDED
 
 
 @pytest.mark.parametrize(("attempt", "kept"), [(0, False), (1, True)])
@@ -101,13 +104,13 @@ def test_a_node_whose_task_may_not_be_requeued_any_more_is_kept(attempt, kept):
     """Given back, it would end, and the run with it: by time, for others, and where it parks."""
     m = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     m.join(replace(A, attempt=attempt), 0.0)
-    assert m.is_short is not kept
-    assert m.sweep_says("others hold it", 1.0) == []
-    assert bool(m.sweep_says("others hold it", 8.0)) is not kept
+    assert m.run.is_short is not kept
+    assert m.run.sweep_says("others hold it", 1.0) == []
+    assert bool(m.run.sweep_says("others hold it", 8.0)) is not kept
     late = machine(min_nodes=2, below_min_timeout_s=10.0, max_requeues=1)
     late.join(replace(A, attempt=attempt), 0.0)
     assert bool(decisions(late.tick(21.0))) is not kept
-    parks = late.patience.late({replace(B, attempt=attempt): 0.0}, 50.0)
+    parks = late.run.backoff.late({replace(B, attempt=attempt): 0.0}, 50.0)
     assert bool(parks) is not kept
 
 
@@ -117,5 +120,5 @@ def test_a_run_that_trains_or_has_no_queue_waits_for_nothing_in_vain():
     stays = machine(min_nodes=2)
     stays.join(A, 0.0)
     for m in (trains, stays):
-        assert m.sweep_says("others hold it", 1.0) == []
-        assert m.sweep_says("others hold it", 20.0) == []
+        assert m.run.sweep_says("others hold it", 1.0) == []
+        assert m.run.sweep_says("others hold it", 20.0) == []

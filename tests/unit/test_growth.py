@@ -1,44 +1,43 @@
 """Whether a node that came late is worth a restart, and what becomes of one that is not."""
 
 import pytest
-from groups import A, B, C, decisions, notes, running, training
+from groups import A, B, C, SentBack, decisions, hold, notes, running, stop, training
 
-from hpc_elastic.rendezvous.effects import GiveBack, Hold, StopRound
-from hpc_elastic.rendezvous.group_change import Forecast, ProgressEstimator, weigh
+from hpc_elastic.rendezvous.group_change import Forecast, ProgressEstimator, should_scale_up
 from hpc_elastic.rendezvous.round_state import RoundState
 from hpc_elastic.slurm.job_state import TaskState
 
-# ---- weigh --------------------------------------------------------------------------------
+# ---- whether to scale up ------------------------------------------------------------------
 
 
 def test_admits_all_before_a_restart_was_measured():
-    """There is nothing to weigh with."""
-    assert weigh(2, [None, 5.0], Forecast(remaining_s=1.0)).admit == 2
+    """There is nothing to should_scale_up with."""
+    assert should_scale_up(2, [None, 5.0], Forecast(remaining_s=1.0)).admit == 2
 
 
 def test_admits_where_no_end_is_in_sight():
     """Whatever a restart costs, it is repaid some day."""
-    assert weigh(2, [None], Forecast(restart_cost_s=500.0)).admit == 1
+    assert should_scale_up(2, [None], Forecast(restart_cost_s=500.0)).admit == 1
 
 
 @pytest.mark.parametrize(("remaining_s", "admit"), [(21.0, 1), (19.0, 0), (0.0, 0)])
 def test_compares_what_is_saved_with_what_a_restart_costs(remaining_s, admit):
     """One more node beside one halves what remains."""
     outlook = Forecast(remaining_s=remaining_s, restart_cost_s=10.0)
-    assert weigh(1, [None], outlook).admit == admit
+    assert should_scale_up(1, [None], outlook).admit == admit
 
 
 @pytest.mark.parametrize(("nodes", "admit"), [(1, 0), (3, 3)])
 def test_several_newcomers_share_one_restart(nodes, admit):
     """What one alone does not repay, three do."""
     outlook = Forecast(remaining_s=30.0, restart_cost_s=10.0)
-    assert weigh(3, [None] * nodes, outlook).admit == admit
+    assert should_scale_up(3, [None] * nodes, outlook).admit == admit
 
 
 @pytest.mark.parametrize(("left_s", "admit"), [(21.0, 1), (20.0, 0), (0.0, 0)])
 def test_a_node_whose_wall_time_ends_soon_is_not_worth_it(left_s, admit):
     """It must stay for twice a restart: its coming costs one, and its going another."""
-    decision = weigh(1, [left_s], Forecast(restart_cost_s=10.0))
+    decision = should_scale_up(1, [left_s], Forecast(restart_cost_s=10.0))
     assert decision.admit == admit
     assert ("wall time ends" in decision.why) == (not admit)
 
@@ -46,14 +45,14 @@ def test_a_node_whose_wall_time_ends_soon_is_not_worth_it(left_s, admit):
 def test_a_node_that_leaves_soon_saves_only_until_then():
     """Not all that remains of the run."""
     outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
-    assert weigh(9, [90.0], outlook).admit == 0
-    assert weigh(9, [900.0], outlook).admit == 1
+    assert should_scale_up(9, [90.0], outlook).admit == 0
+    assert should_scale_up(9, [900.0], outlook).admit == 1
 
 
 def test_those_that_leave_soon_do_not_count_for_the_others():
     """How many are admitted, and what they save, goes by those that stay."""
     outlook = Forecast(remaining_s=1000.0, restart_cost_s=10.0)
-    decision = weigh(1, [None, 5.0], outlook)
+    decision = should_scale_up(1, [None, 5.0], outlook)
     assert decision.admit == 1
     assert "1 more nodes save about 500 s of 1000 s, a restart costs 10.0 s" in decision.why
 
@@ -117,10 +116,20 @@ def test_a_run_beyond_its_total_has_nothing_left():
 # ---- the machine --------------------------------------------------------------------------
 
 
+class Fixed(ProgressEstimator):
+    """Always forecasts the same."""
+
+    outlook = None
+
+    def __init__(self, **forecast) -> None:
+        super().__init__()
+        self.outlook = Forecast(**forecast)
+
+
 def growing(**changes) -> RoundState:
     """Two nodes that train, with 100 s to go, and a restart of 10 s."""
     m = training(A, B, **changes)
-    m.outlook = Forecast(remaining_s=100.0, restart_cost_s=10.0)
+    m.run.estimator = Fixed(remaining_s=100.0, restart_cost_s=10.0)
     return m
 
 
@@ -132,19 +141,19 @@ def test_grow_never_waits_for_another_reason():
     m.gone(B, "silent", 1e6)
     m.join(A, 1e6)
     m.slurm_says(running(A, C), 1e6, 1e6)
-    assert m.members == (A, C)
+    assert m.run.ranks.members == (A, C)
 
 
 def test_a_newcomer_that_repays_the_restart_is_taken_in():
     """A third of 100 s for 10 s."""
-    assert decisions(growing().join(C, 1.0)) == [StopRound((A, B), "node3 joins")]
+    assert decisions(growing().join(C, 1.0)) == [stop((A, B), "node3 joins")]
 
 
 @pytest.mark.parametrize("scale_up", ["immediate", "checkpoint"])
 def test_a_newcomer_that_comes_too_late_is_not_taken_in(scale_up):
     """What remains is less than a restart saves."""
     m = growing(scale_up=scale_up)
-    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
+    m.run.estimator = Fixed(remaining_s=20.0, restart_cost_s=10.0)
     assert decisions(m.join(C, 1.0)) == []
 
 
@@ -153,7 +162,7 @@ def test_a_newcomer_whose_wall_time_ends_soon_is_not_taken_in():
     m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
     view = running(A, B) | {C.task: TaskState(C.task, "RUNNING", restarts=0, time_left_s=15.0)}
-    assert decisions(m.slurm_says(view, 1.5, 1.6)) == [Hold((A, B), 0)]
+    assert decisions(m.slurm_says(view, 1.5, 1.6)) == [hold((A, B), 0)]
 
 
 def test_the_decision_is_logged_with_its_reason():
@@ -167,9 +176,9 @@ def test_the_decision_is_logged_again_only_when_it_changes():
     """Not with every second that passes."""
     m = growing(scale_up="checkpoint")
     m.join(C, 1.0)
-    m.outlook = Forecast(remaining_s=90.0, restart_cost_s=10.0)
+    m.run.estimator = Fixed(remaining_s=90.0, restart_cost_s=10.0)
     assert notes(m.tick(10.0), "scale_up_decision") == []
-    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
+    m.run.estimator = Fixed(remaining_s=20.0, restart_cost_s=10.0)
     (note,) = notes(m.tick(80.0), "scale_up_decision")
     assert note.fields["admit"] == "not now"
 
@@ -190,7 +199,7 @@ def test_a_node_that_is_not_wanted_goes_back_to_the_queue(changes):
     m = parked(**changes)
     assert decisions(m.tick(10.9)) == []
     (given,) = decisions(m.tick(21.0))
-    assert isinstance(given, GiveBack) and given.agents == (C,) and not given.all
+    assert isinstance(given, SentBack) and given.agents == (C,) and not given.all
     assert given.delay_s > 0.0
 
 
@@ -206,9 +215,9 @@ def test_a_node_that_is_not_worth_it_goes_back_too():
     """It was held for nothing, and members that hold are let go."""
     m = growing(scale_up="checkpoint", below_min_timeout_s=10.0)
     m.join(C, 1.0)
-    m.outlook = Forecast(remaining_s=20.0, restart_cost_s=10.0)
+    m.run.estimator = Fixed(remaining_s=20.0, restart_cost_s=10.0)
     let_go, given = decisions(m.tick(21.0))
-    assert let_go == Hold((A, B), 0) and given.agents == (C,)
+    assert let_go == hold((A, B), 0) and given.agents == (C,)
 
 
 def test_a_node_that_waits_for_a_boundary_is_kept():

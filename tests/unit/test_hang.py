@@ -4,7 +4,7 @@ import pytest
 from groups import A, B, C
 from leaders import of, rejoin, say, told, training
 
-from hpc_elastic.rendezvous.effects import Create, Note
+from hpc_elastic.rendezvous.effects import Append, Note
 from hpc_elastic.rendezvous.hang_diagnosis import ANSWER_S, RankState, failures_of, judge, note_of
 
 HERE = {"place": "train.py:40 in step", "waits_in": "all_reduce"}
@@ -105,7 +105,7 @@ def test_once_all_have_answered_the_group_is_started_again():
     assert told(effects, "stop") == [A, B, C]
     effects = [e for agent in (A, B, C) for e in rejoin(leader, agent, 72.0)]
     notes = [e for e in of(effects, Note) if e.kind == "restart"]
-    assert leader.machine.restarts == 1
+    assert leader.run.policy.restarts == 1
     assert "rank 1" in notes[0].fields["failure"] and "hung" in notes[0].fields["failure"]
 
 
@@ -126,4 +126,4 @@ def test_answers_of_a_round_that_is_over_count_for_nothing():
     answer(leader, A, 71.0, 0, HERE)
     leader.disconnected(B, "its connection closed", 71.0)
     assert not [n for n in of(leader.tick(71.0 + ANSWER_S), Note) if n.kind == "hang"]
-    assert not of(leader.tick(72.0), Create)
+    assert not of(leader.tick(72.0), Append)

@@ -8,20 +8,23 @@ from leaders import HERE, closing, join, leading, meanwhile, of, rejoin, say, to
 
 from hpc_elastic.rendezvous.effects import (
     Announce,
-    AskSlurm,
-    AskSweep,
-    Create,
+    Append,
+    ClearHolds,
     LetOthersStart,
+    Note,
     Postpone,
     PublishResult,
+    QuerySweep,
+    QueryTasks,
     Send,
-    StartRound,
     StepDown,
-    placements,
+    place_message,
+    places,
 )
 from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry, RunEnding
 from hpc_elastic.rendezvous.round_state import RoundPhase
+from hpc_elastic.slurm.job_state import TaskState
 
 # ---- decisions ----------------------------------------------------------------------------
 
@@ -31,8 +34,8 @@ def test_a_round_is_announced_once_its_record_exists():
     leader, record = closing(A, B)
     assert (record.number, record.epoch, record.round) == (2, 1, 1)
     assert record.members == (A, B) and record.leader == HERE and record.started == 1000.0
-    assert of(leader.tick(1.5), Create, Announce) == []
-    assert leader.created(2.0) == [Announce(StartRound(1, (A, B), 0), 2, {A: 1, B: 1})]
+    assert of(leader.tick(1.5), Append, Announce) == []
+    assert leader.appended()[0] == Announce(record, {A: 1, B: 1})
     assert leader.at == record
 
 
@@ -40,20 +43,21 @@ def test_what_follows_a_decision_waits_in_order():
     """A member that is lost meanwhile is a loss after the round, not before it."""
     leader, _ = closing(A, B)
     assert leader.disconnected(B, "its connection closed", 1.5) == []
-    announce, gone, stop, tell = leader.created(2.0)
+    announce, closed, gone, stopped, tell = leader.appended()
     assert isinstance(announce, Announce)
-    assert (gone.kind, stop.kind) == ("node_lost", "round_stopped")
-    assert tell.agent == A and tell.message["type"] == "stop"
+    kinds = (closed.kind, gone.kind, stopped.kind)
+    assert kinds == ("round", "node_lost", "round_stopped")
+    assert tell.agents == (A,) and tell.message["type"] == "stop"
 
 
 def test_a_decision_that_follows_a_decision_needs_its_own_record():
     """One number after the other."""
     leader, record = closing(A, B)
     say(leader, A, "close", 1.5)
-    announce, create = leader.created(2.0)
+    announce, _, append = leader.appended()
     assert isinstance(announce, Announce)
-    assert create == Create(replace(record, number=3, ending=RunEnding("closed")))
-    assert told(leader.created(3.0), "end") == [A, B]
+    assert append == Append(replace(record, number=3, ending=RunEnding("closed")))
+    assert told(leader.appended(), "end") == [A, B]
 
 
 def test_a_round_answers_the_requests_that_it_was_closed_with():
@@ -61,8 +65,8 @@ def test_a_round_answers_the_requests_that_it_was_closed_with():
     leader, _ = closing(A, B)
     leader.disconnected(B, "its connection closed", 1.2)
     join(leader, B, 1.4, ask=2)
-    (announce,) = of(leader.created(2.0), Announce)
-    assert [m["ask"] for agent, m in placements(announce) if agent == B] == [1]
+    (announce,) = of(leader.appended(), Announce)
+    assert announce.requests[B] == 1
 
 
 def test_a_record_knows_what_was_lost_and_spent():
@@ -72,9 +76,9 @@ def test_a_record_knows_what_was_lost_and_spent():
     rejoin(leader, A, 2.1)
     leader.disconnected(C, "its connection closed", 2.2)
     rejoin(leader, B, 2.3)
-    (create,) = of(leader.slurm_says(running(A, B), 2.5), Create)
-    assert create.record.lost == {C.task: 0} and create.record.members == (A, B)
-    assert create.record.round == 2
+    (append,) = of(leader.slurm_says(running(A, B), 2.5), Append)
+    assert append.entry.lost == {C.task: 0} and append.entry.members == (A, B)
+    assert append.entry.round == 2
 
 
 def test_whose_number_is_taken_steps_down_for_ever():
@@ -83,7 +87,7 @@ def test_whose_number_is_taken_steps_down_for_ever():
     assert leader.refused() == [StepDown()]
     assert leader.fenced and leader.at.number == 1
     answers = [
-        leader.created(2.0), leader.refused(), leader.saw(99), leader.tick(9.0),
+        leader.appended(), leader.refused(), leader.saw(99), leader.tick(9.0),
         leader.connected(C, 2.0), say(leader, A, "join", 2.0, ask=2),
         leader.disconnected(A, "its connection closed", 2.0), leader.slurm_says({}, 2.0),
     ]  # fmt: skip
@@ -101,7 +105,7 @@ def test_the_record_that_one_has_asked_for_fences_nobody():
     """It may be seen before its own creation was reported."""
     leader, record = closing(A)
     assert leader.saw(record.number) == []
-    assert of(leader.created(2.0), Announce)
+    assert of(leader.appended(), Announce)
 
 
 def test_a_record_beyond_the_one_that_one_has_asked_for_does():
@@ -115,9 +119,9 @@ def test_giving_all_nodes_back_is_a_decision():
     leader = leading(min_nodes=3, below_min_timeout_s=2.0)
     for agent in (A, B):
         join(leader, agent, 1.0)
-    (create,) = of(meanwhile(leader, 5.5, A, B), Create)
-    assert create.record.given_back == 1 and create.record.round == 0
-    effects = leader.created(5.6)
+    (append,) = of(meanwhile(leader, 5.5, A, B), Append)
+    assert append.entry.given_back == 1 and append.entry.round == 0
+    effects = leader.appended()
     (postpone,) = of(effects, Postpone)
     assert told(effects, "give back") == [A, B] and postpone.delay_s > 0
     assert told(join(leader, C, 7.0), "give back") == [C]
@@ -129,7 +133,7 @@ def test_sending_one_node_back_needs_no_record():
     join(leader, C, 1.5)
     effects = meanwhile(leader, 4.0, A, B, C, since=2.0)
     assert told(effects, "give back") == [C]
-    assert not of(effects, Create, Postpone)
+    assert not of(effects, Append, Postpone)
 
 
 # ---- the end ------------------------------------------------------------------------------
@@ -140,17 +144,17 @@ def ending(*agents: Agent) -> tuple[LeaderState, LogEntry]:
     leader = training(*agents)
     for agent in agents:
         effects = say(leader, agent, "finished", 5.0, record=2)
-    (create,) = of(effects, Create)
-    return leader, create.record
+    (append,) = of(effects, Append)
+    return leader, append.entry
 
 
 def test_the_end_is_published_once_it_is_recorded():
     """Then everybody who listens is told."""
     leader, record = ending(A, B)
     assert record.ending == RunEnding("succeeded")
-    publish, *tells = leader.created(5.5)
-    assert publish == PublishResult(record) and told(tells, "end") == [A, B]
-    assert tells[0].message == {"type": "end", "status": "succeeded", "failure": None}
+    publish, tell = leader.appended()
+    assert publish == PublishResult(record) and told([tell], "end") == [A, B]
+    assert tell.message == {"type": "end", "status": "succeeded", "failure": None}
 
 
 def test_the_end_carries_the_failure():
@@ -160,16 +164,16 @@ def test_the_end_carries_the_failure():
     say(leader, A, "failed", 2.0, record=2, failures=[vars(cause)])
     rejoin(leader, A, 2.1)
     say(leader, B, "failed", 2.2, record=2, failures=[vars(victim)])
-    (create,) = of(rejoin(leader, B, 2.3), Create)
-    assert create.record.ending == RunEnding("failed", cause, (victim,))
-    tells = of(leader.created(2.5), Send)
+    (append,) = of(rejoin(leader, B, 2.3), Append)
+    assert append.entry.ending == RunEnding("failed", cause, (victim,))
+    tells = of(leader.appended(), Send)
     assert {t.message["failure"] for t in tells} == {cause.summary()}
 
 
 def test_who_comes_after_the_end_is_told_alone():
     """Once; nothing is published again."""
     leader, _ = ending(A)
-    leader.created(5.5)
+    leader.appended()
     assert [type(e) for e in join(leader, B, 6.0)] == [Send]
 
 
@@ -177,7 +181,7 @@ def test_who_comes_while_the_end_is_recorded_is_told_with_the_others():
     """The run has one result."""
     leader, _ = ending(A)
     assert join(leader, B, 5.2) == []
-    effects = leader.created(5.5)
+    effects = leader.appended()
     assert told(effects, "end") == [A, B] and len(of(effects, PublishResult)) == 1
 
 
@@ -193,7 +197,7 @@ def test_what_is_said_of_another_round_is_ignored(type_, fields):
     """A message may be older than the round that its sender is in now."""
     leader = training(A)
     assert say(leader, A, type_, 2.0, record=1, **fields) == []
-    assert leader.machine.phase is RoundPhase.RUNNING and not leader.machine.regroup.boundaries.seen
+    assert leader.rounds.run.phase is RoundPhase.RUNNING and not leader.rounds.change.barrier.seen
 
 
 # ---- places -------------------------------------------------------------------------------
@@ -202,25 +206,38 @@ def test_what_is_said_of_another_round_is_ignored(type_, fields):
 def test_every_member_is_told_its_place():
     """Its workers' ranks follow those of the nodes before it."""
     big, small = Agent("7_0", 0, 0, "n1", 8), Agent("7_1", 2, 1, "n2", 4)
-    announce = Announce(StartRound(3, (big, small), 1), 17, {big: 5, small: 6})
-    (first, a), (second, b) = placements(announce)
+    entry = LogEntry(17, 2, HERE, round=3, restarts=1, members=(big, small))
+    announce = Announce(entry, {big: 5, small: 6})
+    (first, a), (second, b) = places(announce, ("10.0.0.1", 99))
     assert (first, second) == (big, small)
-    assert a == {
-        "type": "round", "ask": 5, "record": 17, "number": 3, "restarts": 1,
-        "group_rank": 0, "group_size": 2, "first_rank": 0, "world_size": 12,
+    assert place_message(announce, big, a) == {
+        "type": "round", "ask": 5, "record": 17, "number": 3, "restarts": 1, "group_rank": 0,
+        "group_size": 2, "first_rank": 0, "world_size": 12, "store": ("10.0.0.1", 99),
     }  # fmt: skip
-    assert b == {**a, "ask": 6, "group_rank": 1, "first_rank": 8}
+    assert b == replace(a, group_rank=1, first_rank=8)
+
+
+def test_tasks_are_brought_back_whatever_is_being_recorded():
+    """Later, the run may have sent them away."""
+    before = LogEntry(4, 2, HERE, round=3, lost={C.task: 0})
+    leader = leading(replace(before, epoch=3))
+    states = running(A, B) | {C.task: TaskState(C.task, "NODE_FAIL", restarts=0)}
+    for agent in (A, B):
+        join(leader, agent, 1.0)
+    assert of(leader.slurm_says(states, 1.5), Append)
+    meanwhile(leader, 7.0, A, B, since=1.5)
+    assert of(leader.slurm_says(states, 7.1), ClearHolds, Note) == [ClearHolds((C.task,))]
 
 
 def test_a_run_of_a_sweep_asks_whether_it_waits_in_vain():
     """As long as it is below min nodes; one question at a time, and some seconds between two."""
     leader = leading(min_nodes=2, below_min_timeout_s=300.0, in_sweep=True)
     effects = [*join(leader, A, 1.0), *leader.tick(1.0)]
-    assert len(of(effects, AskSweep)) == 1 and not of(leader.tick(2.0), AskSweep)
+    assert len(of(effects, QuerySweep)) == 1 and not of(leader.tick(2.0), QuerySweep)
     assert leader.sweep_says("others hold it", 3.0) == []
-    assert not of(leader.tick(4.0), AskSweep) and len(of(leader.tick(8.0), AskSweep)) == 1
-    (create,) = of(leader.sweep_says("others hold it", 8.5), Create)
-    assert create.record.given_back == 1
+    assert not of(leader.tick(4.0), QuerySweep) and len(of(leader.tick(8.0), QuerySweep)) == 1
+    (append,) = of(leader.sweep_says("others hold it", 8.5), Append)
+    assert append.entry.given_back == 1
 
 
 def test_slurm_is_asked_seldom_while_a_run_waits():
@@ -238,10 +255,10 @@ def test_slurm_is_asked_seldom_while_a_run_waits():
             for agent in came:
                 effects += say(leader, agent, "beat", now, progress={})
             effects += leader.tick(now)
-            asked[tick // 240] += len(of(effects, AskSlurm)) + 2 * len(of(effects, AskSweep))
-            if of(effects, AskSlurm):
+            asked[tick // 240] += len(of(effects, QueryTasks)) + 2 * len(of(effects, QuerySweep))
+            if of(effects, QueryTasks):
                 leader.slurm_says({}, now)
-            if of(effects, AskSweep):
+            if of(effects, QuerySweep):
                 leader.sweep_says(None, now)
         return asked
 
@@ -257,4 +274,4 @@ def test_a_run_of_a_sweep_that_trains_lets_others_start():
     assert of(leader.tick(20.0), LetOthersStart) == [LetOthersStart(())]
     assert not of(leader.tick(21.0), LetOthersStart)
     alone = training(A, B)
-    assert not of(alone.tick(20.0), LetOthersStart, AskSweep)
+    assert not of(alone.tick(20.0), LetOthersStart, QuerySweep)

@@ -21,11 +21,11 @@ from leaders import (
 )
 
 from hpc_elastic.rendezvous.effects import (
-    AskSlurm,
-    Create,
-    Drop,
-    LeaderEffect,
+    Append,
+    Disconnect,
+    Effect,
     Note,
+    QueryTasks,
     RenewLease,
     StepDown,
 )
@@ -55,33 +55,33 @@ def test_an_agent_that_leaves_is_gone_at_once():
 def test_a_silent_agent_is_lost_after_heartbeat_timeout_s():
     """Its connection is abandoned, which would not break by itself."""
     leader = training(A, B, C)
-    assert of(passed(leader, 4.0, A, C), Drop) == []
+    assert of(passed(leader, 4.0, A, C), Disconnect) == []
     say(leader, A, "beat", 4.1, progress={})
     say(leader, C, "beat", 4.1, progress={})
     effects = leader.tick(4.1)
-    assert of(effects, Drop) == [Drop(B)] and told(effects, "stop") == [A, C]
+    assert of(effects, Disconnect) == [Disconnect(B)] and told(effects, "stop") == [A, C]
 
 
 def test_who_fell_silent_may_run_still_until_it_is_heard_or_hangs_up():
     """The next record says so, for the next leader."""
     leader = training(A, B, C)
     passed(leader, 5.0, A, C)
-    assert leader.machine.comebacks.unseen == {B.task: B.host}
+    assert leader.run.recovery.possibly_alive == {B.task: B.host}
     rejoin(leader, A, 5.1)
     rejoin(leader, C, 5.1)
-    (create,) = of(leader.slurm_says(running(A, B, C), 5.2), Create)
-    assert create.record.unseen == {B.task: B.host}
-    assert leading(create.record).machine.comebacks.unseen == {B.task: B.host}
+    (append,) = of(leader.slurm_says(running(A, B, C), 5.2), Append)
+    assert append.entry.unseen == {B.task: B.host}
+    assert leading(append.entry).run.recovery.possibly_alive == {B.task: B.host}
     leader.connected(B, 6.0)
-    assert leader.machine.comebacks.unseen == {}
+    assert leader.run.recovery.possibly_alive == {}
 
 
 def test_who_hangs_up_has_ended():
     """Even where Slurm has said before that its task is gone."""
     leader = training(A, B, C)
-    leader.machine.comebacks.vanished(B)
+    leader.run.recovery.lose_unseen(B)
     leader.disconnected(B, "its connection closed", 2.0)
-    assert leader.machine.comebacks.unseen == {}
+    assert leader.run.recovery.possibly_alive == {}
 
 
 def test_whatever_an_agent_says_shows_that_it_lives():
@@ -90,23 +90,23 @@ def test_whatever_an_agent_says_shows_that_it_lives():
     for now in (2.5, 4.5, 6.5):
         say(leader, A, "boundary", now, record=2, step=1, held=0)
         say(leader, B, "beat", now, progress={})
-        assert of(leader.tick(now), Drop) == []
+        assert of(leader.tick(now), Disconnect) == []
 
 
 def test_a_leader_that_slept_forgives_everybody():
     """It was not they who were silent; those who are will be found out."""
     leader = training(A, B)
     leader.tick(1.5)
-    assert of(leader.tick(60.0), Drop) == []
-    assert of(meanwhile(leader, 62.5, since=60.5), Drop) == []
-    assert {e.agent for e in of(leader.tick(63.0), Drop)} == {A, B}
+    assert of(leader.tick(60.0), Disconnect) == []
+    assert of(meanwhile(leader, 62.5, since=60.5), Disconnect) == []
+    assert {e.agent for e in of(leader.tick(63.0), Disconnect)} == {A, B}
 
 
 def test_an_agent_that_connects_anew_was_lost():
     """Its workers have been stopped: its round is over."""
     leader = training(A, B)
     effects = leader.connected(B, 2.0)
-    assert effects[0] == Drop(B) and told(effects, "stop") == [A]
+    assert effects[0] == Disconnect(B) and told(effects, "stop") == [A]
 
 
 def test_a_stranger_is_not_listened_to():
@@ -121,11 +121,11 @@ def test_a_new_leader_waits_for_the_members_of_the_last_round():
     leader = after(A, B, C)
     for agent in (A, B):
         join(leader, agent, 0.1)
-    assert of(leader.slurm_says(running(A, B, C), 0.2), Create) == []
-    assert of(meanwhile(leader, 6.0, A, B, since=0.5), Create) == []
+    assert of(leader.slurm_says(running(A, B, C), 0.2), Append) == []
+    assert of(meanwhile(leader, 6.0, A, B, since=0.5), Append) == []
     effects = meanwhile(leader, 7.0, A, B, since=6.5)
-    (create,) = of(effects, Create)
-    assert create.record.members == (A, B)
+    (append,) = of(effects, Append)
+    assert append.entry.members == (A, B)
 
 
 def test_a_new_leader_does_not_wait_for_an_attempt_whose_next_one_has_come():
@@ -134,9 +134,9 @@ def test_a_new_leader_does_not_wait_for_an_attempt_whose_next_one_has_come():
     again = Agent(B.task, 1, B.slot, "node4", 1)
     join(leader, A, 0.1)
     join(leader, again, 0.2)
-    (create,) = of(leader.slurm_says(running(A, again), 0.3), Create)
-    assert create.record.members == (A, again)
-    assert leader.machine.phase is RoundPhase.RUNNING
+    (append,) = of(leader.slurm_says(running(A, again), 0.3), Append)
+    assert append.entry.members == (A, again)
+    assert leader.run.phase is RoundPhase.RUNNING
 
 
 def test_a_new_leader_does_not_wait_for_the_leader_before():
@@ -144,7 +144,7 @@ def test_a_new_leader_does_not_wait_for_the_leader_before():
     before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, A.task, 0), round=3, members=(A, B))
     leader = leading(claim(5, before, HERE, 1000.0))
     join(leader, B, 0.1)
-    assert of(leader.slurm_says(running(A, B), 0.2), Create)
+    assert of(leader.slurm_says(running(A, B), 0.2), Append)
 
 
 def test_a_member_that_finds_the_new_leader_is_not_lost():
@@ -153,7 +153,7 @@ def test_a_member_that_finds_the_new_leader_is_not_lost():
     join(leader, A, 0.1)
     leader.connected(B, 0.2)
     passed(leader, 9.0, A, B)
-    assert B in leader.machine.muster.unsettled
+    assert B in leader.run.participants.pending_rejoin
 
 
 # ---- the lease, and which side may go on --------------------------------------------------
@@ -180,7 +180,7 @@ def test_a_leader_that_hears_less_than_half_renews_no_lease(heard, renewed):
     assert renews(leader, 5.5, *heard) is renewed
 
 
-def unrenewed(leader: LeaderState, until: float, *alive: Agent) -> list[LeaderEffect]:
+def unrenewed(leader: LeaderState, until: float, *alive: Agent) -> list[Effect]:
     """Let time pass in which no renewal of the lease is done; return all effects."""
     effects, now = [], 1.0
     while now < until:
@@ -209,7 +209,7 @@ def test_a_leader_all_of_whose_members_are_heard_may_wait_for_its_file_system():
     leader = training(A, B)
     say(leader, A, "leave", 1.2, why="test")
     rejoin(leader, B, 1.3)
-    assert of(leader.slurm_says(running(B), 1.4), Create)
+    assert of(leader.slurm_says(running(B), 1.4), Append)
     assert of(unrenewed(leader, 12.0, B), StepDown) == [StepDown()]
 
 
@@ -226,13 +226,13 @@ def test_a_leader_that_may_be_cut_off_closes_nothing_while_others_elect():
     """Twice heartbeat_timeout_s; if nobody did, the others are dead, and it goes on."""
     leader = training(A, B, C)
     passed(leader, 4.5, A)
-    assert leader.machine.phase is RoundPhase.FORMING
+    assert leader.run.phase is RoundPhase.FORMING
     rejoin(leader, A, 4.6)
     leader.slurm_says(running(A), 4.7)
-    assert leader.machine.not_before == 4.5 + 6.0
-    assert of(meanwhile(leader, 10.0, A, since=5.0), Create) == []
+    assert leader.run.not_before == 4.5 + 6.0
+    assert of(meanwhile(leader, 10.0, A, since=5.0), Append) == []
     say(leader, A, "beat", 10.5, progress={})
-    assert of(leader.tick(10.5), Create)
+    assert of(leader.tick(10.5), Append)
 
 
 def test_a_leader_that_hears_them_again_goes_on():
@@ -244,7 +244,7 @@ def test_a_leader_that_hears_them_again_goes_on():
         effects += join(leader, agent, 4.6, ask=2)
     effects += leader.tick(4.7)
     assert renews(leader, 5.0, A, B, C)
-    assert of(effects, Create), "nobody waits for an election that nobody needs"
+    assert of(effects, Append), "nobody waits for an election that nobody needs"
 
 
 def test_slurm_may_say_that_the_silent_ones_have_ended():
@@ -292,11 +292,11 @@ def test_the_last_report_of_each_members_workers_is_kept():
     leader = training(A, B)
     say(leader, B, "beat", 2.0, progress={"step": 3, "total": 100, "loss": 0.5})
     assert leader.progress == {B: {"step": 3, "total": 100, "loss": 0.5}}
-    assert leader.machine.outlook.restart_cost_s is None
+    assert leader.run.estimator.outlook.restart_cost_s is None
     for now, step in ((3.0, 10), (4.0, 20)):
         say(leader, A, "beat", now, progress={"step": step, "total": 100, "loss": None})
-    assert leader.machine.outlook.restart_cost_s == 2.0
-    assert leader.machine.outlook.remaining_s == 8.0
+    assert leader.run.estimator.outlook.restart_cost_s == 2.0
+    assert leader.run.estimator.outlook.remaining_s == 8.0
     leader.disconnected(A, "its connection closed", 5.0)
     assert set(leader.progress) == {B}
 
@@ -304,9 +304,9 @@ def test_the_last_report_of_each_members_workers_is_kept():
 # ---- Slurm --------------------------------------------------------------------------------
 
 
-def asks(effects: list[LeaderEffect]) -> bool:
+def asks(effects: list[Effect]) -> bool:
     """Whether Slurm is asked."""
-    return AskSlurm() in effects
+    return QueryTasks() in effects
 
 
 def test_slurm_is_asked_as_soon_as_somebody_waits():
@@ -384,7 +384,7 @@ def test_slurm_is_asked_about_a_node_that_is_parked():
     """How long it may stay says whether it is worth a restart."""
     leader = training(A, B, scale_up="on_restart")
     leader.slurm_says(running(A, B), 1.1)
-    leader.machine.rules = replace(leader.machine.rules, max_nodes=4)
+    leader.run.rules = replace(leader.run.rules, max_nodes=4)
     assert asks(join(leader, C, 50.0))
 
 
@@ -394,4 +394,4 @@ def test_an_answer_is_judged_by_when_it_was_asked_for():
     join(leader, A, 1.0)
     join(leader, B, 2.0)
     leader.slurm_says(running(A, s1="PENDING"), 3.0)
-    assert leader.machine.members == (A, B)
+    assert leader.run.ranks.members == (A, B)

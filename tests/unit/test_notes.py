@@ -3,14 +3,15 @@
 import random
 from dataclasses import replace
 
-from groups import A, B, C
+from groups import A, B, C, departed, notes, training
 from leaders import LIVENESS
 
 from hpc_elastic.agent.elastic_agent import last_step_fields
-from hpc_elastic.rendezvous import leader_state
-from hpc_elastic.rendezvous.effects import Depart, GiveBack, Note, StartRound, StopRound
+from hpc_elastic.rendezvous.effects import Note
+from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Endpoint, LogEntry, RoundRules, claim
-from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.rendezvous.round_state import stop
+from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 from hpc_elastic.run.event_schema import problems
 from hpc_elastic.worker.shared_page import WorkerStatus
 
@@ -25,12 +26,12 @@ def is_as_described(note: Note) -> bool:
 
 def test_a_stop_says_of_what_and_whether_all_have_saved():
     """The step only if all ranks have its checkpoint."""
-    saved = leader_state.stop_note(StopRound((A, B), "node3 joins", "regroup", 20), 4)
+    saved, _ = stop((A, B), "node3 joins", "regroup", 4, 20)
     assert saved.fields == {
         "reason": "node3 joins", "cause": "regroup", "round": 4, "step": 20, "nodes": 2,
         "hosts": [A.host, B.host],
     }  # fmt: skip
-    lost = leader_state.stop_note(StopRound((A,), "node2 is gone: silent", "node_lost"), 4)
+    lost, _ = stop((A,), "node2 is gone: silent", "node_lost", 4)
     assert "step" not in lost.fields
     assert is_as_described(saved) and is_as_described(lost)
 
@@ -38,19 +39,18 @@ def test_a_stop_says_of_what_and_whether_all_have_saved():
 def test_a_line_names_twenty_nodes_at_most():
     """A run may have thousands, and the number is said."""
     many = tuple(replace(A, host=f"n{i}") for i in range(1000))
-    for note in (
-        leader_state.stop_note(StopRound(many, ""), 1),
-        leader_state.given_back_note(GiveBack(many, 9.96, True)),
-    ):
+    back = RequeueBackoff(RoundRules(1, 4, 0, 60.0, 1.0), random.Random(0))
+    for note, *_ in (stop(many, "", "regroup", 1), back.requeue_all(many), back.requeue_late(many)):
         assert note.fields["nodes"] == 1000 and len(note.fields["hosts"]) == 20
         assert is_as_described(note)
 
 
 def test_a_round_says_which_replicas_it_places():
     """Nothing of the kind where all start together."""
-    together = leader_state.round_note(StartRound(2, (A, B), 1), record=5, epoch=1)
+    run = training(A, B).run
+    (together,) = notes(run.announce((A, B)), "round")
     assert "placed" not in together.fields and together.fields["world_size"] == A.nproc + B.nproc
-    placed = leader_state.round_note(StartRound(2, (A, B), 1, placed=(B,)), record=5, epoch=1)
+    (placed,) = notes(run.announce((B,), alone=True), "round")
     assert placed.fields["placed"] == [B.task]
     assert is_as_described(together) and is_as_described(placed)
 
@@ -61,9 +61,9 @@ def test_the_next_leader_notes_that_the_one_before_is_no_replica_any_more():
     before = LogEntry(3, 1, leader, round=1, members=(A, B, C))
     after = claim(4, before, replace(leader, task=B.task, attempt=B.attempt), 0.0)
     rules = RoundRules(1, 4, 0, 60.0, 1.0, ft=True)
-    leadership = ReplicaLeaderState(after, rules, LIVENESS, 0.0, random.Random(0))
-    assert leadership.inherited == (leader_state.departed_note(Depart(A, (B, C))),)
-    assert leadership.inherited[0].fields == {"task": A.task, "host": A.host, "nodes": 2}
+    leads, left = LeaderState(after, rules, LIVENESS, 0.0, random.Random(0)).begin()
+    assert leads.kind == "leader" and left == departed(A, (B, C))
+    assert is_as_described(leads) and is_as_described(left)
 
 
 def test_workers_that_are_stopped_say_how_far_they_have_come():

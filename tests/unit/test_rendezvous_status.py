@@ -22,7 +22,7 @@ def training() -> LeaderState:
     for agent in (A, B):
         leader.connected(agent, 0.0)
         leader.received(agent, {"type": "join", "ask": 1}, 0.0)
-    leader.created(0.0)
+    leader.appended()
     return leader
 
 
@@ -77,7 +77,7 @@ def test_a_run_that_has_ended_shows_how():
 def test_a_run_that_has_failed_shows_its_restarts():
     """As many as were spent."""
     leader = training()
-    leader.machine.blame.restarts = 3
+    leader.rounds.run.policy.restarts = 3
     failed = {"type": "failed", "record": 5, "failures": [vars(failure(A))]}
     leader.received(A, failed, 1.0)
     for agent in (A, B):

@@ -6,21 +6,14 @@ from dataclasses import replace
 from groups import A, B, C, D
 from leaders import HERE, LIVENESS, join, meanwhile, of, say, told
 
-from hpc_elastic.rendezvous.effects import (
-    Announce,
-    Create,
-    Note,
-    PublishResult,
-    RenewLease,
-    placements_alone,
-)
+from hpc_elastic.rendezvous.effects import Announce, Append, Note, PublishResult, RenewLease, places
+from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules, claim
-from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
 
-def leading(record: LogEntry | None = None, **changes) -> ReplicaLeaderState:
+def leading(record: LogEntry | None = None, **changes) -> LeaderState:
     """A leader that has just claimed its epoch, at time 0."""
     defaults = {
         "min_nodes": 1, "max_nodes": 4, "max_restarts": 2,
@@ -28,26 +21,26 @@ def leading(record: LogEntry | None = None, **changes) -> ReplicaLeaderState:
     }  # fmt: skip
     record = record or claim(1, None, HERE, 1000.0)
     rules = RoundRules(**{**defaults, **changes})
-    return ReplicaLeaderState(record, rules, LIVENESS, 0.0, random.Random(1))
+    return LeaderState(record, rules, LIVENESS, 0.0, random.Random(1))
 
 
-def training(*agents: Agent, room: int = 0) -> ReplicaLeaderState:
+def training(*agents: Agent, room: int = 0) -> LeaderState:
     """A leader whose first round was announced at time 1."""
     leader = leading(max_nodes=len(agents))
     for agent in agents:
         join(leader, agent, 1.0)
-    leader.created(1.0)
-    leader.machine.rules = replace(leader.machine.rules, max_nodes=len(agents) + room)
+    leader.appended()
+    leader.run.rules = replace(leader.run.rules, max_nodes=len(agents) + room)
     return leader
 
 
-def after(*members: Agent) -> ReplicaLeaderState:
+def after(*members: Agent) -> LeaderState:
     """A leader that took over, at time 0, from node 9's."""
     before = LogEntry(4, 2, Endpoint("10.0.0.7", 1, "7_7", 0), round=3, members=members)
     return leading(claim(5, before, HERE, 1000.0))
 
 
-def here(leader: ReplicaLeaderState, agent: Agent, now: float, record: int = 4) -> list:
+def here(leader: LeaderState, agent: Agent, now: float, record: int = 4) -> list:
     """Let an agent connect and say that it is here."""
     connected = leader.connected(agent, now)
     return [*connected, *say(leader, agent, "here", now, record=record, number=3)]
@@ -59,9 +52,9 @@ def test_each_node_is_a_group_of_its_own():
     leader = leading(max_nodes=2)
     join(leader, A, 1.0)
     join(leader, two, 1.0)
-    (announce,) = of(leader.created(1.0), Announce)
-    places = dict(placements_alone(announce))
-    assert [(p["first_rank"], p["world_size"], p["group_size"]) for p in places.values()] == [
+    (announce,) = of(leader.appended(), Announce)
+    placed = dict(places(announce))
+    assert [(p.first_rank, p.world_size, p.group_size) for p in placed.values()] == [
         (0, 1, 1),
         (0, 2, 1),
     ]
@@ -70,18 +63,18 @@ def test_each_node_is_a_group_of_its_own():
 def test_only_a_newcomer_is_told_of_its_round():
     """It is announced once it is recorded; the record names all."""
     leader = training(A, B, room=1)
-    (create,) = of(join(leader, C, 2.0), Create)
-    assert create.record.members == (A, B, C)
-    (announce,) = of(leader.created(2.0), Announce)
-    assert [agent for agent, _ in placements_alone(announce)] == [C]
+    (append,) = of(join(leader, C, 2.0), Append)
+    assert append.entry.members == (A, B, C)
+    (announce,) = of(leader.appended(), Announce)
+    assert [agent for agent, _ in places(announce)] == [C]
 
 
 def test_reports_count_by_the_round_that_placed_the_reporter():
     """Others have been admitted since."""
     leader = training(A, B, room=1)
-    mine = leader.round_record
+    mine = leader.at.number
     join(leader, C, 2.0)
-    leader.created(2.0)
+    leader.appended()
     failed = {"task": B.task, "host": B.host, "rank": 0, "local_rank": 0, "time": 1.0,
               "message": "boom"}  # fmt: skip
     assert told(say(leader, B, "failed", 3.0, record=mine, failures=[failed]), "stop") == [B]
@@ -91,20 +84,20 @@ def test_reports_count_by_the_round_that_placed_the_reporter():
 def test_a_departure_is_recorded():
     """The next leader does not wait for it, and it can commit no checkpoint."""
     leader = training(A, B)
-    (create,) = of(leader.disconnected(B, "its connection closed", 2.0), Create)
-    assert create.record.members == (A,) and create.record.lost == {B.task: 0}
+    (append,) = of(leader.disconnected(B, "its connection closed", 2.0), Append)
+    assert append.entry.members == (A,) and append.entry.lost == {B.task: 0}
     departed = {"task": B.task, "host": B.host, "nodes": 1}
-    assert leader.created(2.0) == [Note("replica_left", departed)]
+    assert leader.appended() == [Note("replica_left", departed)]
 
 
 def test_members_are_here_under_the_next_leader():
     """Nobody is told to stop, no round is closed, and their reports count."""
     leader = after(A, B)
     assert told([*here(leader, A, 0.1), *here(leader, B, 0.2)], "stop") == []
-    assert of(say(leader, A, "finished", 1.0, record=4), Create) == []
-    (create,) = of(say(leader, B, "finished", 1.0, record=4), Create)
-    assert create.record.ending is not None
-    assert of(leader.created(1.0), PublishResult)
+    assert of(say(leader, A, "finished", 1.0, record=4), Append) == []
+    (append,) = of(say(leader, B, "finished", 1.0, record=4), Append)
+    assert append.entry.ending is not None
+    assert of(leader.appended(), PublishResult)
 
 
 def test_who_does_not_find_the_next_leader_is_gone_after_a_while():
@@ -113,21 +106,21 @@ def test_who_does_not_find_the_next_leader_is_gone_after_a_while():
     here(leader, A, 0.1)
     here(leader, B, 0.1)
     effects = meanwhile(leader, 5.5, A, B, since=0.1)
-    assert of(effects, Create) == []
-    (create,) = of(meanwhile(leader, 7.0, A, B, since=6.0), Create)
-    assert create.record.members == (A, B)
+    assert of(effects, Append) == []
+    (append,) = of(meanwhile(leader, 7.0, A, B, since=6.0), Append)
+    assert append.entry.members == (A, B)
 
 
 def test_a_leader_that_hears_nobody_takes_nobody_for_lost_at_first():
     """It may be the one that is cut off; if nobody else leads by then, the others are dead."""
     leader = training(A, B, C, D)
     effects = meanwhile(leader, 5.0, A)
-    assert of(effects, Create) == []
+    assert of(effects, Append) == []
     assert leader.is_cut_off(5.0)
     assert RenewLease() not in leader.tick(5.0)
     effects = meanwhile(leader, 12.0, A, since=5.5)
     assert not leader.is_cut_off(12.0)
-    assert of(effects, Create)
+    assert of(effects, Append)
 
 
 def test_who_is_heard_again_while_the_leader_is_cut_off_stays():
@@ -135,10 +128,10 @@ def test_who_is_heard_again_while_the_leader_is_cut_off_stays():
     leader = training(A, B, C, D)
     meanwhile(leader, 5.0, A)
     for agent in (B, C, D):
-        here(leader, agent, 5.5, record=leader.round_record)
+        here(leader, agent, 5.5, record=leader.at.number)
     assert not leader.is_cut_off(5.5)
-    assert of(meanwhile(leader, 12.0, A, B, C, D, since=5.5), Create) == []
-    assert leader.machine.members == (A, B, C, D)
+    assert of(meanwhile(leader, 12.0, A, B, C, D, since=5.5), Append) == []
+    assert leader.rounds.run.ranks.members == (A, B, C, D)
 
 
 def test_below_min_nodes_no_lease_is_renewed():
@@ -146,7 +139,7 @@ def test_below_min_nodes_no_lease_is_renewed():
     leader = leading(min_nodes=2, max_nodes=2)
     join(leader, A, 1.0)
     join(leader, B, 1.0)
-    leader.created(1.0)
+    leader.appended()
     assert RenewLease() in leader.tick(1.5)
     leader.disconnected(B, "its connection closed", 2.0)
     assert RenewLease() not in leader.tick(2.5)

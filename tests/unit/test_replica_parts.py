@@ -1,6 +1,5 @@
 """What else differs for replicas: their agent, the keeper's desk, the fence, the settings."""
 
-import asyncio
 import json
 import random
 
@@ -11,12 +10,22 @@ from groups import A, B, C, failure
 from hpc_elastic import should_checkpoint
 from hpc_elastic.config.resolve import resolve
 from hpc_elastic.errors import CheckpointFencedError, ConfigError
-from hpc_elastic.rendezvous import leader as leader_module
-from hpc_elastic.rendezvous.effects import Connect, Deliver, ReadLog, SendToLeader
+from hpc_elastic.ft.messages import (
+    NO_QUORUM,
+    QuorumAborted,
+    QuorumRequest,
+    QuorumResults,
+    ReplicaStatus,
+    Shutdown,
+    WorkersLost,
+    frame,
+    unpack,
+)
+from hpc_elastic.rendezvous.effects import Connect, Deliver, ReadLog, Send, SendToLeader
 from hpc_elastic.rendezvous.follower_state import FollowerState
-from hpc_elastic.rendezvous.leader import QuorumBridge, replica_name
+from hpc_elastic.rendezvous.leader_state import LeaderState
 from hpc_elastic.rendezvous.log_entry import LogEntry, RoundRules, RunEnding, claim
-from hpc_elastic.rendezvous.replica_state import ReplicaLeaderState
+from hpc_elastic.rendezvous.replica_state import SETTLES_WITHIN_S
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import checkpoint_trigger
 
@@ -70,104 +79,82 @@ def test_a_leader_that_wants_them_stopped_is_obeyed():
     assert asked(f.join()) > 0
 
 
-# ---- the keeper's desk --------------------------------------------------------------------
+# ---- the lighthouse beside the leader ------------------------------------------------------
 
 
-class Keeper:
-    """Notes what it is told, and answers each ask with a place."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple] = []
-
-    def arrived(self, replica, now):
-        """An agent has connected."""
-        self.heard.append(("arrived", replica))
-        return []
-
-    def said(self, replica, message, now):
-        """It has said something."""
-        self.heard.append((message["type"], replica))
-        return [(replica, {"type": "placements"})] if message["type"] == "ask" else []
-
-    def left(self, replica, why, now):
-        """It is gone."""
-        self.heard.append(("left", replica))
-        return []
-
-    def tick(self, now):
-        """Nothing happens."""
-        return []
+ASK = QuorumRequest(
+    call=0, step=0, lineage="t", quorum_id=NO_QUORUM, commit_failures=0, min_replicas=1,
+    shrink_only=False, store="host:1", metadata=("m",),
+)  # fmt: skip
 
 
-def desk() -> tuple[QuorumBridge, Keeper, ReplicaLeaderState, list]:
-    """The desk of a leader with A and B, which are in a quorum, and C, which is new."""
-    keeper, sent = Keeper(), []
+def quorum() -> LeaderState:
+    """The leader of B and C; B is in a quorum, with none beside it, and C is new."""
     before = LogEntry(4, 2, LEADER, round=3, members=(B, C))
     rules = RoundRules(1, 4, 2, 60.0, 5.0, ft=True)
-    leader = ReplicaLeaderState(
-        claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1)
-    )
-    made = QuorumBridge(keeper, leader, lambda agent, message: sent.append((agent, message)))
+    leader = LeaderState(claim(5, before, LEADER, 0.0), rules, LIVENESS, 0.0, random.Random(1))
     for agent in (B, C):
         leader.connected(agent, 0.0)
         leader.received(agent, {"type": "here", "record": 4, "number": 3}, 0.0)
-        made.arrived(agent)
-    made.said(B, {"type": "here", "quorum_id": 7})
-    made.said(C, {"type": "here", "quorum_id": -1})
-    keeper.heard.clear()
-    return made, keeper, leader, sent
+    says(leader, B, ReplicaStatus(7, 0, 1, 0, broken=False), 0.0)
+    says(leader, C, ReplicaStatus(NO_QUORUM, 0, 0, 0, broken=False), 0.0)
+    return leader
 
 
-async def _for_a_moment(made: QuorumBridge) -> None:
-    keeping = asyncio.create_task(made.keep())
-    for _ in range(3):  # of its looks at least one is between these
-        await asyncio.sleep(0.05)
-    keeping.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await keeping
+def says(leader: LeaderState, agent, message, now: float) -> list:
+    """Let an agent's replica send a message; what is sent to replicas then."""
+    return sent(leader.received(agent, frame(message), now))
 
 
-def test_what_the_keeper_answers_is_sent():
-    """And who gets a place takes part from then on."""
-    made, _, leader, sent = desk()
-    made.said(C, {"type": "ask"})
-    assert sent == [(C, {"type": "ft", "message": {"type": "placements"}})]
-    assert C in leader.machine.taking_part
+def sent(effects: list) -> list:
+    """What is sent to replicas: whom, and the message."""
+    sends = [e for e in effects if isinstance(e, Send) and e.message["type"] == "ft"]
+    return [(e.agents[0], unpack(e.message["message"])) for e in sends]
 
 
-def test_a_newcomer_waits_while_another_ends(monkeypatch):
+def passes(leader: LeaderState, since: float, until: float) -> list:
+    """Let time pass; what is sent to replicas."""
+    ticks = [since + 0.05 * n for n in range(int((until - since) / 0.05) + 1)]
+    return [s for now in ticks for s in sent(leader.tick_quorum(now))]
+
+
+def is_placed(told: list, agent) -> bool:
+    """Whether an agent's replica is given a place in a quorum."""
+    return any(to == agent and isinstance(m, QuorumResults) for to, m in told)
+
+
+def test_a_replica_that_gets_a_place_takes_part():
+    """From then on the run waits for it."""
+    leader = quorum()
+    says(leader, B, WorkersLost("it ended"), 1.0)
+    leader.received(B, {"type": "failed", "record": 4, "failures": [failure(B).to_json()]}, 1.0)
+    assert is_placed([*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 3.0)], C)
+    assert C in leader.rounds.taking_part
+
+
+def test_a_newcomer_waits_while_another_ends():
     """If that one is done, the newcomer would begin alone from the start."""
-    monkeypatch.setattr(leader_module, "_SETTLES_WITHIN_S", 3600.0)
-    made, keeper, leader, sent = desk()
-    made.said(B, {"type": "bye"})
-    made.said(C, {"type": "ask"})
-    asyncio.run(_for_a_moment(made))
-    assert keeper.heard == [("bye", replica_name(B))] and not sent
-    leader.received(B, {"type": "finished", "record": 4}, 1.0)
-    asyncio.run(_for_a_moment(made))
-    assert ("ask", replica_name(C)) not in keeper.heard
-
-
-def test_a_newcomer_goes_on_once_the_other_has_failed():
-    """Then the run goes on."""
-    made, keeper, leader, _ = desk()
-    made.said(B, {"type": "lost", "why": "it ended"})
-    made.said(C, {"type": "ask"})
-    fields = failure(B).to_json()
-    leader.received(B, {"type": "failed", "record": 4, "failures": [fields]}, 1.0)
-    asyncio.run(_for_a_moment(made))
-    assert ("ask", replica_name(C)) in keeper.heard
+    leader = quorum()
+    says(leader, B, Shutdown(), 1.0)
+    told = [*says(leader, C, ASK, 1.1), *passes(leader, 1.1, 1.0 + SETTLES_WITHIN_S)]
+    leader.received(B, {"type": "finished", "record": 4}, 1.0 + SETTLES_WITHIN_S)
+    assert not is_placed([*told, *passes(leader, 3.0, 9.0)], C)
 
 
 def test_a_leader_that_is_cut_off_keeps_no_quorum():
-    """Another may have been elected; what happened is told to the keeper once that is clear."""
-    made, keeper, leader, _ = desk()
+    """Another may have been elected; what happened reaches the lighthouse once that is clear."""
+    leader = quorum()
     leader.is_cut_off = lambda now: True
-    made.left(B, "silent")
-    assert keeper.heard == []
+    assert says(leader, B, QuorumAborted(7, "its step failed"), 1.0) == []
+    assert says(leader, C, ASK, 1.1) == [] and passes(leader, 1.1, 9.0) == []
     leader.is_cut_off = lambda now: False
-    made.said(C, {"type": "at"})
-    assert keeper.heard == [("left", replica_name(B)), ("at", replica_name(C))]
+    assert is_placed([*says(leader, B, ASK, 9.1), *passes(leader, 9.1, 11.0)], C)
+
+
+def test_what_is_no_message_of_a_replica_is_refused():
+    """The connection that it came by ends."""
+    with pytest.raises(ValueError, match="no message of fault tolerance"):
+        quorum().received(B, {"type": "ft", "message": {"type": "nonsense"}}, 1.0)
 
 
 # ---- the fence ----------------------------------------------------------------------------

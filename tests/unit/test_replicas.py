@@ -2,21 +2,27 @@
 
 import random
 
-from groups import A, B, C, D, decisions, failure, notes, running
-
-from hpc_elastic.rendezvous.effects import (
-    ClearHolds,
-    Depart,
-    EndRun,
-    Exclude,
-    GiveBack,
-    StartRound,
-    StopRound,
+from groups import (
+    FIRST,
+    A,
+    B,
+    C,
+    D,
+    SentBack,
+    closed,
+    decisions,
+    departed,
+    ended,
+    failure,
+    kind,
+    notes,
+    running,
 )
+
+from hpc_elastic.rendezvous.effects import ClearHolds
 from hpc_elastic.rendezvous.log_entry import Agent, Endpoint, LogEntry, RoundRules
-from hpc_elastic.rendezvous.replica_state import ReplicaState
+from hpc_elastic.rendezvous.replica_state import Placement, ReplicaState
 from hpc_elastic.rendezvous.round_state import RoundPhase
-from hpc_elastic.rendezvous.task_recovery import RequeueBackoff
 
 B2 = Agent(B.task, 1, B.slot, "node9", 1)
 
@@ -33,11 +39,11 @@ def rules(**changes) -> RoundRules:
 def training(*agents: Agent, **changes) -> ReplicaState:
     """A machine whose first round has closed with these agents, which are in a quorum."""
     settings = rules(**changes)
-    m = ReplicaState(settings, RequeueBackoff(settings, random.Random(1)))
+    m = ReplicaState(FIRST, settings, 0.0, random.Random(1))
     for agent in agents:
         m.join(agent, 0.0)
     m.slurm_says(running(*agents), 0.0, 0.0)
-    assert m.phase is RoundPhase.RUNNING and m.members == agents
+    assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == agents
     for agent in agents:
         m.takes_part(agent)
     return m
@@ -48,7 +54,7 @@ def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> R
     record = LogEntry(
         9, 3, Endpoint("10.0.0.1", 4000, A.task, 0), round=4, members=members, lost=lost or {}
     )
-    return ReplicaState.resume(record, rules(**changes), 0.0, random.Random(1))
+    return ReplicaState(record, rules(**changes), 0.0, random.Random(1))
 
 
 # ---- who comes and goes -------------------------------------------------------------------
@@ -57,31 +63,31 @@ def resumed(*members: Agent, lost: dict[str, int] | None = None, **changes) -> R
 def test_all_of_the_first_round_are_placed():
     """It closes as any other."""
     settings = rules(max_nodes=2)
-    m = ReplicaState(settings, RequeueBackoff(settings, random.Random(1)))
+    m = ReplicaState(FIRST, settings, 0.0, random.Random(1))
     m.join(A, 0.0)
-    assert decisions(m.join(B, 0.0)) == [StartRound(1, (A, B), 0, (A, B))]
+    assert decisions(m.join(B, 0.0)) == [closed(1, (A, B), 0, (A, B))]
 
 
 def test_a_newcomer_is_admitted_at_once_and_placed_alone():
     """Nobody is told to stop."""
     m = training(A, B)
-    assert decisions(m.join(C, 1.0)) == [StartRound(2, (A, B, C), 0, (C,))]
-    assert m.phase is RoundPhase.RUNNING
+    assert decisions(m.join(C, 1.0)) == [closed(2, (A, B, C), 0, (C,))]
+    assert m.run.phase is RoundPhase.RUNNING
 
 
 def test_without_room_a_newcomer_waits_until_somebody_goes():
     """Max nodes holds."""
     m = training(A, B, max_nodes=2)
     assert decisions(m.join(C, 1.0)) == []
-    assert decisions(m.gone(B, "lost", 2.0)) == [Depart(B, (A,)), StartRound(2, (A, C), 0, (C,))]
+    assert decisions(m.gone(B, "lost", 2.0)) == [departed(B, (A,)), closed(2, (A, C), 0, (C,))]
 
 
 def test_one_that_is_gone_is_no_member_and_the_others_go_on():
     """Its departure is a decision; its task is brought back."""
     m = training(A, B, C)
-    assert decisions(m.gone(B, "lost", 1.0)) == [Depart(B, (A, C))]
-    assert m.phase is RoundPhase.RUNNING and m.members == (A, C)
-    assert m.wants_slurm
+    assert decisions(m.gone(B, "lost", 1.0)) == [departed(B, (A, C))]
+    assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (A, C)
+    assert m.run.wants_slurm
     view = {**running(A, C), **running(B, s1="NODE_FAIL")}
     assert decisions(m.slurm_says(view, 2.0, 2.0)) == []
     assert ClearHolds((B.task,)) in m.slurm_says(view, 5.0, 5.0)
@@ -90,18 +96,18 @@ def test_one_that_is_gone_is_no_member_and_the_others_go_on():
 def test_another_attempt_takes_the_place_of_the_last():
     """Even if the leader has not noticed yet that the last one is gone."""
     m = training(A, B, C)
-    assert decisions(m.join(B2, 1.0)) == [StartRound(2, (A, C, B2), 0, (B2,))]
+    assert decisions(m.join(B2, 1.0)) == [closed(2, (A, C, B2), 0, (B2,))]
 
 
 def test_when_all_are_gone_the_next_round_forms_as_the_first():
     """From min nodes on."""
     m = training(A, B, min_nodes=2)
     m.gone(A, "lost", 1.0)
-    assert decisions(m.gone(B, "lost", 1.0)) == [Depart(B, ())]
-    assert m.phase is RoundPhase.FORMING
+    assert decisions(m.gone(B, "lost", 1.0)) == [departed(B, ())]
+    assert m.run.phase is RoundPhase.FORMING
     assert decisions(m.join(C, 2.0)) == []
     m.join(D, 2.0)
-    assert decisions(m.slurm_says(running(C, D), 3.0, 3.0)) == [StartRound(2, (C, D), 0, (C, D))]
+    assert decisions(m.slurm_says(running(C, D), 3.0, 3.0)) == [closed(2, (C, D), 0, (C, D))]
 
 
 def test_a_notice_stops_nobody():
@@ -117,16 +123,18 @@ def test_too_few_for_too_long_go_back_to_the_queue():
     m.gone(B, "lost", 1.0)
     assert decisions(m.tick(10.0)) == []
     (given_back,) = decisions(m.tick(100.0))
-    assert isinstance(given_back, GiveBack) and given_back.all and given_back.agents == (A,)
-    assert m.members == ()
+    assert isinstance(given_back, SentBack) and given_back.all and given_back.agents == (A,)
+    assert m.run.ranks.members == ()
 
 
 def test_too_few_whose_tasks_may_not_be_requeued_are_kept():
     """Given back, they would end."""
     m = training(A, B, min_nodes=2, below_min_timeout_s=10.0, max_requeues=0)
     m.gone(B, "lost", 1.0)
-    assert decisions(m.tick(100.0)) == [] and not m.is_short
-    assert m.sweep_says("others hold it", 101.0) == m.sweep_says("others hold it", 109.0) == []
+    assert decisions(m.tick(100.0)) == [] and not m.run.is_short
+    assert (
+        m.run.sweep_says("others hold it", 101.0) == m.run.sweep_says("others hold it", 109.0) == []
+    )
 
 
 def test_too_few_whose_tasks_are_over_for_good_end_the_run():
@@ -134,7 +142,7 @@ def test_too_few_whose_tasks_are_over_for_good_end_the_run():
     m = training(A, B, min_nodes=2, max_nodes=2)
     m.gone(B, "lost", 1.0)
     (end,) = decisions(m.slurm_says(running(A, s1="CANCELLED"), 2.0, 2.0))
-    assert isinstance(end, EndRun) and end.status == "failed"
+    assert kind(end) == "end" and end[1].status == "failed"
 
 
 # ---- workers that fail --------------------------------------------------------------------
@@ -143,29 +151,29 @@ def test_too_few_whose_tasks_are_over_for_good_end_the_run():
 def test_failed_workers_are_started_again_alone():
     """That is a restart of the run; the node is placed anew when it joins."""
     m = training(A, B)
-    (stop,) = decisions(m.worker_failed([failure(B)], B, 1.0))
-    assert isinstance(stop, StopRound) and stop.agents == (B,)
-    assert decisions(m.join(B, 2.0)) == [StartRound(2, (A, B), 1, (B,))]
+    (told,) = decisions(m.worker_failed([failure(B)], B, 1.0))
+    assert kind(told) == "stop" and told.agents == (B,)
+    assert decisions(m.join(B, 2.0)) == [closed(2, (A, B), 1, (B,))]
 
 
 def test_more_failures_than_restarts_end_the_run_with_the_first_of_them():
     """As everywhere."""
     m = training(A, B, max_restarts=0)
     (end,) = decisions(m.worker_failed([failure(B)], B, 1.0))
-    assert end == EndRun("failed", failure(B))
+    assert end == ended("failed", failure(B))
 
 
 def test_failures_while_others_make_steps_are_no_crash_loop():
     """Progress is a step that anybody has made; restarts alone limit them."""
     m = training(A, B, max_restarts=9, max_failed_rounds=2)
     for step in (1, 2, 3):
-        m.stepped(step)
-        assert m.worker_failed([failure(B)], B, float(step)) and m.phase is RoundPhase.RUNNING
+        m.progressed(A, {"step": step}, float(step))
+        assert m.worker_failed([failure(B)], B, float(step)) and m.run.phase is RoundPhase.RUNNING
         m.join(B, float(step))
     m.worker_failed([failure(B)], B, 5.0)
     m.join(B, 5.0)
     m.worker_failed([failure(B)], B, 6.0)
-    assert m.end is not None and m.end.status == "failed"
+    assert m.run.entry.ending.status == "failed"
 
 
 def test_a_bad_node_is_sent_away():
@@ -173,8 +181,8 @@ def test_a_bad_node_is_sent_away():
     m = training(A, B, C)
     bad = failure(B, "CUDA error: uncorrectable ECC error encountered")
     actions = decisions(m.worker_failed([bad], B, 1.0))
-    assert [type(a) for a in actions] == [Exclude, Depart, GiveBack]
-    assert m.members == (A, C) and m.restarts == 0
+    assert [kind(a) for a in actions] == ["Exclude", "replica_left", "SentBack"]
+    assert m.run.ranks.members == (A, C) and m.run.policy.restarts == 0
 
 
 # ---- the end ------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ def test_the_run_has_succeeded_once_all_are_done():
     """What the first of them has returned is the result."""
     m = training(A, B)
     assert decisions(m.finished(B, 1.0)) == []
-    assert decisions(m.finished(A, 2.0)) == [EndRun("succeeded", results="round-1.slot-1")]
+    assert decisions(m.finished(A, 2.0)) == [ended("succeeded", results="round-1.slot-1")]
 
 
 def test_whoever_never_took_part_is_not_waited_for():
@@ -192,7 +200,7 @@ def test_whoever_never_took_part_is_not_waited_for():
     m = training(A, B)
     m.join(C, 1.0)
     m.finished(A, 2.0)
-    assert decisions(m.finished(B, 2.0))[-1].status == "succeeded"
+    assert decisions(m.finished(B, 2.0))[-1][1].status == "succeeded"
 
 
 def test_nobody_is_admitted_once_somebody_is_done():
@@ -207,17 +215,17 @@ def test_whose_workers_fail_when_others_are_done_is_let_go():
     m = training(A, B)
     m.finished(A, 1.0)
     assert decisions(m.worker_failed([failure(B)], B, 2.0)) == [
-        Depart(B, (A,)),
-        EndRun("succeeded", results="round-1.slot-0"),
+        departed(B, (A,)),
+        ended("succeeded", results="round-1.slot-0"),
     ]
-    assert m.restarts == 0
+    assert m.run.policy.restarts == 0
 
 
 def test_the_last_one_that_is_not_done_may_go():
     """Its node is lost at the very end."""
     m = training(A, B)
     m.finished(A, 1.0)
-    assert decisions(m.gone(B, "lost", 2.0))[-1] == EndRun("succeeded", results="round-1.slot-0")
+    assert decisions(m.gone(B, "lost", 2.0))[-1] == ended("succeeded", results="round-1.slot-0")
 
 
 def test_who_starts_again_at_the_very_end_is_let_go():
@@ -225,16 +233,16 @@ def test_who_starts_again_at_the_very_end_is_let_go():
     m = training(A, B, C)
     m.worker_failed([failure(B)], B, 1.0)
     m.finished(A, 2.0)
-    assert decisions(m.join(B, 3.0)) == [Depart(B, (A, C))]
-    assert decisions(m.finished(C, 4.0)) == [EndRun("succeeded", results="round-1.slot-0")]
+    assert decisions(m.join(B, 3.0)) == [departed(B, (A, C))]
+    assert decisions(m.finished(C, 4.0)) == [ended("succeeded", results="round-1.slot-0")]
 
 
 def test_a_failure_that_is_told_again_is_spent_once():
     """The agent's connection broke before it was told to stop."""
     m = training(A, B)
     m.worker_failed([failure(B)], B, 1.0)
-    (stop,) = decisions(m.worker_failed([failure(B)], B, 2.0))
-    assert isinstance(stop, StopRound) and m.restarts == 1
+    (told,) = decisions(m.worker_failed([failure(B)], B, 2.0))
+    assert kind(told) == "stop" and m.run.policy.restarts == 1
 
 
 # ---- the next leader ----------------------------------------------------------------------
@@ -243,40 +251,40 @@ def test_a_failure_that_is_told_again_is_spent_once():
 def test_members_go_on_under_the_next_leader():
     """The leader before is lost; the others only say that they are here."""
     m = resumed(A, B, C, lost={A.task: 0})
-    assert m.phase is RoundPhase.RUNNING and m.members == (B, C)
-    assert m.muster.unsettled == {B, C}
-    assert decisions(m.here(B, 4, 0.5)) == []
-    assert decisions(m.here(C, 4, 0.6)) == []
-    assert not m.muster.unsettled
+    assert m.run.phase is RoundPhase.RUNNING and m.run.ranks.members == (B, C)
+    assert m.run.participants.pending_rejoin == {B, C}
+    assert decisions(m.here(B, Placement(4, 9), 0.5)) == []
+    assert decisions(m.here(C, Placement(4, 9), 0.6)) == []
+    assert not m.run.participants.pending_rejoin
 
 
 def test_a_member_that_is_not_here_in_time_is_gone():
     """As one that falls silent."""
     m = resumed(A, B, C, lost={A.task: 0})
-    m.here(B, 4, 0.5)
-    assert decisions(m.fell_silent(C, "has not found the new leader", 7.0)) == [Depart(C, (B,))]
+    m.here(B, Placement(4, 9), 0.5)
+    assert decisions(m.fell_silent(C, "has not found the new leader", 7.0)) == [departed(C, (B,))]
 
 
 def test_the_leader_before_comes_back_with_its_workers():
     """It was only cut off: it is admitted again, and they are not stopped."""
     m = resumed(A, B, lost={A.task: 0})
-    m.here(B, 4, 0.5)
-    assert decisions(m.here(A, 4, 3.0)) == [StartRound(5, (B, A), 0, ())]
-    assert A.task not in m.muster.lost
+    m.here(B, Placement(4, 9), 0.5)
+    assert decisions(m.here(A, Placement(4, 9), 3.0)) == [closed(5, (B, A), 0, ())]
+    assert A.task not in m.run.participants.lost
 
 
 def test_results_are_found_by_the_round_that_placed_a_member():
     """Which is none of this leader's."""
     m = resumed(A, B, lost={A.task: 0})
-    m.here(B, 2, 0.5)
-    assert decisions(m.finished(B, 1.0)) == [EndRun("succeeded", results="round-2.slot-1")]
+    m.here(B, Placement(2, 5), 0.5)
+    assert decisions(m.finished(B, 1.0)) == [ended("succeeded", results="round-2.slot-1")]
 
 
 def test_who_is_here_without_room_starts_anew():
     """Its place was taken meanwhile."""
     m = training(A, B, max_nodes=2)
-    (stop,) = decisions(m.here(C, 1, 1.0))
-    assert isinstance(stop, StopRound) and stop.agents == (C,)
+    (told,) = decisions(m.here(C, Placement(1, 2), 1.0))
+    assert kind(told) == "stop" and told.agents == (C,)
 
 
 def test_silence_of_many_at_once_blames_nobody():

@@ -8,8 +8,8 @@ import random
 
 from groups import failure, machine, running
 
-from hpc_elastic.rendezvous.effects import Action, EndRun, StartRound, StopRound
-from hpc_elastic.rendezvous.log_entry import Agent
+from hpc_elastic.rendezvous.effects import Announce, Effect, PublishResult, Send
+from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.round_state import RoundPhase
 
 
@@ -30,36 +30,36 @@ class Schedule:
         """Whose workers are stopped, and who has not joined."""
         self.in_round: set[Agent] = set()
 
-    def check(self, actions: list[Action]) -> None:
+    def check(self, actions: list[Effect]) -> None:
         """Follow the actions, and check the invariants."""
         for action in actions:
             match action:
-                case StopRound(agents, _):
+                case Send(agents, {"type": "stop"}):
                     assert set(agents) <= self.in_round, "only members are stopped"
                     self.ready |= set(agents)
                     self.in_round -= set(agents)
-                case StartRound():
-                    self.check_round(action)
-                case EndRun():
+                case Announce(entry):
+                    self.check_round(entry)
+                case PublishResult():
                     self.ended = True
 
-    def check_round(self, start: StartRound) -> None:
+    def check_round(self, start: LogEntry) -> None:
         """Check a round that closes."""
         members = start.members
-        assert start.number == self.rounds + 1, "rounds are numbered without a gap"
+        assert start.round == self.rounds + 1, "rounds are numbered without a gap"
         assert len(set(members)) == len(members), "nobody has two ranks"
         assert self.rules["min_nodes"] <= len(members) <= self.rules["max_nodes"]
         assert set(members) <= set(self.alive), "the dead have no ranks"
         assert not self.in_round, "nobody is in two rounds"
         assert start.restarts <= 2
-        self.rounds, self.in_round = start.number, set(members)
+        self.rounds, self.in_round = start.round, set(members)
 
-    def join(self, agent: Agent) -> list[Action]:
+    def join(self, agent: Agent) -> list[Effect]:
         """Let an agent join whose workers are stopped."""
         self.ready.discard(agent)
         return self.m.join(agent, self.now)
 
-    def lose(self, agent: Agent) -> list[Action]:
+    def lose(self, agent: Agent) -> list[Effect]:
         """Let an agent be lost; its task runs again in its next attempt."""
         fresh = Agent(agent.task, next(self.attempts), agent.slot, agent.host, 1)
         self.alive[self.alive.index(agent)] = fresh
@@ -67,7 +67,7 @@ class Schedule:
         self.in_round.discard(agent)
         return self.m.gone(agent, "lost", self.now)
 
-    def ask(self) -> list[Action]:
+    def ask(self) -> list[Effect]:
         """Let Slurm answer, or not; it knows most of the tasks."""
         view = running(*(a for a in self.alive if self.rng.random() < 0.8))
         return self.m.slurm_says(view if self.rng.random() < 0.8 else None, self.now, self.now)
@@ -101,9 +101,9 @@ class Schedule:
                 break
             self.check(self.join(min(self.ready, key=lambda a: a.slot)))
         self.check(self.m.slurm_says(running(*self.alive), self.now, self.now))
-        if self.m.phase is RoundPhase.FORMING:  # a member has not come back
+        if self.m.run.phase is RoundPhase.FORMING:  # a member has not come back
             self.check(self.m.tick(self.now + 61))
-        assert self.m.phase is not RoundPhase.FORMING, "a round closes in bounded time"
+        assert self.m.run.phase is not RoundPhase.FORMING, "a round closes in bounded time"
 
 
 def test_invariants_hold_over_random_schedules():

@@ -1,9 +1,8 @@
 """What the leader makes of Slurm's answer."""
 
 import pytest
-from groups import A, B, C, decisions, failure, machine, notes, running, training
+from groups import A, B, C, closed, decisions, failure, machine, notes, running, training
 
-from hpc_elastic.rendezvous.effects import StartRound
 from hpc_elastic.rendezvous.round_state import RoundPhase
 from hpc_elastic.slurm.job_state import TaskState
 
@@ -15,7 +14,7 @@ def test_slurms_word_settles_a_member_that_is_awaited(word):
     m.join(C, 1.0)
     m.join(A, 1.1)
     asked = m.slurm_says(running(A, C, s1=word), 1.5, 1.6)
-    assert decisions(asked) == [StartRound(2, (A, C), 0)]
+    assert decisions(asked) == [closed(2, (A, C), 0)]
 
 
 def test_slurms_word_drops_an_agent_that_has_joined():
@@ -24,7 +23,7 @@ def test_slurms_word_drops_an_agent_that_has_joined():
     m.join(A, 0.0)
     m.join(B, 0.0)
     asked = m.slurm_says(running(A, s1="CANCELLED"), 0.5, 0.6)
-    assert decisions(asked) == [StartRound(1, (A,), 0)]
+    assert decisions(asked) == [closed(1, (A,), 0)]
     assert [n.fields["task"] for n in notes(asked, "node_lost")] == [B.task]
 
 
@@ -34,7 +33,7 @@ def test_slurms_word_drops_a_member_that_trains():
     m.join(C, 1.0)
     asked = m.slurm_says(running(A, C, s1="COMPLETED"), 1.5, 1.6)
     assert [d.agents for d in decisions(asked)] == [(A,)]
-    assert m.phase is RoundPhase.FORMING
+    assert m.run.phase is RoundPhase.FORMING
 
 
 def test_an_agent_that_joined_after_slurm_was_asked_is_not_dropped():
@@ -43,7 +42,7 @@ def test_an_agent_that_joined_after_slurm_was_asked_is_not_dropped():
     m.join(A, 0.0)
     m.join(B, 1.0)
     m.slurm_says(running(A, s1="PENDING"), 0.9, 1.5)
-    assert m.members == (A, B)
+    assert m.run.ranks.members == (A, B)
 
 
 def test_an_earlier_attempt_is_gone_once_slurm_counts_another():
@@ -53,7 +52,7 @@ def test_an_earlier_attempt_is_gone_once_slurm_counts_another():
     m.join(A, 1.1)
     view = running(A, C) | {B.task: TaskState(B.task, "RUNNING", restarts=1)}
     m.slurm_says(view, 1.5, 1.6)
-    assert B not in m.muster.unsettled
+    assert B not in m.run.participants.pending_rejoin
 
 
 @pytest.mark.parametrize("word", ["RUNNING", "COMPLETING", "A_NEW_WORD"])
@@ -62,7 +61,7 @@ def test_nobody_is_dropped_whose_task_has_not_ended(word):
     m = machine(min_nodes=2)
     m.join(A, 0.0)
     m.slurm_says(running(s0=word), 0.5, 0.6)
-    assert list(m.joined) == [A]
+    assert list(m.run.participants.joined) == [A]
 
 
 def test_a_member_that_is_being_requeued_takes_its_leave_itself():
@@ -71,14 +70,14 @@ def test_a_member_that_is_being_requeued_takes_its_leave_itself():
     m.join(C, 1.0)
     view = running(A, C) | {B.task: TaskState(B.task, "COMPLETING", restarts=1)}
     assert decisions(m.slurm_says(view, 1.5, 1.6)) == []
-    assert m.phase is RoundPhase.RUNNING and B in m.members
+    assert m.run.phase is RoundPhase.RUNNING and B in m.run.ranks.members
 
 
 def test_a_task_that_slurm_does_not_know_is_not_dropped():
     """squeue forgets and overlooks; a node that is heard lives."""
     m = machine()
     m.join(A, 0.0)
-    assert decisions(m.slurm_says({}, 0.5, 0.6)) == [StartRound(1, (A,), 0)]
+    assert decisions(m.slurm_says({}, 0.5, 0.6)) == [closed(1, (A,), 0)]
 
 
 def test_one_answer_drops_the_ended_and_waits_for_the_running():
@@ -87,8 +86,8 @@ def test_one_answer_drops_the_ended_and_waits_for_the_running():
     m.worker_failed([failure(A)], A, 1.0)
     m.join(A, 1.1)
     assert decisions(m.slurm_says(running(A, C, s1="COMPLETED"), 1.5, 1.6)) == []
-    assert m.missing() == [C.task]
-    assert decisions(m.join(C, 2.0)) == [StartRound(2, (A, C), 0)]
+    assert m.run.participants.missing(m.run.rules.min_nodes) == [C.task]
+    assert decisions(m.join(C, 2.0)) == [closed(2, (A, C), 0)]
 
 
 def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
@@ -96,8 +95,8 @@ def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
     m = machine(min_nodes=3)
     m.join(A, 0.0)
     asked = m.slurm_says(running(A, s1="CANCELLED", s2="COMPLETED"), 0.1, 0.2)
-    (end,) = decisions(asked)
-    assert end.status == "failed" and m.phase is RoundPhase.ENDED
+    ((_, end),) = decisions(asked)
+    assert end.status == "failed" and m.run.phase is RoundPhase.ENDED
     assert "task 7_1" in end.failure.summary() and "min nodes is 3" in end.failure.summary()
 
 

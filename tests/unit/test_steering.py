@@ -28,7 +28,7 @@ from hpc_elastic.launcher import control, detach
 from hpc_elastic.launcher.control import changed
 from hpc_elastic.launcher.wait import cancellation
 from hpc_elastic.rendezvous.decision_log import DecisionLog
-from hpc_elastic.rendezvous.effects import Claim, PublishIfMissing
+from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
 from hpc_elastic.rendezvous.log_entry import NOBODY, RunEnding, claim, reopen, unseal
 from hpc_elastic.rendezvous.status_writer import StatusWriter
@@ -113,7 +113,7 @@ def test_an_agent_from_before_ends_and_publishes_nothing(ending):
     f.tick(0.0)
     effects = f.looked(9, replace(RECORD, number=9, generation=1, ending=ending), 1, 0.1)
     assert [m["status"] for m in told(effects, "end")] == ["superseded"]
-    assert not of(effects, Claim, PublishIfMissing)
+    assert not of(effects, Claim, PublishResult)
     assert f.tick(9.0) == []
 
 

@@ -16,7 +16,7 @@ from hpc_elastic.ft.messages import (
     QuorumResults,
     WorkersLost,
 )
-from hpc_elastic.rendezvous.effects import LeaderEffect, Show
+from hpc_elastic.rendezvous.effects import Effect, Show
 from hpc_elastic.rendezvous.leader_state import LeaveRequests
 from hpc_elastic.rendezvous.log_entry import Agent, LogEntry
 from hpc_elastic.rendezvous.term import TermFolder
@@ -91,13 +91,13 @@ class KeeperProcess:
             self._files.confirm(name)
         self._sim.world.after(_DUTIES_EVERY_S, self.process, self._look_for_notices)
 
-    def carry_out(self, effect: LeaderEffect) -> None:
+    def carry_out(self, effect: Effect) -> None:
         """See `rendezvous.term.Hands`."""
         assert isinstance(effect, Show)
         self._sim.shared.monitor.acts(self._epoch, effect, knows_over=self.fenced)
         self._files.show(effect.status, effect.lines)
 
-    def publish(self, record: LogEntry, afterwards: list[LeaderEffect]) -> None:
+    def publish(self, record: LogEntry, afterwards: list[Effect]) -> None:
         """Nothing ends here."""
 
     def let_go(self) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from hpc_elastic.ft.lighthouse_state import ANSWER_WITHIN_S
 from hpc_elastic.ft.messages import QuorumResult
+from hpc_elastic.step_agreement import VOTE_WITHIN_S
 from simulation.ft.scenario import Kind, Scenario
 from simulation.invariants import InvariantError
 from simulation.world import World
@@ -103,7 +103,7 @@ class Monitor:
 
     def waits(self, worker: Worker) -> None:
         """A worker begins to wait at a proposed call."""
-        bound_s = ANSWER_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
+        bound_s = VOTE_WITHIN_S + 1.0 + 3 * self._scenario.longest_delay_s
         self._world.after(bound_s, None, self._waited, worker, worker.waits_since)
 
     def _waited(self, worker: Worker, since: float) -> None:

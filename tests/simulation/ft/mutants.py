@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpc_elastic.ft import quorum
-from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage, SwitchState
+from hpc_elastic.ft.lighthouse_state import LighthouseState, ReplicaMessage
 from hpc_elastic.ft.manager_client import QuorumSteps
 from hpc_elastic.ft.messages import (
     CheckpointBeforeLeave,
@@ -22,6 +22,7 @@ from hpc_elastic.ft.messages import (
 )
 from hpc_elastic.ft.quorum import ActiveQuorum
 from hpc_elastic.rendezvous.term import Gate
+from hpc_elastic.step_agreement import AgreementState, Confirmation, Proposal
 from simulation.ft.parts import Parts
 
 
@@ -67,7 +68,7 @@ class ConfirmsTooEarly(LighthouseState):
     """Confirms a call as soon as one member has agreed to it."""
 
     def _at(self, replica: str, at: SwitchVote, now: float) -> list[ReplicaMessage]:
-        if at.ok and at.number == self._switch.number and self._switch.call:
+        if at.ok and at.number == self._switch.number and self._switch.step:
             self._switch.awaited.intersection_update({replica})
         return super()._at(replica, at, now)
 
@@ -88,7 +89,7 @@ class ForgetsTheLast(LighthouseState):
     def _is_unsaved(self, leaving: list[str]) -> bool:
         return False
 
-    def _say(self, step: ProposeSwitch | ConfirmSwitch | None, now: float) -> list[ReplicaMessage]:
+    def _say(self, step: Proposal | Confirmation | None, now: float) -> list[ReplicaMessage]:
         return [
             replace(s, message=replace(s.message, last=False))
             if isinstance(s.message, ConfirmSwitch)
@@ -199,7 +200,7 @@ class AdoptsAnything(LighthouseState):
         if standing is not None and here.quorum_id != standing.quorum_id:
             adopted = ActiveQuorum.adopt(here.quorum_id, here.replica_world_size, now)
             self._roll.standing = adopted
-            self._switch.state = SwitchState.IDLE
+            self._switch.state = AgreementState.IDLE
             return []
         return super()._adopt(here, now)
 

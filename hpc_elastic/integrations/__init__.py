@@ -1,13 +1,14 @@
-"""Training frameworks that own the loop, under our agent: one module each, imported by the user.
+"""Integrations of training frameworks that own the loop: one module each, imported by the user.
 
     from hpc_elastic.integrations.lightning import ElasticCheckpoint, ElasticLoader, world
     from hpc_elastic.integrations.huggingface import ElasticTrainer
 
-A framework calls us where a script of its user's own would ask us: after a step (`report`,
-`should_checkpoint`), when it draws a batch (`loader`), and when a checkpoint of its own format is
-complete. What its user still sees is the framework's. The frameworks are no dependencies
-of this package: a module that misses its own says what to install.
+The framework calls a module where a script of the user's own would call this package: after a step
+(`report`, `should_checkpoint`), when it draws a batch (`loader`), and when a checkpoint in its own
+format is complete. Everything else that the user sees is the framework's. The frameworks are no
+dependencies of this package: an import without its framework raises an error with the command that
+installs it.
 
-Accelerate needs no module: the loop is the user's and has what stands in train.py
-(examples/huggingface/accelerated.py).
+Accelerate needs no module: the loop is the user's, as in train.py
+(examples/huggingface/accelerated.py). `submitit` has an elastic run's task for users of submitit.
 """

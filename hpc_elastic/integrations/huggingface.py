@@ -1,16 +1,16 @@
-"""Hugging Face's Trainer under our agent: what it trains on, when it saves, which save counts.
+"""Hugging Face's Trainer on an elastic run: its data, its checkpoints, and which of them count.
 
     trainer = ElasticTrainer(model=model, args=args, train_dataset=data, global_batch=48)
     trainer.train()                       # from the newest complete checkpoint, if there is one
 
 The checkpoints are the Trainer's own folders, so `from_pretrained` reads them. The Trainer writes
-them in place, rank by rank; a folder counts once our mark is in it, which rank 0 writes when all
-ranks are through and all files are on the disk. The position in the data stands in the mark.
+them in place, rank by rank. A folder counts once it has the mark, which rank 0 writes after all
+ranks have finished and all files are on the disk. The mark holds the position in the data.
 
-The Trainer's own data would not do: on a restart it skips as many batches as this rank has had,
-and with another number of workers their size, their number, or both are others. `ElasticSampler`
-takes its place, and ``per_device_train_batch_size`` says only how much a device takes at once: the
-number of steps to accumulate follows from it, and the batch is the same for any number of workers.
+The Trainer's own data does not work: on a restart it skips the number of batches that this rank
+had, but with another number of workers their size or number is different. `ElasticSampler` replaces
+it, and ``per_device_train_batch_size`` only limits the samples of a device at a time: the
+accumulation steps follow from it, and the global batch is the same for any number of workers.
 
 For another Trainer (of TRL, say): ``class MyTrainer(ElasticTraining, SFTTrainer): ...``.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
@@ -40,35 +40,35 @@ except ImportError as e:
     ) from e
 
 _Base: Any = Trainer if TYPE_CHECKING else object
-"""A Trainer comes after it in the classes that are made with it."""
+"""A Trainer follows it among the bases of a class."""
 
 MARK = "hpc_elastic.json"
-"""In a checkpoint's folder: it is complete. Holds the position in the data."""
+"""The file in a complete checkpoint's folder, with the position in the data."""
 _WEIGHT = "hpc_elastic_weight"
 _IGNORED = -100
-"""The label that losses of transformers leave out."""
+"""The label that losses of transformers ignore."""
 
 
 def newest_checkpoint(output_dir: str | Path) -> str | None:
     """Return the newest complete checkpoint of a folder; None if there is none.
 
-    `transformers.trainer_utils.get_last_checkpoint` returns one that was being written, too.
+    `transformers.trainer_utils.get_last_checkpoint` also returns incomplete ones.
     """
     marks = Path(output_dir).glob(f"checkpoint-*/{MARK}")
-    found = by_step(mark.parent for mark in marks)
+    found = sort_by_step(mark.parent for mark in marks)
     return str(found[-1]) if found else None
 
 
 class ElasticTraining(_Base):
-    """What makes a Trainer elastic; to be named before it among the bases of a class.
+    """Mixin that makes a Trainer elastic; name it before the Trainer among the bases.
 
     Args:
         global_batch: Samples of one optimizer step, all workers together.
-        period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`; what
-            ``save_strategy`` of the arguments asks for is saved besides.
+        period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`; saves of
+            ``save_strategy`` come in addition.
 
     Raises:
-        ConfigError: an argument stands against another; says which, and what to give.
+        ConfigError: An argument contradicts another; the error names it and the remedy.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ElasticTraining(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of this worker's shares; it takes the place of the Trainer's."""
+        """Return a loader of this worker's shares, in place of the Trainer's."""
         theirs: Any = super().get_train_dataloader()
         args: TrainingArguments = self.args
         sampler = ElasticSampler(
@@ -123,9 +123,9 @@ class ElasticTraining(_Base):
         return self._loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss, weighed where the ranks have shares of different size.
+        """Return the loss, weighted if the ranks have shares of different size.
 
-        Losses that are divided by the number of labels in the whole batch are right by themselves.
+        Losses that are divided by the number of labels in the whole batch need no weight.
         """
         weight = inputs.pop(_WEIGHT, 1.0)
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -139,10 +139,10 @@ class ElasticTraining(_Base):
         assert self._loader is not None
         return self._loader.state_dict()
 
-    def stepped(self) -> None:
+    def on_optimizer_step(self) -> None:
         """Count a batch as trained."""
         assert self._loader is not None
-        self._loader.trained()
+        self._loader.on_optimizer_step()
 
 
 class ElasticTrainer(ElasticTraining, Trainer):
@@ -150,12 +150,12 @@ class ElasticTrainer(ElasticTraining, Trainer):
 
 
 class WeightedLoader(ElasticLoader):
-    """Puts the weight of a micro-batch into it: the Trainer draws several before it trains.
+    """Adds the weight of a micro-batch to its data: the Trainer draws several before it trains.
 
     Args:
-        loader: The DataLoader; it makes dictionaries.
-        by_labels: The loss is divided by the number of labels. So a sample that is only lent, to
-            have all ranks take part, loses its labels.
+        loader: The DataLoader; its items are dictionaries.
+        by_labels: Whether the loss is divided by the number of labels. Then a sample of weight 0,
+            with which a rank only takes part, loses its labels.
     """
 
     def __init__(self, loader: Any, *, by_labels: bool) -> None:
@@ -171,14 +171,14 @@ class WeightedLoader(ElasticLoader):
 
 
 class _Saving(TrainerCallback):
-    """Asks after each step whether to save, and says which checkpoint is complete."""
+    """Decides after each step whether to save, and marks complete checkpoints."""
 
     def __init__(self, trainer: ElasticTraining, period: dict[str, Any]) -> None:
         self._trainer = trainer
         self._period = period
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._trainer.stepped()
+        self._trainer.on_optimizer_step()
 
     def on_step_end(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
         step, total = state.global_step, state.max_steps
@@ -196,13 +196,13 @@ class _Saving(TrainerCallback):
             reporting.report(loss=logs["loss"])
 
     def on_save(self, args: Any, state: Any, flow: Any, **_: Any) -> None:
-        """Commit, and stay here if the group is to change (every rank; collective)."""
+        """Commit the checkpoint, and wait here if the group changes (every rank; collective)."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         position = self._trainer.position()
         with reporting.busy():
             _barrier()  # all ranks have written their part
             if args.process_index == 0:
-                flush(folder)
+                sync_to_disk(folder)
                 fencing.check_fence()
                 _write_mark(folder, position)
             _barrier()
@@ -212,9 +212,9 @@ class _Saving(TrainerCallback):
 def _write_mark(folder: Path, position: dict[str, Any]) -> None:
     staged = folder / f".{MARK}"
     staged.write_text(json.dumps(position))
-    flush(staged)
+    sync_to_disk(staged)
     staged.rename(folder / MARK)
-    flush(folder)
+    sync_to_disk(folder)
 
 
 def _barrier() -> None:
@@ -223,17 +223,17 @@ def _barrier() -> None:
 
 
 def _require_what_works(args: TrainingArguments) -> None:
-    """Refuse arguments that would be wrong only later.
+    """Refuse arguments whose error would show only later.
 
     Raises:
-        ConfigError: one of them is.
+        ConfigError: An argument does not work.
     """
     if args.gradient_accumulation_steps > 1 and not args.dataloader_drop_last:
         raise ConfigError(
             "dataloader_drop_last", False,
-            "a worker's share of a batch is more than per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}, so it accumulates; the Trainer loses count of "
-            "that in a resumed epoch's last, smaller batch: give True, or a larger "
+            "a worker's share of a batch exceeds per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}, so it accumulates; the Trainer miscounts that in "
+            "a resumed epoch's last, smaller batch: give True, or a larger "
             "per_device_train_batch_size",
         )  # fmt: skip
     if not args.average_tokens_across_devices:
@@ -250,6 +250,6 @@ def _require_what_works(args: TrainingArguments) -> None:
         raise ConfigError(
             "enable_jit_checkpoint", True,
             "give False: it would end the training at a SIGTERM, in each worker at another step; "
-            "the agent takes care of notices",
+            "the agent handles preemption notices",
         )  # fmt: skip
-    args.ignore_data_skip = True  # the sampler knows where the training is
+    args.ignore_data_skip = True  # the sampler has the position

@@ -1,4 +1,4 @@
-"""Lightning under our agent: where the ranks come from, what they train on, when they save.
+"""Lightning on an elastic run: its ranks, its data and its checkpoints.
 
     sampler = ElasticSampler(data, 48, seed)
     loader = ElasticLoader(DataLoader(data, batch_sampler=sampler))
@@ -6,14 +6,14 @@
     trainer = Trainer(strategy="ddp", callbacks=[elastic], **world())
     trainer.fit(module, loader, ckpt_path=elastic.newest())
 
-The checkpoints are Lightning's own, so `LightningModule.load_from_checkpoint` reads them. The
-position in the data is in them, as the state of a loader that can be resumed, which is Lightning's
-own idea. One micro-batch a rank makes a step: Lightning counts micro-batches, and their number
-would be another one after a restart with another number of workers.
+The checkpoints are Lightning's own, so `LightningModule.load_from_checkpoint` reads them. They hold
+the position in the data, as the state of a resumable loader, a concept of Lightning. One
+micro-batch per rank is a step: Lightning counts micro-batches, and their number would differ after
+a restart with another number of workers.
 
-What Lightning does on a cluster is in the way here (docs/guides/lightning.md): at a SIGTERM its
-handler broadcasts from inside of the handler, in the rank that was told alone, and its training
-ends. The agent takes care of notices, so the handler that it gave its worker is put back.
+Lightning's own support of clusters does not work here (docs/guides/lightning.md): its handler of
+SIGTERM broadcasts from inside of the handler, only in the rank that received the signal, and ends
+the training. The agent handles preemption notices, so its worker's handler is restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
 from hpc_elastic.run import fencing
 from hpc_elastic.worker import reporting
 from hpc_elastic.worker.checkpoint_trigger import Period, should_checkpoint
@@ -57,7 +57,7 @@ class ElasticCheckpoint(Checkpoint):
 
     Args:
         directory: On a file system that all nodes share.
-        keep_last: How many of the newest checkpoints are kept, at least 1.
+        keep_last: Number of newest checkpoints to keep, at least 1.
         period: ``every_steps``, ``every_s`` or ``overhead``, as of `should_checkpoint`.
     """
 
@@ -76,17 +76,15 @@ class ElasticCheckpoint(Checkpoint):
 
     def newest(self) -> str | None:
         """Return the newest complete checkpoint, for ``ckpt_path``; None if there is none."""
-        found = by_step(self.directory.glob("step-*.ckpt"))
+        found = sort_by_step(self.directory.glob("step-*.ckpt"))
         return str(found[-1]) if found else None
 
-    # ---- what Lightning calls, in this order ------------------------------------------------
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember how SIGTERM is handled: Lightning is about to change that."""
+        """Remember the handler of SIGTERM, which Lightning is about to replace."""
         self._handler = signal.getsignal(signal.SIGTERM)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back, and require what would be wrong only later."""
+        """Restore the handler of SIGTERM, and refuse arguments that fail only later."""
         if reporting.own_page() is not None:
             signal.signal(signal.SIGTERM, self._handler)
         self._step = trainer.global_step
@@ -94,12 +92,12 @@ class ElasticCheckpoint(Checkpoint):
         if trainer.accumulate_grad_batches != 1:
             raise ConfigError(
                 "accumulate_grad_batches", trainer.accumulate_grad_batches,
-                "leave it at 1: Lightning counts micro-batches, which a restart with another "
-                "number of workers divides otherwise",
+                "leave it at 1: Lightning counts micro-batches, and their number changes with the "
+                "number of workers",
             )  # fmt: skip
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Weigh the gradients of this rank, whose share may be smaller than another's."""
+        """Weight the gradients of this rank, whose share may be smaller than another's."""
         loader = trainer.train_dataloader
         if isinstance(loader, ElasticLoader) and (weight := loader.weight) != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)
@@ -109,14 +107,14 @@ class ElasticCheckpoint(Checkpoint):
     ) -> None:
         """Count the batch as trained."""
         if isinstance(loader := trainer.train_dataloader, ElasticLoader):
-            loader.trained()
+            loader.on_optimizer_step()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Report a step, and save if it is time."""
+        """Report a step, and save if it is due."""
         step = trainer.global_step
-        if step == self._step:  # a step that was skipped
+        if step == self._step:  # a skipped step
             return
         self._step = step
         total = trainer.estimated_stepping_batches
@@ -129,23 +127,21 @@ class ElasticCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        """Give a sign of life."""
+        """Report a sign of life."""
         reporting.report()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save what was trained since the last checkpoint."""
+        """Save if the last step has no checkpoint."""
         if self._saved != trainer.global_step:
             self._save(trainer)
 
-    # ---- a checkpoint -----------------------------------------------------------------------
-
     def _save(self, trainer: Trainer) -> None:
-        """Save, commit, and stay here if the group is to change (every rank; collective)."""
+        """Save, commit, and wait here if the group changes (every rank; collective)."""
         step = trainer.global_step
         staged = self.directory / f".step-{step}.{fencing.fencing_token() or 'alone'}"
         with reporting.busy():
             self.directory.mkdir(parents=True, exist_ok=True)
-            trainer.save_checkpoint(staged)  # ends with a barrier: all parts are there
+            trainer.save_checkpoint(staged)  # ends with a barrier: all parts exist
             if trainer.is_global_zero:
                 self._commit(staged, step)
             trainer.strategy.barrier("hpc_elastic: committed")
@@ -153,11 +149,11 @@ class ElasticCheckpoint(Checkpoint):
         reporting.mark_checkpoint(step=step)
 
     def _commit(self, staged: Path, step: int) -> None:
-        flush(staged)
+        sync_to_disk(staged)
         fencing.check_fence()
         staged.rename(self.directory / f"step-{step}.ckpt")
-        flush(self.directory)
-        for old in by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]:
+        sync_to_disk(self.directory)
+        for old in sort_by_step(self.directory.glob("step-*.ckpt"))[: -self._keep_last]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 

@@ -1,11 +1,15 @@
-"""The data of an elastic run as a framework wants it: an iterable with a length and a state.
+"""The data of an elastic run for frameworks: an iterable with a length and a state.
 
-A framework draws micro-batches, and steps the optimizer when it likes. So the loader gives out this
-rank's micro-batches one by one, and is told of the step (`trained`): only then does the position
-move that goes into a checkpoint (`hpc_elastic.data.sampler` has the reason).
+A framework draws micro-batches, and steps the optimizer on its own schedule. So the loader yields
+this rank's micro-batches one by one, and `on_optimizer_step` reports the step: only then the
+position moves that goes into a checkpoint (`hpc_elastic.data.sampler` has the reason).
 
-A checkpoint of an epoch's last step is one of the next epoch's beginning to frameworks, but the
-sampler goes on inside of the old one, of which nothing is left. Such a rest is passed over.
+For frameworks, a checkpoint of an epoch's last step is at the start of the next epoch. The sampler
+continues inside of the old one, of which nothing is left, so the loader skips such a rest.
+
+A framework writes its checkpoints in its own format and order, and may be killed in between. So
+what it has written is flushed to the disk first, and only then gets the name or the mark of a
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -21,16 +25,16 @@ from hpc_elastic.errors import ConfigError
 
 
 class ElasticLoader:
-    """Goes through a DataLoader whose ``batch_sampler`` is an `ElasticSampler`.
+    """Iterates over a DataLoader whose ``batch_sampler`` is an `ElasticSampler`.
 
     Attributes:
         sampler: The sampler.
-        dataset: The loader's dataset, for frameworks that ask for its length.
-        weight: What the mean loss of the micro-batch given out last is to be multiplied by
-            (`hpc_elastic.data.batch`): not 1 where the ranks have shares of different size.
+        dataset: The loader's dataset, for frameworks that need its length.
+        weight: Factor for the mean loss of the last micro-batch (`hpc_elastic.data.batch`); not 1
+            if the ranks have shares of different size.
 
     Raises:
-        ConfigError: the loader has another batch sampler.
+        ConfigError: The loader has another batch sampler.
     """
 
     fits_any_world_size = True
@@ -41,7 +45,7 @@ class ElasticLoader:
             raise ConfigError(
                 "loader",
                 sampler,
-                "make it with batch_sampler=ElasticSampler(data, global_batch_size)",
+                "create it with batch_sampler=ElasticSampler(data, global_batch_size)",
             )
         self.sampler = sampler
         self.dataset = loader.dataset
@@ -50,11 +54,11 @@ class ElasticLoader:
         self._parts: Iterator[tuple[Any, float]] = iter(())
 
     def __len__(self) -> int:
-        """Return this rank's micro-batches of a whole epoch, also where a part of it is done."""
+        """Return this rank's number of micro-batches of a whole epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of the epoch; of the next one if nothing is."""
+        """Yield the rest of the epoch, or the next one if nothing is left."""
         num_batches = 0
         while not num_batches:
             for batch in self.sampler.batches(self._loader):
@@ -64,16 +68,16 @@ class ElasticLoader:
                     self.weight = weight
                     yield data
 
-    def trained(self) -> None:
-        """Note that the optimizer steps with all that was given out since its last step.
+    def on_optimizer_step(self) -> None:
+        """Count the global batch as trained: the optimizer steps with its micro-batches.
 
         Raises:
-            RuntimeError: that is not a whole global batch.
+            RuntimeError: This rank's micro-batches of the global batch are not complete.
         """
         if next(self._parts, self) is not self:
             raise RuntimeError(
                 "the optimizer stepped before this rank's last micro-batch of the global batch: "
-                "accumulate all of them: its share of the global batch in steps of micro_batch_size"
+                "accumulate all of them, its share of the global batch in steps of micro_batch_size"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,18 +85,12 @@ class ElasticLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, with any number of workers."""
+        """Continue from a state, with any number of workers."""
         self.sampler.load_state_dict(state)
 
 
-# ---- Which checkpoints of a framework count: those that were complete when they got their name
-# A framework writes its checkpoints in a format and in an order of its own, and dies in between
-# like any other program. So what it has written is flushed to the disk, and gets the name, or the
-# mark, by which `newest_step` finds it only then.
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or all files of a folder, are on the disk."""
+def sync_to_disk(path: Path) -> None:
+    """Synchronise a file, or all files of a folder, to the disk."""
     for file in [path, *path.rglob("*")] if path.is_dir() else [path]:
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -101,10 +99,10 @@ def flush(path: Path) -> None:
             os.close(fd)
 
 
-def by_step(paths: Iterable[Path]) -> list[Path]:
-    """Return those whose names end with a step (``checkpoint-120``, ``step-120.ckpt``), in order.
+def sort_by_step(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths whose names end with a step (``step-120.ckpt``), in numerical order.
 
-    By the number, not by the name: 100 comes after 99.
+    So 100 comes after 99.
     """
     numbered = [(int(m[1]), path) for path in paths if (m := re.search(r"-(\d+)$", path.stem))]
     return [path for _, path in sorted(numbered)]

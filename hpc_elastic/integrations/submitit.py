@@ -1,4 +1,4 @@
-"""A run's task as submitit's Checkpointable, for whoever drives submitit himself.
+"""A run's task as submitit's Checkpointable, for users of submitit.
 
     python train.py launcher=slurm nodes=1:4 launcher.dry_run=true     # prepares, submits nothing
 
@@ -8,13 +8,13 @@
         jobs = [executor.submit(task) for task in ElasticTask.of("multirun/.../.hpc_elastic")]
     print(jobs[0].result())
 
-submitit acts on its signal (USR2) only, and lets SIGTERM pass, which is all that a preemption
-sends. Here the run's agent is a process of its own that gets both: it saves and leaves the group
-as under our own launcher. When it has left, submitit is made to act: its signal is raised, it calls
-`checkpoint`, and requeues the job in its own way. Slurm's two minutes are ended after that.
+submitit acts only on its signal (USR2) and ignores SIGTERM, but a preemption sends only SIGTERM.
+Here the run's agent is a process of its own that receives both: it saves and leaves the group as
+under our own launcher. After it has left, submitit's signal is raised: submitit calls `checkpoint`,
+and requeues the job in its own way. Then Slurm's hold of two minutes is shortened.
 
-The tasks have to be one job array, whose indices are those of the array file: submit all of them in
-one batch, and at least two. The jobs' pickles hold a path and a number.
+The tasks have to form one job array, with the indices of the array file: submit all of them in one
+batch, and at least two. The jobs' pickles hold a path and a number.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _TAKEN = 128 + signal.SIGTERM
 _REQUEUED_WITHIN_S = 60.0
 _POLL_S = 0.5
 _LEFT_BEHIND_ID = 1
-"""Job id of an array that is run on one machine, where Slurm gives none."""
+"""Job id of an array that runs on one machine, without Slurm."""
 
 
 @dataclass
 class ElasticTask(Checkpointable):
-    """One node of an elastic run: call it in a job of submitit's.
+    """One node of an elastic run, to be called in a job of submitit.
 
     Attributes:
-        array_file: Absolute path of ``array-<k>.json`` of a run that was prepared.
-        index: Which of its tasks.
-        attempt: How often it was requeued, where Slurm does not count.
+        array_file: Absolute path of ``array-<k>.json`` of a prepared run.
+        index: Index of the task.
+        attempt: Number of requeues, outside of Slurm.
     """
 
     array_file: str
@@ -80,14 +80,14 @@ class ElasticTask(Checkpointable):
             array: The array's number k.
 
         Raises:
-            SubmissionError: nothing was prepared there, or it is a gang.
+            SubmissionError: Nothing was prepared there, or the run has coallocated nodes.
         """
         file = Submission(Path(submission).absolute()).array(array).tasks
         try:
             content = json.loads(file.read_text())
         except (OSError, ValueError) as e:
             remedy = "prepare it with launcher.dry_run=true"
-            raise SubmissionError(f"{file} can not be read ({e}): {remedy}") from e
+            raise SubmissionError(f"{file} cannot be read ({e}): {remedy}") from e
         if content.get("gang"):
             raise SubmissionError(
                 f"{file} is a gang: prepare the run with launcher.coallocate_min=false"
@@ -98,11 +98,11 @@ class ElasticTask(Checkpointable):
         """Run the node until the run has ended (in the job).
 
         Returns:
-            What rank 0 returned.
+            The return value of rank 0.
 
         Raises:
-            WorkerGroupError: the run has failed.
-            HpcElasticError: this node has failed, or was cancelled; the run may go on.
+            WorkerGroupError: The run has failed.
+            HpcElasticError: This node has failed, or was cancelled; the run may go on.
         """
         self._agent = subprocess.Popen(
             [sys.executable, "-u", "-m", TASK_MODULE, self.array_file],
@@ -114,12 +114,12 @@ class ElasticTask(Checkpointable):
             if outcome.error is not None:
                 raise outcome.error
             return outcome.value
-        if exit_code == _TAKEN and self._comes_back():
-            _make_submitit_act()
+        if exit_code == _TAKEN and self._is_requeued():
+            _raise_submitit_signal()
         raise HpcElasticError(f"the agent of {self.array_file}[{self.index}] ended: {exit_code}")
 
     def checkpoint(self) -> DelayedSubmission:
-        """Let the agent save and leave (submitit, on its signal); what it returns is requeued."""
+        """Let the agent save and leave; submitit calls it on its signal and requeues the result."""
         if self._agent is not None and self._agent.poll() is None:
             name = self._run().paths.load().preempt_signal
             self._agent.send_signal(signal.Signals[f"SIG{name}"])
@@ -130,7 +130,7 @@ class ElasticTask(Checkpointable):
         return DelayedSubmission(ElasticTask(self.array_file, self.index, self.attempt + 1))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: no process."""
+        """Return the pickled state, without the process."""
         return {**self.__dict__, "_agent": None}
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -152,8 +152,8 @@ class ElasticTask(Checkpointable):
         path = Path(runs[self.index]["dir"])
         return TrackedRun(path, "", (), Path(RunDir(path).load().submission))
 
-    def _comes_back(self) -> bool:
-        """Whether Slurm did not mean the end of the job by its signal."""
+    def _is_requeued(self) -> bool:
+        """Return whether the job is requeued, and not cancelled, after its signal."""
         if not _in_slurm():
             return True
         task = SlurmEnvironment.from_env(os.environ)
@@ -166,9 +166,9 @@ def _in_slurm() -> bool:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process, also from a signal handler that interrupts this very call.
+    """Wait for a process, also from a signal handler that interrupts this call.
 
-    `Popen.wait` alone can not: it holds a lock meanwhile.
+    `Popen.wait` alone cannot do that: it holds a lock meanwhile.
     """
     pidfd = os.pidfd_open(process.pid)
     try:
@@ -182,15 +182,15 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _make_submitit_act() -> None:
+def _raise_submitit_signal() -> None:
     """Raise submitit's signal: it calls `checkpoint`, requeues the job and ends this process."""
     signal.raise_signal(signal.Signals[f"SIG{submitit.JobEnvironment().USR_SIG}"])
 
 
 def _end_hold(task: SlurmEnvironment, client: SlurmClient) -> None:
-    """Wait until submitit has requeued the job, and say when it may start.
+    """Wait until submitit has requeued the job, and set its start time.
 
-    In a thread that Python waits for when submitit ends the process.
+    It runs in a thread that Python waits for when submitit ends the process.
     """
     deadline = time.monotonic() + _REQUEUED_WITHIN_S
     while time.monotonic() < deadline:

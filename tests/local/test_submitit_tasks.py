@@ -109,5 +109,5 @@ def test_tasks_that_are_no_job_array_are_refused(monkeypatch):
 def test_a_gang_is_refused(tmp_path):
     """It is one job of several nodes, which submitit lays out in another way."""
     (tmp_path / "array-0.json").write_text('{"gang": true, "runs": []}')
-    with pytest.raises(SubmissionError, match="gang=false"):
+    with pytest.raises(SubmissionError, match="coallocate_min=false"):
         ElasticTask.of(tmp_path)

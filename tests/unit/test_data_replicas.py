@@ -234,7 +234,7 @@ def test_samplers_that_are_made_in_another_order_are_told(outside):
     """A state of one would be loaded into the other."""
     peer, newcomer = PlayedManager(step=2), PlayedManager()
     made = unnamed(peer, 40, 24), unnamed(newcomer, 24, 40)
-    expected = r"unnamed\.1 is of another one \(dataset_len.*same order"
-    with pytest.raises(ConfigError, match=expected):
+    wrong = r"unnamed\.1 is of another one \(dataset_len.*same order"
+    with pytest.raises(ConfigError, match=wrong):
         heal(newcomer, peer)
     assert made

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hpc_elastic.data import ElasticSampler
 from hpc_elastic.data.batch import BatchDivision
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.integrations.loader import ElasticLoader, by_step, flush
+from hpc_elastic.integrations.loader import ElasticLoader, sort_by_step, sync_to_disk
 
 LENGTH = 10
 
@@ -34,7 +34,7 @@ def test_the_position_moves_with_the_step_and_not_with_the_draw():
     batches = iter(first)
     next(batches)
     assert first.state_dict()["position"] == 0
-    first.trained()
+    first.on_optimizer_step()
     assert first.state_dict()["position"] == 4
     next(batches)
 
@@ -54,7 +54,7 @@ def test_the_empty_rest_of_an_epoch_is_passed_over():
     batches = iter(first)
     for _ in range(2):
         next(batches)
-        first.trained()
+        first.on_optimizer_step()
     again = loader(5)
     again.load_state_dict(first.state_dict())
     assert again.sampler.epoch == 0
@@ -68,7 +68,7 @@ def test_shares_are_weighed_and_a_checkpoint_fits_another_world_size():
     seen = []
     for each in before:
         (data,) = next(iter(each))
-        each.trained()
+        each.on_optimizer_step()
         seen += data.tolist()
     assert [each.weight for each in before] == [2 * 2 / 5, 3 * 2 / 5]
 
@@ -87,7 +87,7 @@ def test_a_step_in_the_middle_of_a_global_batch_is_refused():
     batches = iter(each)
     next(batches)
     with pytest.raises(RuntimeError, match="last micro-batch"):
-        each.trained()
+        each.on_optimizer_step()
 
 
 def test_a_loader_of_another_sampler_is_refused():
@@ -99,7 +99,7 @@ def test_a_loader_of_another_sampler_is_refused():
 def test_checkpoints_are_ordered_by_number(tmp_path):
     """100 comes after 99, and what has no number is none."""
     names = ("step-99.ckpt", "step-100.ckpt", "checkpoint-7", "step-x.ckpt")
-    paths = by_step(tmp_path / name for name in names)
+    paths = sort_by_step(tmp_path / name for name in names)
     assert [p.name for p in paths] == ["checkpoint-7", "step-99.ckpt", "step-100.ckpt"]
 
 
@@ -121,5 +121,5 @@ def test_flush_goes_through_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hpc_elastic.integrations.loader.os.fsync", lambda fd: flushed.append(opened[fd])
     )
-    flush(tmp_path / "a")
+    sync_to_disk(tmp_path / "a")
     assert sorted(flushed) == ["a", "b", "file"]

@@ -246,7 +246,7 @@ def show(run: RunDir, query: Query, out: _Output) -> int:
         _say(view.describe())
         return view.ended.exit_code if view.ended is not None else 1
     sources = discovery.sources()
-    chosen = [source for source in sources if query.selection.takes(source)]
+    chosen = [source for source in sources if query.selection.selects(source)]
     _require_output(run, query.selection, sources, chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, {}))
@@ -288,7 +288,7 @@ def _follow(run: RunDir, query: Query, out: _Output, discovery: log_files.Discov
     ended: RunView | None = None
     follower = Follower(discovery, query.selection, query.keep)
     sources = discovery.sources()
-    chosen = [source for source in sources if query.selection.takes(source)]
+    chosen = [source for source in sources if query.selection.selects(source)]
     until = follower.skip(chosen)
     out.make_room(chosen)
     out.write(_so_far(chosen, query, until))

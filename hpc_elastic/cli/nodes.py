@@ -14,7 +14,7 @@ import click
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, near_miss
 from hpc_elastic.launcher.control import read_result
-from hpc_elastic.launcher.wait import COMMANDS, cancellation
+from hpc_elastic.launcher.wait import COMMANDS
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
@@ -115,7 +115,7 @@ def require_goes_on(run: RunDir) -> None:
     Raises:
         RunDirectoryError: it has no node any more.
     """
-    result, mark = read_result(run), cancellation(run)
+    result, mark = read_result(run), run.cancellation()
     if result is not None:
         raise RunDirectoryError(f"{run.path} has ended: it {result}, and has no node any more")
     if mark is not None:

@@ -30,7 +30,7 @@ from hpc_elastic.launcher import prepare
 from hpc_elastic.launcher.plan import Plan, PlannedRun
 from hpc_elastic.launcher.prepare import Grace, Prepared, graces
 from hpc_elastic.launcher.session import Submitted, lay_out, let_go_on_failure
-from hpc_elastic.launcher.wait import COMMANDS, SubmittedTasks, cancellation, mark, track
+from hpc_elastic.launcher.wait import COMMANDS, SubmittedTasks, mark, track
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import LogEntry, reopen
 from hpc_elastic.rendezvous.term import make_term_folder
@@ -109,7 +109,7 @@ def nothing_to_do(standing: CancelTarget) -> str | None:
     Raises:
         RunDirectoryError: its tasks are not known, for their files are gone.
     """
-    run, mark = standing.run, cancellation(standing.run)
+    run, mark = standing.run, standing.run.cancellation()
     if standing.left:
         return None
     if standing.result is not None:

@@ -807,7 +807,7 @@ def lost(run: TrackedRun, last_seen: Mapping[str, str]) -> Outcome:
         run: The run.
         last_seen: What Slurm last said of each of its tasks.
     """
-    mark = cancellation(run.paths)
+    mark = run.paths.cancellation()
     if mark is not None:
         error = WorkerGroupError(f"the run was cancelled{mark.by_whom}: {run.dir}")
         return Outcome(run, "cancelled", {}, 0, error)
@@ -815,28 +815,6 @@ def lost(run: TrackedRun, last_seen: Mapping[str, str]) -> Outcome:
     lines += [f"  task {task}: {last_seen.get(task, 'never seen')}" for task in run.tasks]
     lines += log_tails(run)
     return Outcome(run, "lost", {}, 0, WorkerGroupError("\n".join(lines)))
-
-
-@dataclass(frozen=True)
-class Cancellation:
-    """What ``<run>/cancelled`` says.
-
-    Attributes:
-        user: Who cancelled the run.
-        host: Where.
-        time: Unix seconds; 0 if unknown.
-    """
-
-    user: str = ""
-    host: str = ""
-    time: float = 0.0
-
-    @property
-    def by_whom(self) -> str:
-        """Return `` by USER on HOST at TIME``, as far as it is known."""
-        parts = [("by", self.user), ("on", self.host)]
-        at = time.strftime("%F %T", time.localtime(self.time)) if self.time else ""
-        return "".join(f" {word} {value}" for word, value in [*parts, ("at", at)] if value)
 
 
 COMMANDS = "command"
@@ -870,17 +848,6 @@ def _owner(path: Path) -> str:
         return path.owner()
     except (KeyError, OSError):
         return "another user"
-
-
-def cancellation(run: RunDir) -> Cancellation | None:
-    """Return who cancelled a run; None if nobody did."""
-    try:
-        if not is_there(run.cancelled):
-            return None
-        raw = read_json(run.cancelled) or {}
-        return Cancellation(str(raw["user"]), str(raw["host"]), float(raw["time"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return Cancellation()  # torn by a full disk: it was cancelled all the same
 
 
 def log_tails(run: TrackedRun, num_files: int = 3) -> list[str]:

@@ -1,4 +1,4 @@
-"""An episode: one thing that happened to a run, with its cause and its cost (pure)."""
+"""Entries of a timeline: what happened to a run, with its causes and its cost (pure)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hpc_elastic.run.events import Event
 
 @dataclass(frozen=True)
 class Cost:
-    """What a change of the group has cost.
+    """The cost of a change of the group.
 
     Attributes:
-        saved_step: The step that all ranks saved for it; None: they could not.
-        reached_step: The last step that was made before; None: nobody says.
-        resumed_step: The step from which training went on; None: nobody says.
-        lost_steps: Steps that are made again because of it; None: it can not be told.
-        pause_s: Seconds from the last step before to the first one after it, or, if ``trains`` is
-            false, to the forming of the group. None: it is not over, or nobody paused.
+        saved_step: The step that all ranks saved for it; None if they could not.
+        reached_step: The last step before; None if unknown.
+        resumed_step: The step from which training went on; None if unknown.
+        lost_steps: Steps that are made again because of it; None if unknown.
+        pause_s: Seconds from the last step before it to the first step after it, or, if ``trains``
+            is false, to the forming of the group. None if it is not over, or nothing paused.
         trains: Whether the first step after it is known.
     """
 
@@ -34,25 +34,25 @@ class Cost:
 
 @dataclass(frozen=True)
 class TimelineEntry:
-    """One thing that happened.
+    """One entry of a timeline.
 
     Attributes:
         kind: ``started``, ``formed`` (the first group), ``grew``, ``shrank``, ``changed`` (nodes
             left and others came), ``restarted`` (the same nodes), ``stopped`` (no node is left),
-            ``resumed`` (after that), ``ended``; and what touches no group: ``task_exited``,
+            ``resumed`` (after that), ``ended``; and without a change of the group: ``task_exited``,
             ``agent_failed``, ``nodes_requeued``, ``parked``, ``excluded``, ``host_failure``,
             ``crash_loop``, ``tasks_restarted``, ``leader``, ``hang``, ``straggler``,
             ``preflight``, ``start_failed``, ``warm_worker_died``, ``checkpoint_failed``,
             ``checkpoint_recovered``, ``cancel``, ``preempt``, ``kill``, ``resume``.
         time: When it began, in Unix seconds.
-        causes: What brought it about.
-        nodes_before: Size of the group; None: there was none, or it does not matter.
-        nodes_after: Size of the group; None: there is none yet.
-        workers: World size of the group; None as above.
-        round: Number of the round that it led to.
-        leader: The host that leads from now on, if another did before.
-        cost: What it has cost.
-        text: What else there is to say: an error, a reason.
+        causes: Its causes.
+        nodes_before: Size of the group before; None if there was none, or it does not matter.
+        nodes_after: Size of the group after; None if there is none yet.
+        workers: World size of the group after; None as above.
+        round: Number of the round after.
+        leader: The host that leads from now on, if another led before.
+        cost: Its cost.
+        text: An error or a reason.
         facts: More, by kind. started: host, task; formed: hosts, ready_s (seconds from the forming
             to the first step; so for new replicas); ended: status, rounds, restarts, lasted_s;
             nodes_requeued: nodes, hosts, all, delay_s, why; parked: hosts; excluded: host,
@@ -60,8 +60,8 @@ class TimelineEntry:
             tasks_restarted: tasks, hosts, avoids; start_failed: task, host, state, reason, hosts,
             again; checkpoint_failed: step; hang, straggler, preflight, warm_worker_died,
             checkpoint_recovered, cancel, preempt, kill, resume: as in the event.
-        is_open: Whether it goes on still.
-        has_replicas: Whether nobody was stopped because of others (``ft=true``).
+        is_open: Whether it goes on.
+        has_replicas: Whether the nodes are replicas, of which none was stopped (``ft=true``).
     """
 
     kind: str
@@ -84,7 +84,7 @@ class TimelineEntry:
 
 
 def kind_of(departed: Iterable[object], arrived: Iterable[object]) -> str:
-    """Tell what became of a group."""
+    """Return the kind of a change by the members that left and that joined."""
     left, came = any(True for _ in departed), any(True for _ in arrived)
     return {
         (True, True): "changed", (True, False): "shrank",
@@ -100,14 +100,14 @@ def cost(
     since: float,
     until: float,
 ) -> Cost:
-    """Return what it cost to stop workers and to start them again.
+    """Return the cost of stopping workers and starting them again.
 
     Args:
-        before: The ``workers_stopped`` events of those who trained before.
-        after: The ``first_step`` events of those who train after it.
+        before: The ``workers_stopped`` events of the workers before.
+        after: The ``first_step`` events of the workers after it.
         saved: The step that all ranks saved before.
-        since: When training stopped, where no step before is known.
-        until: When the group formed, where no step after it is known.
+        since: When training stopped, if no step before is known.
+        until: When the group formed, if no step after it is known.
     """
     before, after = list(before), list(after)
     reached = max((int(e["step"]) for e in before if e.get("step") is not None), default=None)
@@ -139,7 +139,7 @@ def ready_s(members: Iterable[TaskAttempt], round_: Round) -> float | None:
     return round(max(0.0, max(times) - round_.time), 1) if times else None
 
 
-# ---- Why a node left a run, or came (pure)
+# ---- why a node left the group, or joined
 
 
 _COMES_BACK = ("requeue", "requeued", "replace")
@@ -148,22 +148,23 @@ _SIGNALLED = "signalled"
 
 @dataclass(frozen=True)
 class Cause:
-    """What brought a change about.
+    """A cause of a change.
 
     Attributes:
         what: ``preempted``, ``time_limit``, ``asked``, ``requeued`` (its task was, and it was not
-            preempted), ``cancelled``, ``run_ended`` (its task was told so), ``signalled`` (SIGTERM,
-            and it is not known why), ``nodes_requeued``, ``excluded``, ``agent_failed``,
-            ``agent_killed``, ``node_lost`` (died, or out of reach), ``leader_lost``,
+            preempted), ``cancelled``, ``run_ended`` (its run had ended), ``signalled`` (SIGTERM,
+            for an unknown reason), ``nodes_requeued``, ``excluded``, ``agent_failed``,
+            ``agent_killed``, ``node_lost`` (died, or unreachable), ``leader_lost``,
             ``leader_changed``, ``unreachable`` (for a while), ``worker_failed``,
             ``agent_restarted``, ``arrived``, ``returned``, ``other``.
-        time: Unix seconds at which it was known.
-        hosts: Of whom it is true.
-        detail: An error, or what was seen.
-        signal: What announced it; None: no signal did.
-        given_s: The time that was given; None: none, or unknown.
-        comes_back: Whether the task has gone back to the queue; None: unknown.
-        away_s: How long the node was away before it returned; None: it did not, or unknown.
+        time: Unix seconds from which on it was known.
+        hosts: The hosts that it concerns.
+        detail: An error, or an observation.
+        signal: The signal that announced it; None if none did.
+        given_s: The grace time in seconds; None if there was none, or it is unknown.
+        comes_back: Whether the task was requeued; None if unknown.
+        away_s: Seconds for which the node was away before it returned; None if it did not return,
+            or it is unknown.
     """
 
     what: str
@@ -185,52 +186,50 @@ class Cause:
 
 
 def why_left(
-    life: TaskAttempt,
+    attempt: TaskAttempt,
     excluded: Mapping[str, Event],
     *,
     since: float = 0.0,
     led: bool = False,
     without_it: float = float("inf"),
 ) -> Cause:
-    """Tell why a node is not a member any more.
+    """Return why a node is no member any more.
 
     Args:
-        life: What happened to it.
+        attempt: The attempt of its task.
         excluded: The exclusions of the run, by host.
         since: When the round began that it left, if there was one.
         led: Whether it led the run.
-        without_it: When it was given up, or the others went on, if nobody had said why. A notice
-            after that is no reason: Slurm ends what it has written off once it can be reached.
+        without_it: When it was given up, or the others went on, without an announcement. A later
+            notice is no cause: Slurm ends a lost task when its node can be reached again.
     """
-    notice = life.notice
+    notice = attempt.notice
     if notice is not None and _time(notice) < without_it:
-        return _noticed(life, notice)
-    ends = life.ends_after(since)
+        return _noticed(attempt, notice)
+    ends = attempt.ends_after(since)
     if "node_lost" in ends and _time(ends["node_lost"]) > without_it:
-        del ends["node_lost"]  # that was another time
+        del ends["node_lost"]  # it was lost later, for another cause
     if ends.get("node_lost", {}).get("why") == "silent":
-        ends.pop(
-            "nodes_requeued", None
-        )  # excluded for its silence, it was told so when it was back
-    if "nodes_requeued" in ends and life.host in excluded:
-        event = excluded[life.host]
-        return Cause("excluded", _time(event), (life.host,), str(event.get("why", "")))
-    return _unannounced(life, ends, led=led)
+        ends.pop("nodes_requeued", None)  # it was requeued when it was reachable again
+    if "nodes_requeued" in ends and attempt.host in excluded:
+        event = excluded[attempt.host]
+        return Cause("excluded", _time(event), (attempt.host,), str(event.get("why", "")))
+    return _unannounced(attempt, ends, led=led)
 
 
-def _noticed(life: TaskAttempt, notice: Event) -> Cause:
-    left = life.ends_after(0.0).get("task_exited", {})
+def _noticed(attempt: TaskAttempt, notice: Event) -> Cause:
+    left = attempt.ends_after(0.0).get("task_exited", {})
     how, reason = left.get("how"), str(notice["reason"])
     back = None if how in (None, "stay") else how in _COMES_BACK
     what = str(left.get("means") or _SIGNALLED) if reason == "signal" else reason
     return Cause(
-        what, _time(notice), (life.host,), str(left.get("node") or ""),
+        what, _time(notice), (attempt.host,), str(left.get("node") or ""),
         signal=notice.get("signal"), given_s=notice.get("given_s"), comes_back=back,
     )  # fmt: skip
 
 
-def _unannounced(life: TaskAttempt, ends: Mapping[str, Event], *, led: bool) -> Cause:
-    where = (life.host,)
+def _unannounced(attempt: TaskAttempt, ends: Mapping[str, Event], *, led: bool) -> Cause:
+    where = (attempt.host,)
     for kind, key in (("agent_failed", "why"), ("agent_killed", "signal")):
         if kind in ends:
             event = ends[kind]
@@ -244,28 +243,27 @@ def _unannounced(life: TaskAttempt, ends: Mapping[str, Event], *, led: bool) -> 
     return Cause("leader_lost" if led else "node_lost", time, where, str(gone.get("why", "")))
 
 
-def why_came(life: TaskAttempt, run: EventIndex, at: float) -> Cause:
-    """Tell where a new member has come from.
+def why_came(attempt: TaskAttempt, run: EventIndex, at: float) -> Cause:
+    """Return whether a new member arrived, or returned.
 
-    A node that was in the group before came back, whichever of its tasks had it then. It was away
-    from when the group lost it until its agent was there again: one that was only cut off, or
-    stood still, is there when it is a member.
+    A node that was in the group before has returned, whichever task it had then. It was away until
+    its agent started again; a node that was only cut off, or paused, until it was a member again.
 
     Args:
-        life: What happened to it.
-        run: What happened to all.
+        attempt: The attempt of its task.
+        run: The events of the run.
         at: When it became a member.
     """
-    time = life.started if life.started is not None else at
-    left = run.last_left(life.host, at)
+    time = attempt.started if attempt.started is not None else at
+    left = run.last_left(attempt.host, at)
     if left is None:
-        return Cause("arrived", time, (life.host,))
+        return Cause("arrived", time, (attempt.host,))
     back = time if time > left else at
-    return Cause("returned", back, (life.host,), away_s=round(back - left, 1))
+    return Cause("returned", back, (attempt.host,), away_s=round(back - left, 1))
 
 
 def together(causes: Iterable[Cause]) -> tuple[Cause, ...]:
-    """Return the causes with those that are the same but for the host made one."""
+    """Return the causes; those that differ in the host only are one."""
     found: dict[Cause, Cause] = {}
     for cause in causes:
         key = replace(cause, time=0.0, hosts=(), away_s=None)

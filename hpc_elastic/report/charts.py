@@ -1,8 +1,8 @@
 """The charts of a report in Vega-Lite, from its JSON form (pure).
 
-A chart holds its data and no colours: those come with the config of a theme (`colours.config`).
-All charts over time have the same axis, from the run's beginning to its end. What is too small to
-be seen is joined (`charts`), so that a run of days is as quickly drawn as one of minutes.
+A chart holds its data and no colours: these come with the config of a theme (`config`). All charts
+over time have the same axis, from the start of the run to its end. Intervals that are too short to
+be visible are joined, so that a run of days is drawn as fast as one of minutes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Values = Mapping[str, Any]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"  # a name; nothing is fetched
 _COLUMNS = 800
-"""Pixels of a wide chart: what is finer is not drawn."""
+"""Pixels of a wide chart: finer details are not drawn."""
 MOST_LANES = 150
-"""Tasks that are drawn."""
+"""Largest number of tasks that are drawn."""
 _LANE = ((20, 20), (40, 13), (MOST_LANES, 7))
-"""With so many lanes at most, each is so many pixels high."""
+"""Largest number of lanes -> height of a lane in pixels."""
 _UNSEEN_END = ("end",)
-"""The end of the run is no end of a node that needs a mark."""
+"""Ends of attempts without a mark."""
 LOST = ("node_lost", "agent_failed", "silence")
-"""How nodes end that had no time to save."""
+"""Ends of attempts that had no time to save."""
 _CROSS = "M-1,-1L1,1M1,-1L-1,1"
 
 
@@ -40,9 +40,9 @@ class Chart:
     """One chart.
 
     Attributes:
-        name: Of its place in the page.
-        spec: In Vega-Lite, without size and colours.
-        height: Pixels.
+        name: Name of its place in the page.
+        spec: Vega-Lite, without size and colours.
+        height: Height in pixels.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Chart:
 
 
 def charts(report: Values) -> list[Chart]:
-    """Return the charts of a report that have anything to show.
+    """Return the charts of a report that have data.
 
     Args:
-        report: Its JSON form.
+        report: The JSON form of the report.
     """
     found = [_bar(report), _lanes(report), _group(report), _step(report), _loss(report)]
     return [chart for chart in found if chart is not None]
 
 
 def begin_of(report: Values) -> float | None:
-    """Return when the first thing happened that is drawn; None: nothing has."""
+    """Return the earliest time that is drawn; None if there is none."""
     begins = [node["begin"] for node in report["nodes"]]
     begins += [wait["begin"] for wait in report["queue"]]
     begins += [size["time"] for size in report["group"]]
@@ -69,7 +69,7 @@ def begin_of(report: Values) -> float | None:
 
 
 def with_legend(chart: Chart) -> Chart:
-    """Return a chart that explains its colours itself, for a picture."""
+    """Return a chart with a legend of its colours, for a picture."""
     encoding = chart.spec.get("encoding") or chart.spec["layer"][0]["encoding"]
     legend = {"orient": "bottom", "columns": len(SPENT_ON), "title": None}
     colour = {**encoding["color"], "legend": legend}
@@ -108,7 +108,7 @@ def _bar(report: Values) -> Chart | None:
 
 
 def _parts(spent: Values) -> Iterator[tuple[str, float, str, float]]:
-    """Yield each kind with its seconds, its bar, and the seconds of that."""
+    """Yield each kind with its seconds, its bar, and the seconds of the bar."""
     for kind in KINDS:
         yield kind, spent["by_kind"][kind], "on nodes", spent["node_s"]
     yield QUEUE, spent["queue_s"], "in queue", spent["queue_s"]
@@ -122,13 +122,13 @@ def _kinds() -> Spec:
 
 
 def lanes_of(report: Values) -> list[str]:
-    """Return the tasks that are drawn, one lane each, in order of their names."""
+    """Return the tasks that are drawn, in order of their names."""
     names = {node["task"] for node in report["nodes"]} | {w["task"] for w in report["queue"]}
     return sorted(names, key=_naturally)[:MOST_LANES]
 
 
 def _labels(lanes: Sequence[str]) -> dict[str, str]:
-    """Return what each lane is called: without the array's number, where all have the same."""
+    """Return the label of each lane: without the job id if all have the same."""
     parts = {name: name.rpartition("_") for name in lanes}
     if len({head for head, _, _ in parts.values()}) > 1:
         return {name: name for name in lanes}
@@ -156,7 +156,7 @@ def _lanes(report: Values) -> Chart | None:
         {"calculate": f"{from_ms} + 1000 * datum.{name}", "as": f"{name}_ms"}
         for name in ("begin", "end")
     ]
-    # half a pixel more, under the next one: no background shows in between
+    # half a pixel longer, below the next bar, so that no background is visible between them
     moments.append({"calculate": f"datum.end_ms + {500 * shortest_s}", "as": "drawn_ms"})
     told = {"calculate": "utcFormat(datum.begin_ms, '%b %d %H:%M:%S') + ' to '"
             " + utcFormat(datum.end_ms, '%H:%M:%S')", "as": "when"}  # fmt: skip
@@ -183,7 +183,7 @@ def _lanes(report: Values) -> Chart | None:
 def _rows(
     report: Values, begin: float, shortest_s: float, labels: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str, float, float]]:
-    """Yield what is drawn of each lane: task, node, kind, and seconds since the beginning."""
+    """Yield the bars of all lanes: task, node, kind, and seconds since the start."""
     for wait in report["queue"]:
         if wait["task"] in labels:
             ends = round(wait["begin"] - begin, 1), round(wait["end"] - begin, 1)
@@ -197,7 +197,7 @@ def _rows(
 
 
 def _ends(report: Values, labels: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield how attempts ended, but with the run."""
+    """Yield the ends of attempts, except the end of the run."""
     for node in report["nodes"]:
         why = node["ended_by"]
         if why is None or why in _UNSEEN_END or node["task"] not in labels:
@@ -318,9 +318,9 @@ def _checkpoints(report: Values) -> Spec:
 
 
 def _axis(report: Values, begin: float, name: str) -> Spec:
-    """Return the axis of time, in the cluster's local time; one layer of a chart has it."""
+    """Return the time axis, in the local time of the cluster; one layer of a chart has it."""
     until = max(report["about"]["until"], begin + 1.0)
-    # as plain numbers Vega-Lite would make dates of them, which its interpreter does not find
+    # Vega-Lite makes dates of plain numbers, which its interpreter does not find
     domain = [{"expr": str(clock_ms(moment))} for moment in (begin, until)]
     return {
         "field": name, "type": "temporal", "title": None,
@@ -331,14 +331,14 @@ def _axis(report: Values, begin: float, name: str) -> Spec:
 
 
 def _clock_format(length_s: float) -> str:
-    """Return how moments are written on the axis: by a clock of 24 hours, as everywhere else."""
+    """Return the format of times on the axis."""
     if length_s > 18 * 3600:
         return "%b %d %H:%M"
     return "%H:%M" if length_s > 20 * 60 else "%H:%M:%S"
 
 
 def _time(name: str) -> Spec:
-    """Return the place on that axis of what another layer draws."""
+    """Return the time encoding of another layer."""
     return {"field": name, "type": "temporal", "scale": {"type": "utc"}}
 
 
@@ -346,12 +346,12 @@ def _table(
     rows: Iterable[Sequence[object]],
     names: Sequence[str] = ("task", "node", "kind", "begin", "end"),
 ) -> Spec:
-    """Return values as a table, a third of the size of objects; `expanded` makes these of it."""
+    """Return rows as a table, a third of the size of objects; `expanded` makes objects of it."""
     return {"table": {"names": list(names), "rows": [list(row) for row in rows]}}
 
 
 def expanded(spec: Any) -> Any:
-    """Return a chart with its tables as Vega-Lite knows them; page.js does the same."""
+    """Return a chart whose tables are lists of objects, for Vega-Lite; page.js does the same."""
     if isinstance(spec, list):
         return [expanded(part) for part in spec]
     if not isinstance(spec, dict):
@@ -371,18 +371,18 @@ def described(report: Values) -> str:
 
 
 def schema() -> str:
-    """Return the name of the language."""
+    """Return the URL of the Vega-Lite schema."""
     return _SCHEMA
 
 
-# ---- The colours of a report, light and dark: one home for the page and its charts (pure)
-# Those of what nodes were at are Okabe and Ito's, which people with any kind of colour vision can
-# tell apart (https://jfly.uni-koeln.de/color/).
+# ---- colours of the page and its charts, light and dark
+# Those of node time are by Okabe and Ito, distinguishable with any kind of colour vision
+# (https://jfly.uni-koeln.de/color/).
 
 
 QUEUE = "queue"
 SPENT_ON = (*KINDS, QUEUE)
-"""What is drawn in a colour of its own, in the order of the bars."""
+"""Kinds of time with a colour of their own, in the order of the bars."""
 
 _BOTH = {
     "useful": "#009e73", "replayed": "#d55e00", "checkpoint": "#0072b2", "restore": "#cc79a7",
@@ -392,7 +392,7 @@ KIND: Mapping[str, Mapping[str, str]] = {
     "light": {**_BOTH, "start": "#f0e442", "idle": "#8c8c8c", "queue": "#d9d9d9"},
     "dark": {**_BOTH, "start": "#f0e442", "idle": "#9a9a9a", "queue": "#4a4f57"},
 }
-"""By theme, of each of `SPENT_ON`."""
+"""Theme -> colour of each of `SPENT_ON`."""
 
 PAGE: Mapping[str, Mapping[str, str]] = {
     "light": {"back": "#ffffff", "card": "#f6f7f9", "text": "#1c2430", "dim": "#5b6675",
@@ -400,7 +400,7 @@ PAGE: Mapping[str, Mapping[str, str]] = {
     "dark": {"back": "#12161c", "card": "#1b2129", "text": "#e6eaf0", "dim": "#a0abb9",
              "line": "#333c48", "accent": "#6fb1ff", "bad": "#ff8a80"},
 }  # fmt: skip
-"""By theme, of the page."""
+"""Theme -> colours of the page."""
 
 
 def config(theme: str) -> dict[str, Any]:
@@ -426,7 +426,7 @@ def config(theme: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- Makes long histories small enough to draw, without changing what they look like (pure)
+# ---- thinning of long histories, without a visible change
 
 
 Stretch = Mapping[str, Any]
@@ -434,14 +434,14 @@ Stretch = Mapping[str, Any]
 
 
 def thinned_stretches(intervals: Iterable[Stretch], shortest_s: float) -> list[Stretch]:
-    """Return intervals with those joined that could not be seen.
+    """Return intervals, those that are too short to be visible joined.
 
-    Neighbours that are shorter than could be seen are one, of the kind that fills most of it; so
-    are neighbours of one kind.
+    Short neighbours become one interval of the kind that fills most of it. Neighbours of one kind
+    become one.
 
     Args:
         intervals: In order, without gaps.
-        shortest_s: What can be seen.
+        shortest_s: Length of the shortest visible interval in seconds.
     """
     found: list[Stretch] = []
     for stretch in _visible(intervals, shortest_s):
@@ -479,14 +479,14 @@ def _as_one(short: Sequence[Stretch]) -> Iterator[Stretch]:
 
 
 def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
-    """Return the points of a line that looks the same where it is so many pixels wide.
+    """Return fewer points of a line that look the same at a width in pixels.
 
-    Of each column the first, the last, the lowest and the highest point are kept (Jugel et al.,
-    "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
+    The first, last, lowest and highest point of each column are kept (Jugel et al., "M4: A
+    Visualization-Oriented Time Series Data Aggregation", VLDB 2014).
 
     Args:
         points: In order of the first value.
-        columns: Pixels.
+        columns: Width in pixels.
     """
     if len(points) <= 4 * columns:
         return list(points)
@@ -503,16 +503,16 @@ def series(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[fl
     return [points[i] for i in sorted(kept)]
 
 
-# ---- Numbers and times as people read them on a report (pure, but for the local time zone)
+# ---- text of numbers and times
 
 
 UNKNOWN = "–"
 
 
 def clock_ms(seconds: float) -> int:
-    """Return a moment as milliseconds since 1970 of a clock that shows local time as UTC.
+    """Return a time in milliseconds since 1970 of a clock that shows local time as UTC.
 
-    So a report shows the times of the cluster wherever it is read, as `events` prints them there.
+    So a report shows the local time of the cluster wherever it is read.
     """
     offset = datetime.fromtimestamp(seconds).astimezone().utcoffset()
     return round(1000 * (seconds + (offset.total_seconds() if offset else 0.0)))
@@ -531,17 +531,17 @@ def moment(seconds: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """Return a share in percent; what is not nothing never shows as nothing."""
+    """Return a share in percent; a small share is not shown as 0."""
     if part is None:
         return UNKNOWN
     if 0 < part < 0.0005:
         return "< 0.1 %"
-    # what is lost must not be rounded away
+    # a small loss must not be rounded away
     return f"{math.floor(1000 * part) / 10:.1f} %" if part > 0.9 else f"{100 * part:.1f} %"
 
 
 def number(value: Any) -> str:
-    """Return a number with its thousands apart, and no more digits than mean anything."""
+    """Return a number with separators, and at most four significant digits."""
     if value is None:
         return UNKNOWN
     if isinstance(value, int):

@@ -1,12 +1,11 @@
-"""The output of a run's workers, agents and tasks as one stream, in order of time (pure).
+"""The log files of a run as one stream of lines, in order of time.
 
-A run writes many files: for each attempt of each task, each round and each rank one for standard
-output and one for standard error. A `LogSource` is one of them, a `LogLine` is a line of it with
-the time at which it was written (`hpc_elastic.run.log_index`). `log_files` reads, `log_follow`
-follows.
+For each attempt of each task, each round and each rank a run writes one file of standard output and
+one of standard error. A `LogSource` is one of these files. A `LogLine` is a line of it, with the
+time at which it was written (`hpc_elastic.run.log_index`). `log_follow` follows growing files.
 
-Two rules hold throughout: lines of one file stay in its order, and lines of several files are
-ordered by time, those of the same time by the order of their sources.
+Lines of one file keep their order. Lines of several files are ordered by time, and at the same time
+by the order of their sources.
 """
 
 from __future__ import annotations
@@ -32,27 +31,26 @@ from hpc_elastic.slurm.requeue import current_names
 Stream = Literal["out", "err", "agent", "slurm", "local"]
 
 SETTLE_S = 0.5
-"""A line that is followed waits so long for earlier ones of other files."""
+"""Time for which a followed line waits for earlier lines of other files."""
 INDEX_WAIT_S = 1.0
-"""What is in a file waits so long for the agent to write down when it came."""
+"""Time for which a followed line waits for its time in the index."""
 
 _NAME = re.compile(r"round-(\d+)\.rank-(\d+)\.(out|err)")
 
 
 @dataclass(frozen=True)
 class LogSource:
-    """One file of output.
+    """One log file.
 
     Attributes:
         path: The file.
-        stream: ``agent``: the agent's log; ``slurm``, ``local``: what the launcher of
-            that name has captured of the task.
-        task: Whose it is.
-        attempt: Of the task; None for ``slurm`` and ``local``, where all attempts write into one
-            file.
-        round: Of the run; None for ``agent``, ``slurm`` and ``local``.
-        rank: The worker's global rank, or None.
-        host: The node; empty where it is not known, or not the same throughout.
+        stream: ``agent``: the log of the agent; ``slurm``, ``local``: output of the task that the
+            launcher of that name has captured.
+        task: The task that writes it.
+        attempt: The attempt; None for ``slurm`` and ``local``: all attempts write to one file.
+        round: The round; None for ``agent``, ``slurm`` and ``local``.
+        rank: Global rank of the worker, or None.
+        host: The node; empty if it is unknown, or not the same for all attempts.
     """
 
     path: Path
@@ -65,25 +63,25 @@ class LogSource:
 
     @property
     def is_worker(self) -> bool:
-        """Whether a worker has written it."""
+        """Whether a worker writes it."""
         return self.rank is not None
 
     @property
     def order(self) -> tuple[int, int, str, int, str]:
-        """By which sources are sorted: rounds, then ranks, then the others."""
+        """Sort key of sources: rounds, then ranks, then the others."""
         rank = 1 << 31 if self.rank is None else self.rank
         return (self.round or 0, rank, self.task, self.attempt or 0, self.stream)
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line of output.
+    """One line of a log file.
 
     Attributes:
-        time: Unix seconds at which it was written; never less than that of the line before it.
-        source: The file it is in.
-        text: Without its end, as it was written: `log_text.cleaned` makes it fit to be shown.
-        timed: Whether the time is its own, and not that of the file's last change.
+        time: When it was written, in Unix seconds; not before the line above it.
+        source: Its file.
+        text: The line as it was written, without its end; `cleaned` removes control characters.
+        timed: Whether the time is from the index, and not that of the file's last change.
     """
 
     time: float
@@ -96,7 +94,7 @@ Keep = Callable[[LogLine], bool]
 
 
 def source_of(file: str, folder: Path, task: str, attempt: int, host: str) -> LogSource | None:
-    """Return which output a file in the folder of an attempt is; None: it is none."""
+    """Return the source of a file in the folder of an attempt; None if it is no log file."""
     if file == AGENT_LOG:
         return LogSource(folder / file, "agent", task, attempt, host=host)
     m = _NAME.fullmatch(file)
@@ -108,14 +106,14 @@ def source_of(file: str, folder: Path, task: str, attempt: int, host: str) -> Lo
 
 @dataclass(frozen=True)
 class Selection:
-    """Which sources are wanted; what is None or empty does not select.
+    """Criteria for sources; None or an empty set selects all.
 
     Attributes:
-        ranks: Global ranks of workers; agents have none, and go by the other criteria.
+        ranks: Global ranks of workers; agents have none, and need the other criteria only.
         nodes: Hosts.
-        attempt: Of the tasks.
-        round: Of the run.
-        agents: Whether the agents' logs, and what Slurm captured, are wanted as well.
+        attempt: Attempt of the tasks.
+        round: Round of the run.
+        agents: Whether logs of agents, and output that Slurm has captured, are selected too.
     """
 
     ranks: frozenset[int] = frozenset()
@@ -124,31 +122,32 @@ class Selection:
     round: int | None = None
     agents: bool = False
 
-    def takes(self, source: LogSource) -> bool:
-        """Say whether a source is wanted."""
+    def selects(self, source: LogSource) -> bool:
+        """Return whether a source is selected."""
         if not source.is_worker:
-            return self.agents and self._is_there(source)
+            return self.agents and self._has_place(source)
         by_rank = not self.ranks or source.rank in self.ranks
-        return by_rank and self.round in (None, source.round) and self._is_there(source)
+        return by_rank and self.round in (None, source.round) and self._has_place(source)
 
-    def _is_there(self, source: LogSource) -> bool:
+    def _has_place(self, source: LogSource) -> bool:
         by_attempt = self.attempt is None or source.attempt in (None, self.attempt)
         return by_attempt and (not self.nodes or source.host in self.nodes)
 
 
 class NothingSelectedError(HpcElasticError, LookupError):
-    """What was asked for is not in the run; says what there is."""
+    """The run has no source that is selected; the message names what it has."""
 
 
 def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
-    """Refuse to look for what the run does not have.
+    """Refuse a selection that selects nothing.
 
     Args:
-        selection: What is asked for.
-        sources: All that the run has, of workers at least one.
+        selection: The criteria.
+        sources: All sources of the run, of workers at least one.
 
     Raises:
-        NothingSelectedError: a rank, node, attempt or round is not there, or not together.
+        NothingSelectedError: A rank, node, attempt or round does not exist, or no source meets all
+            criteria.
     """
     found = list(sources)
     workers = [s for s in found if s.is_worker]
@@ -159,7 +158,7 @@ def require_there(selection: Selection, sources: Iterable[LogSource]) -> None:
         _require("attempt", {selection.attempt}, there)
     if selection.round is not None:
         _require("round", {selection.round}, {s.round for s in workers if s.round is not None})
-    if not any(map(selection.takes, found)):
+    if not any(map(selection.selects, found)):
         raise NothingSelectedError(_not_together(selection, workers))
 
 
@@ -183,16 +182,16 @@ def _listed(option: str, there: set[int | str]) -> str:
 def _not_together(selection: Selection, workers: Sequence[LogSource]) -> str:
     places = {s.host for s in workers if not selection.ranks or s.rank in selection.ranks}
     where = f"; these ranks were on {', '.join(sorted(places))}" if selection.ranks else ""
-    return f"the run has no output that is all of what was asked for{where}: leave an option out"
+    return f"the run has no output that meets all options{where}: leave one out"
 
 
 def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLine]:
-    """Yield the lines of several files in order of time; a file is begun when its time comes.
+    """Yield the lines of several files in order of time; a file is read when its time has come.
 
-    A run of days has tens of thousands of files, of which few are written at a time.
+    A run of days has tens of thousands of files, and writes few of them at a time.
 
     Args:
-        streams: For each file a time that none of its lines lies before, and its lines.
+        streams: For each file a lower bound of the times of its lines, and its lines.
     """
     heap: list[tuple[float, int, LogLine | None, Iterator[LogLine]]]
     heap = [(begin, number, None, lines) for number, (begin, lines) in enumerate(streams)]
@@ -209,10 +208,10 @@ def merge(streams: Iterable[tuple[float, Iterator[LogLine]]]) -> Iterator[LogLin
 
 
 class Settling:
-    """Brings lines that arrive from growing files into order, as far as waiting a little does.
+    """Buffer that orders lines of growing files, by holding each back for a moment.
 
-    The clocks of nodes may differ: how long a line has waited is told by the reader's own clock,
-    and whatever lies before a line that has waited goes with it.
+    Clocks of nodes may differ: the time for which a line was held back is by the reader's clock,
+    and all earlier lines are released with it.
     """
 
     def __init__(self, settle_s: float = SETTLE_S) -> None:
@@ -220,7 +219,7 @@ class Settling:
         self._waiting: list[tuple[float, LogLine]] = []
 
     def add(self, lines: Iterable[LogLine], now: float) -> None:
-        """Take in lines; of one file in its order.
+        """Add lines, those of one file in its order.
 
         Args:
             lines: The lines.
@@ -229,12 +228,12 @@ class Settling:
         self._waiting.extend((now, line) for line in lines)
 
     def take(self, now: float) -> list[LogLine]:
-        """Return those whose turn has come, in order."""
+        """Return the lines that were held back long enough, in order."""
         waited = (line.time for at, line in self._waiting if now - at >= self._settle_s)
         return self._before(max(waited, default=None))
 
     def take_all(self) -> list[LogLine]:
-        """Return all that wait, in order."""
+        """Return all lines, in order."""
         return self._before(max((line.time for _, line in self._waiting), default=None))
 
     def _before(self, time_s: float | None) -> list[LogLine]:
@@ -246,13 +245,13 @@ class Settling:
 
 
 def readable(*, size: int, read: int, covered: int, waited_s: float) -> int:
-    """Return up to which byte a growing file is to be read now.
+    """Return the byte up to which a growing file can be read now (pure).
 
     Args:
-        size: Its length.
-        read: What was read so far.
-        covered: How far its index reaches.
-        waited_s: Since when it has more than the index covers.
+        size: Its size.
+        read: Bytes that were read.
+        covered: Bytes that its index covers.
+        waited_s: Seconds for which it has had more bytes than the index covers.
     """
     if covered > read:
         return min(covered, size)
@@ -260,7 +259,7 @@ def readable(*, size: int, read: int, covered: int, waited_s: float) -> int:
 
 
 def is_over(source: LogSource, newest: LogSource) -> bool:
-    """Say whether a file will hardly grow any more: its task has gone on to another one.
+    """Return whether a file is complete: its task writes a newer one (pure).
 
     Args:
         source: The file.
@@ -281,26 +280,26 @@ def newest_of_tasks(sources: Iterable[LogSource]) -> dict[str, LogSource]:
     return newest
 
 
-# ---- Finds and reads the files of a run's output, however many and however long they are
-# No file is held open, and of each one block is in memory at a time. A file that has vanished, or
-# can not be read, is like an empty one: what the others hold is shown.
+# ---- finding and reading files
+# No file is kept open, and one block of each is in memory at a time. A file that has vanished, or
+# cannot be read, counts as empty.
 
 
 BLOCK = 1 << 16
 _LATE_S = 60.0
-"""The clock of a file server, by which files are dated, may be wrong by so much."""
+"""Largest error of the clock of a file server, which dates files."""
 _TICK_S = 1.0
-"""Two changes within so much may have one date."""
+"""Resolution of a file server's dates: two changes within it may have the same date."""
 
 
 class Discovery:
-    """Finds the sources of a run, again and again; what has not changed is not read.
+    """Repeated search for the sources of a run; unchanged folders are not read again.
 
     Args:
         run: The run.
 
     Raises:
-        RunDirectoryError: it is no run directory.
+        RunDirectoryError: `run` is no run directory.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -311,7 +310,7 @@ class Discovery:
         self._hosts: dict[str, tuple[int, dict[int, str]]] = {}
 
     def sources(self) -> list[LogSource]:
-        """Return all sources that there are now, sorted."""
+        """Return all present sources, sorted."""
         tasks = self._names(self._run.tasks)
         found = [source for task in tasks for source in self._of_task(task)]
         return sorted([*found, *self._captured(tasks)], key=lambda source: source.order)
@@ -345,7 +344,7 @@ class Discovery:
                 yield LogSource(path, self._spec.launcher, name, host=host)
 
     def _names(self, folder: Path) -> list[str]:
-        """Return the names in a folder; of a changed one anew, and a tick later once more."""
+        """Return the names in a folder, read again after a change, and once more a tick later."""
         now = time.monotonic()
         try:
             changed = status_of(folder).st_mtime_ns
@@ -359,7 +358,7 @@ class Discovery:
         return known[2]
 
     def _host_of(self, task: str, attempt: int) -> str:
-        """Return on which node an attempt of a task is; empty as long as no event says so."""
+        """Return the host of an attempt of a task; empty before the event of its start."""
         path = self._run.events(task)
         size, hosts = self._hosts.get(task, (0, {}))
         if attempt not in hosts and path.name in self._names(path.parent):
@@ -390,30 +389,30 @@ def _hosts_in(events: Path) -> dict[int, str]:
 
 
 class LogReader:
-    """Reads one file forwards, in blocks, also while it grows.
+    """Reader of one file, forwards and in blocks, also while it grows.
 
     Args:
         source: The file.
-        offset: Where to begin: the beginning of a line.
+        offset: First byte to read: the start of a line.
     """
 
     def __init__(self, source: LogSource, offset: int = 0) -> None:
         self.source = source
         self.offset = offset
-        """Up to where it has been read; a line without an end is held back."""
+        """Number of bytes that were read; a line without an end is held back."""
         self.index = Index(source.path)
         self._splitter = Splitter(offset)
         self._last = 0.0
 
     def size(self) -> int:
-        """Return the length of the file."""
+        """Return the size of the file."""
         return size_of(self.source.path)
 
     def read(self, until: int | None = None) -> list[LogLine] | None:
         """Return the lines that end in the next block; None at the end of the file.
 
         Args:
-            until: Take this byte for the end of the file.
+            until: End to read to; None: the end of the file.
         """
         num_bytes = BLOCK if until is None else min(BLOCK, until - self.offset)
         data = _bytes_at(self.source.path, self.offset, num_bytes)
@@ -423,13 +422,13 @@ class LogReader:
         return self._lines(self._splitter.feed(data))
 
     def redrawn(self) -> LogLine | None:
-        """Return what a progress bar shows now that has not come to its end."""
+        """Return the present state of a progress bar; None if the last line is complete."""
         state = self._splitter.state()
         self._last = max(self._last, changed(self.source.path)) if state else self._last
         return LogLine(self._last, self.source, state, timed=False) if state else None
 
     def rest(self) -> list[LogLine]:
-        """Return the last line, if it has no end."""
+        """Return the last line if it has no end of line."""
         return self._lines(self._splitter.rest())
 
     def _lines(self, pieces: Iterable[tuple[int, str]]) -> list[LogLine]:
@@ -437,7 +436,7 @@ class LogReader:
         otherwise: float | None = None
         for end, text in pieces:
             known = self.index.time_at(end) if otherwise is None else None
-            if known is None and otherwise is None:  # nor is any later line in the index
+            if known is None and otherwise is None:  # later lines are not in the index either
                 otherwise = changed(self.source.path)
             self._last = max(self._last, known or otherwise or 0.0)
             found.append(LogLine(self._last, self.source, text, timed=known is not None))
@@ -445,7 +444,7 @@ class LogReader:
 
 
 def lines(source: LogSource, start: int = 0, until: int | None = None) -> Iterator[LogLine]:
-    """Yield the lines of a file from the beginning of a line on, up to a byte or its end."""
+    """Yield the lines of a file from the start of a line on, up to a byte or its end."""
     reader = LogReader(source, start)
     while (found := reader.read(until)) is not None:
         yield from found
@@ -453,11 +452,11 @@ def lines(source: LogSource, start: int = 0, until: int | None = None) -> Iterat
 
 
 def begin_of(source: LogSource, since: float | None) -> float | None:
-    """Return a time that no line lies before which is to be shown; None: there is no such line.
+    """Return a lower bound of the times of the lines of a file; None if it has none.
 
     Args:
         source: The file.
-        since: Unix seconds; lines before are not wanted.
+        since: Unix seconds; earlier lines do not count.
     """
     if not size_of(source.path):
         return None
@@ -470,7 +469,7 @@ def begin_of(source: LogSource, since: float | None) -> float | None:
 
 
 def start_of(source: LogSource, since: float | None) -> int:
-    """Return the beginning of the first line that may have been written since a time."""
+    """Return the byte at which the first line starts that may have been written since a time."""
     if since is None:
         return 0
     written = min(Index(source.path).written_before(since), size_of(source.path))
@@ -489,10 +488,10 @@ def tail(
 
     Args:
         sources: The files, in their order.
-        num_lines: So many.
-        keep: Which lines count.
-        since: Unix seconds before which no line is wanted.
-        until: What to take for the end of a file; else its end.
+        num_lines: Number of lines.
+        keep: Predicate of lines that count.
+        since: Unix seconds; earlier lines do not count.
+        until: End of a file to read to; for other files their end.
     """
     order = {source.path: number for number, source in enumerate(sources)}
     newest = sorted(sources, key=lambda source: -changed(source.path))
@@ -511,7 +510,7 @@ def tail(
 def _last_lines(
     source: LogSource, num_lines: int, keep: Keep, floor: int, until: int | None
 ) -> list[LogLine]:
-    """Look at four times as many lines as long as too few of them are wanted."""
+    """Return the last lines that `keep` accepts; read four times as many while they are too few."""
     count = num_lines
     while True:
         start = max(floor, _start_of_last(source.path, count, until))
@@ -522,7 +521,7 @@ def _last_lines(
 
 
 def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
-    """Return where the last so many lines of a file begin."""
+    """Return the byte at which the last `num_lines` lines of a file start."""
     end = size_of(path) if until is None else until
     at = end - 1  # an end of line at the very end belongs to the last line
     while at > 0:
@@ -540,12 +539,12 @@ def _start_of_last(path: Path, num_lines: int, until: int | None) -> int:
 
 
 def line_start(path: Path, offset: int) -> int:
-    """Return where the line begins that a byte is in."""
+    """Return the byte at which the line starts that contains a byte."""
     return _start_of_last(path, 1, offset + 1) if offset else 0
 
 
 def size_of(path: Path) -> int:
-    """Return the length of a file; 0 if it can not be read."""
+    """Return the size of a file; 0 if it cannot be read."""
     try:
         return status_of(path).st_size
     except OSError:
@@ -553,7 +552,7 @@ def size_of(path: Path) -> int:
 
 
 def changed(path: Path) -> float:
-    """Return when a file was last written to; 0 if it can not be read."""
+    """Return when a file was last written to; 0 if it cannot be read."""
     try:
         return status_of(path).st_mtime
     except OSError:
@@ -569,15 +568,15 @@ def _bytes_at(path: Path, offset: int, num_bytes: int) -> bytes:
         return b""
 
 
-# ---- From the bytes of a file of output to text that a terminal can show (pure)
-# Progress bars redraw their line with ``\r``: of such a line the last state is shown, as on a
-# terminal. What is no text, such as a tensor's bytes, becomes replacement characters. Control
-# characters and escape sequences are left out, colours too where nobody sees them: a log must not
-# clear the screen, nor set the window's title, of whoever reads it.
+# ---- from bytes to text for a terminal (pure)
+# Progress bars redraw their line with ``\r``: the last state of such a line is shown, as on a
+# terminal. Bytes that are no text become replacement characters. Control characters and escape
+# sequences are removed, except colours on a terminal: a log must not clear the reader's screen, or
+# set the title of the window.
 
 
 MAX_LINE = 1 << 16
-"""Bytes; a longer line comes in pieces."""
+"""Bytes of a line; a longer line is split."""
 
 _ESCAPES = (
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # control sequences: colours, the cursor
@@ -591,11 +590,11 @@ _PLAIN_AGAIN = "\x1b[0m"
 
 
 def cleaned(text: str, *, colours: bool) -> str:
-    """Return a line without what would disturb a terminal.
+    """Return a line without control characters and escape sequences.
 
     Args:
         text: The line.
-        colours: Keep what sets colours and styles; they end with the line.
+        colours: Keep colours and styles; they end with the line.
     """
     if text.isprintable():
         return text
@@ -608,10 +607,10 @@ def cleaned(text: str, *, colours: bool) -> str:
 
 
 class Splitter:
-    """Takes the bytes of a file piece by piece, and gives its lines.
+    """Splitter of the bytes of a file, piece by piece, into lines.
 
     Args:
-        offset: Where in the file the first piece begins.
+        offset: Offset of the first piece in the file.
     """
 
     def __init__(self, offset: int = 0) -> None:
@@ -620,7 +619,7 @@ class Splitter:
         self._is_redrawn = False
 
     def feed(self, data: bytes) -> list[tuple[int, str]]:
-        """Return the lines that end in a piece, each with the byte at which it ends."""
+        """Add a piece; return the lines that end in it, each with the byte at which it ends."""
         end = self._end
         self._end += len(data)
         *whole, rest = data.split(b"\n")
@@ -634,16 +633,16 @@ class Splitter:
         return found + self._overlong()
 
     def state(self) -> str:
-        """Return what a progress bar shows now that has no end of line yet; empty for others."""
+        """Return the present state of a progress bar without an end of line; else empty."""
         return _last_state(self._held).decode(errors="replace") if self._is_redrawn else ""
 
     def rest(self) -> list[tuple[int, str]]:
-        """Return the last line, if it has no end: the file is over."""
+        """Return the last line, which has no end of line, when the file is complete."""
         held, self._held = self._held, b""
         return self._pieces(held, self._end) if held else []
 
     def _overlong(self) -> list[tuple[int, str]]:
-        """Return the beginning of a line of which too much is held; a redrawn one has none."""
+        """Return the start of a line that is too long; a redrawn line has none."""
         if len(self._held) <= MAX_LINE:
             return []
         drawn = self._held.rstrip(b"\r").rfind(b"\r")
@@ -661,7 +660,7 @@ class Splitter:
 
 
 def _last_state(line: bytes) -> bytes:
-    r"""Return what a terminal shows of a line at its end; ``\r\n`` is an end of line, too."""
+    r"""Return the last state of a line on a terminal; ``\r\n`` is an end of line, too."""
     if b"\r" not in line:
         return line
     states = [state for state in line.split(b"\r") if state.strip()]

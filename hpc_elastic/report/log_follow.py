@@ -1,8 +1,7 @@
-"""Follows the output of a run, whatever becomes of its workers and nodes.
+"""Following the log files of a run across restarts, requeues and new nodes.
 
-New files are found as they appear: of workers that were started again, of tasks that came back from
-the queue, of nodes that joined late. A line is shown when it is complete, or its file is over; of a
-progress bar, which comes to its end after hours, now and then how far it is.
+New files are found when they appear. A line is returned when it is complete, or its file is; the
+present state of a progress bar, which may end after hours, is returned now and then.
 """
 
 from __future__ import annotations
@@ -28,28 +27,27 @@ from hpc_elastic.report.log_files import (
 )
 
 _FIND_S = 0.5
-"""Seconds between two looks for new files."""
+"""Interval of searches for new files."""
 _BAR_S = 10.0
-"""Seconds between two looks at a progress bar."""
+"""Interval of returned states of a progress bar."""
 _IDLE_S = 0.5
-"""At most so many seconds between two looks at a file that does not grow."""
+"""Longest interval of reads of a file that does not grow."""
 _SHARE = 10
-"""In a run with very many files, at most a tenth of the time is spent on looking for more, and as
-much on looking whether they have grown."""
+"""At most a tenth of the time is spent on searching files, and as much on checking their sizes."""
 _OVER_AFTER_S = 5.0
-"""A file whose task has gone on is given up when it has not grown for so long."""
+"""Time after which a file is closed that does not grow, if its task writes a newer one."""
 
-_LINES_A_LOOK = 10_000
-"""So that one file does not keep the others waiting."""
+_LINES_A_POLL = 10_000
+"""Lines of one file in one poll, so that the other files are not delayed."""
 
 
 class Follower:
-    """Reads what is added to a run's output.
+    """Reader of lines that are added to the log files of a run.
 
     Args:
-        discovery: Finds the run's files.
-        selection: Which of them are wanted.
-        keep: Which lines.
+        discovery: Finds the files.
+        selection: Selects files.
+        keep: Predicate of lines to return.
     """
 
     def __init__(self, discovery: Discovery, selection: Selection, keep: Keep) -> None:
@@ -61,13 +59,14 @@ class Follower:
         self._newest: dict[str, LogSource] = {}
         self._find_at = self._read_at = 0.0
         self.last_news = time.monotonic()
-        """When something was last read, in monotonic seconds."""
+        """Time of the last read that returned lines, in monotonic seconds."""
 
     def skip(self, sources: Sequence[LogSource]) -> dict[Path, int]:
-        """Leave out what files hold so far, which the caller reads himself.
+        """Skip the present content of files, which the caller reads.
 
         Returns:
-            Up to where he has to: a line that is being written is left to the follower.
+            The byte up to which the caller reads each file. A line that is being written is left to
+            the follower.
         """
         return {source.path: self._skip(source) for source in sources}
 
@@ -79,7 +78,7 @@ class Follower:
         return end
 
     def poll(self) -> list[LogLine]:
-        """Return the lines whose turn has come."""
+        """Return the lines that are complete and ordered by now."""
         now = time.monotonic()
         if now >= self._find_at:
             self._find()
@@ -91,7 +90,7 @@ class Follower:
         return self._settling.take(now)
 
     def finish(self) -> list[LogLine]:
-        """Return all that is left: the run has ended."""
+        """Return all remaining lines: the run has ended."""
         self._find()
         for file in self._files.values():
             if not file.is_closed:
@@ -101,15 +100,15 @@ class Follower:
     def _find(self) -> None:
         sources = self._discovery.sources()
         self._newest = newest_of_tasks(s for s in sources if s.attempt is not None)
-        for source in filter(self._selection.takes, sources):
+        for source in filter(self._selection.selects, sources):
             known = self._files.get(source.path)
             if known is None:
                 self._files[source.path] = _Followed(source)
             else:
-                known.reader.source = source  # its host may be known by now
+                known.reader.source = source  # its host may have become known
 
     def _read(self, file: _Followed, now: float) -> float:
-        """Read what a file has to show now; return the seconds that finding nothing took."""
+        """Read a file; return the seconds that were spent if it had no new lines."""
         if file.is_closed or now < file.read_at:
             return 0.0
         began = time.monotonic()
@@ -134,13 +133,13 @@ class _Followed:
         self.reader = LogReader(source, offset)
         self.is_closed = False
         self.read_at = 0.0
-        """When it is to be looked at again, in monotonic seconds."""
+        """Time of the next read, in monotonic seconds."""
         self._grew_at = time.monotonic()
         self._waits_since: float | None = None
         self._bar, self._bar_at = "", time.monotonic()
 
     def bar(self, now: float) -> list[LogLine]:
-        """Return how far a progress bar is, if it is time to show that again."""
+        """Return the state of a progress bar, if it is due and has changed."""
         if now - self._bar_at < _BAR_S:
             return []
         self._bar_at = now
@@ -151,11 +150,11 @@ class _Followed:
         return [line]
 
     def idle_s(self, now: float) -> float:
-        """Return since when nothing new was read."""
+        """Return the seconds since the file last grew."""
         return now - self._grew_at
 
     def read(self, now: float) -> list[LogLine] | None:
-        """Return the lines that are complete now; None if nothing was added."""
+        """Return the lines that are complete; None if the file has not grown."""
         reader = self.reader
         size = reader.size()
         if size <= reader.offset:
@@ -170,12 +169,12 @@ class _Followed:
             return []
         self._waits_since, self._grew_at = None, now
         found: list[LogLine] = []
-        while len(found) < _LINES_A_LOOK and (lines := reader.read(until)) is not None:
+        while len(found) < _LINES_A_POLL and (lines := reader.read(until)) is not None:
             found += lines
         return found
 
     def drain(self) -> list[LogLine]:
-        """Return all that is left of a file that is over."""
+        """Return all remaining lines of a complete file."""
         found: list[LogLine] = []
         while (lines := self.reader.read()) is not None:
             found += lines

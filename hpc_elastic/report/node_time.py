@@ -103,9 +103,9 @@ class Account:
 
     Attributes:
         nodes: Every attempt of every task, in order of their beginning.
-        queued: The time that tasks waited for a node, as intervals of kind ``queue``, by task.
-        sizes: How the size of the group changed.
-        counted: Whether any step is known; without one, nothing can be said of goodput.
+        queued: By task, the time that it waited for a node, as intervals of kind ``queue``.
+        sizes: The size of the group over time.
+        counted: Whether any step is known; without one, goodput is unknown.
     """
 
     nodes: tuple[NodeTime, ...]
@@ -124,7 +124,7 @@ class Account:
 
     @property
     def node_s(self) -> float:
-        """Node-seconds since each task was started, without its time in the queue."""
+        """Node-seconds of all attempts, without their time in the queue."""
         return sum(node.end - node.begin for node in self.nodes)
 
     @property
@@ -134,7 +134,7 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """The share of useful node-seconds, from 0 to 1; None where nothing is known of it."""
+        """The share of useful node-seconds, from 0 to 1; None if unknown."""
         total = self.node_s
         return self.seconds["useful"] / total if self.counted and total > 0 else None
 

@@ -1,16 +1,14 @@
-"""A report as one HTML file that needs nothing else: no network, no server, no other file.
+"""A report as one HTML file without a network, a server or other files; and as a picture.
 
 All text goes through Jinja2 with autoescape, and all values for the charts as JSON in which ``<``
-is escaped. A content security policy has the browser refuse whatever else would run or be fetched:
-only our own scripts, which carry a number drawn for this file, and no connection at all.
+is escaped. By the content security policy the browser runs only the scripts of this file, which
+carry its nonce, and opens no connection.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import struct
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -40,18 +38,18 @@ from hpc_elastic.report.charts import (
 )
 
 SHOWN_AT_ONCE = 12
-"""Longer lists are folded."""
+"""Length of lists that are shown unfolded."""
 
 MEANINGS = {
-    "useful": "steps that nobody had made before",
-    "replayed": "steps made again, because they were lost with a node or a worker",
-    "checkpoint": "the training stood still for a checkpoint",
-    "restore": "looking for a checkpoint, and loading it",
-    "import": "workers start, import and get ready, until their first step",
-    "rendezvous": "the group is being formed",
-    "start": "the node's agent starts",
-    "idle": "others train, and this node does not",
-    "queue": "tasks wait for a node; no node stands still for it",
+    "useful": "steps that were not made before",
+    "replayed": "steps that were made again after a node or worker was lost",
+    "checkpoint": "the training waits for a checkpoint",
+    "restore": "finding and loading a checkpoint",
+    "import": "workers start and import, until their first step",
+    "rendezvous": "the group forms",
+    "start": "the agent of the node starts",
+    "idle": "other nodes train, and this one does not",
+    "queue": "tasks wait for a node; no node is held",
 }
 
 
@@ -62,7 +60,7 @@ def html(report: Mapping[str, Any]) -> str:
         report: The JSON form of `report.report.Report`.
 
     Raises:
-        ReportLibraryError: the library that draws the charts is not installed.
+        ReportLibraryError: The library that draws the charts is not installed.
     """
     drawn = charts(report)
     return _environment().get_template("page.html.j2").render(
@@ -85,7 +83,7 @@ def html(report: Mapping[str, Any]) -> str:
 
 
 def tiles(report: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Return the figures at the top: what, how much, and what else there is to it."""
+    """Return the figures at the top: title, value, and remark."""
     about, spent, begin = report["about"], report["spent"], begin_of(report)
     faults = [change for change in report["changes"] if change["fault"]]
     lost = sum(change["lost_steps"] or 0 for change in faults)
@@ -115,16 +113,16 @@ def _environment() -> Environment:
     )  # fmt: skip
 
 
-# ---- The lists and tables of a report's page (pure)
+# ---- lists and tables (pure)
 
 
 Values = Mapping[str, Any]
 
 
 def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
-    """Return what the faults have cost, added up by their cause, the costliest first.
+    """Return the sum of the costs of faults by their cause, the costliest first.
 
-    What is unknown of some of them counts as nothing in the sum.
+    Unknown costs count as 0.
     """
     found: dict[str, dict[str, Any]] = {}
     for change in changes:
@@ -141,26 +139,26 @@ def by_cause(changes: Iterable[Values]) -> list[dict[str, Any]]:
 
 
 def costliest(changes: Iterable[Values], most: int) -> list[Values]:
-    """Return the faults that have cost most node time, in order of time."""
+    """Return the faults with the highest costs in node time, in order of time."""
     faults = [change for change in changes if change["fault"]]
     chosen = sorted(faults, key=lambda change: -change["node_s"])[:most]
     return sorted(chosen, key=lambda change: change["time"])
 
 
 def departures(nodes: Iterable[Values]) -> list[tuple[str, int]]:
-    """Return how attempts have ended, and how many, the most frequent first."""
+    """Return the number of attempts by how they ended, the most frequent first."""
     return Counter(str(n["ended_by"]) for n in nodes if n["ended_by"]).most_common()
 
 
 def as_yaml(value: Any) -> str:
-    """Return values of a configuration as text."""
+    """Return values of a configuration as YAML."""
     if value is None:
         return "unknown"
     text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
     return text.removesuffix("...\n")
 
 
-# ---- A report as one picture: its figures and charts, drawn without a browser
+# ---- the picture: figures and charts, drawn without a browser
 
 
 _WIDTH = 1000
@@ -178,7 +176,7 @@ def png(report: Mapping[str, Any]) -> bytes:
         report: The JSON form of `report.report.Report`.
 
     Raises:
-        ReportLibraryError: the library that draws the charts is not installed.
+        ReportLibraryError: The library that draws the charts is not installed.
     """
     return png_of_chart(spec(report))
 
@@ -221,7 +219,7 @@ def _nothing() -> dict[str, Any]:
     }
 
 
-# ---- The only caller of vl-convert: Vega's own code for a page, and pictures without a browser
+# ---- vl-convert: the script of Vega for a page, and pictures
 
 
 REMEDY = "pip install 'hpc_elastic[report]'"
@@ -235,7 +233,7 @@ def script() -> str:
     """Return Vega, Vega-Lite and their embedding as one script, which sets ``vegaEmbed``.
 
     Raises:
-        ReportLibraryError: it is not installed.
+        ReportLibraryError: vl-convert is not installed.
     """
     return str(_library().javascript_bundle())
 
@@ -244,35 +242,13 @@ def png_of_chart(spec: dict[str, Any], scale: float = 2.0) -> bytes:
     """Return a chart as a picture.
 
     Args:
-        spec: In Vega-Lite.
-        scale: Pixels of the picture for each of the spec.
+        spec: The chart in Vega-Lite.
+        scale: Pixels of the picture for each pixel of the chart.
 
     Raises:
-        ReportLibraryError: the library is not installed.
+        ReportLibraryError: vl-convert is not installed.
     """
-    drawn = _library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[])
-    return packed(bytes(drawn))
-
-
-def packed(png: bytes) -> bytes:
-    """Return a PNG file with its pixels compressed as zlib can, which is several times smaller.
-
-    The library trades size for speed. Only the chunks IDAT change (RFC 2083, 4.1.3).
-    """
-    pixels, before, after, at = b"", png[:8], b"", 8
-    while at < len(png):
-        (length,) = struct.unpack_from(">I", png, at)
-        chunk = png[at : at + 12 + length]
-        at += len(chunk)
-        if chunk[4:8] == b"IDAT":
-            pixels += chunk[8:-4]
-        elif pixels:
-            after += chunk
-        else:
-            before += chunk
-    data = b"IDAT" + zlib.compress(zlib.decompress(pixels), 6)
-    length_of = struct.pack(">I", len(data) - 4)
-    return before + length_of + data + struct.pack(">I", zlib.crc32(data)) + after
+    return bytes(_library().vegalite_to_png(json.dumps(spec), scale=scale, allowed_base_urls=[]))
 
 
 def _library() -> ModuleType:

@@ -1,4 +1,4 @@
-"""The lines of progress.jsonl, as values, and the pace that they show (pure, but for reading)."""
+"""Progress of a run: the lines of progress.jsonl, and the pace of the training."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 TRAINING = "training"
 
 _RECENT_S = 300.0
-"""The pace is that of the last five minutes, or of so many points where they lie further apart."""
+"""The pace is that of the last five minutes, or of `_FEWEST` points if these are further apart."""
 _FEWEST, _MOST = 5, 60
 
 
 @dataclass(frozen=True)
 class Point:
-    """The group at one moment, as its leader saw it; None where nothing was known.
+    """The group at one moment, as its leader wrote it; None for unknown values.
 
     Attributes:
-        time: Unix seconds, on the leader's clock.
+        time: Unix seconds, by the leader's clock.
         phase: ``waiting``, ``training``, ``requeued``, ``succeeded`` or ``failed``.
-        round: The last that was closed.
-        nodes: Members of it; 0 while the group is not formed.
-        world_size: Their workers.
-        step: The furthest that a worker has reported.
-        total_steps: Where the training will be done.
-        samples: Seen so far, as the script reports them.
-        loss: The first rank's.
-        blocked_s: For how long checkpoints have held up the workers of this round.
+        round: Number of the last round.
+        nodes: Number of its members; 0 while the group forms.
+        world_size: Number of their workers.
+        step: The last step that a worker has reported.
+        total_steps: The last step of the training.
+        samples: Samples trained so far, as the script reports them.
+        loss: Loss of the first rank.
+        blocked_s: Seconds for which checkpoints have blocked the workers of this round.
         checkpoint: The last step whose checkpoint was announced.
-        steps_per_s: Over the half minute before.
-        samples_per_s: The same.
+        steps_per_s: Steps a second over the half minute before.
+        samples_per_s: Samples a second over the half minute before.
     """
 
     time: float
@@ -53,24 +53,24 @@ class Point:
 
     @classmethod
     def of(cls, line: Mapping[str, Any], time: float) -> Point:
-        """Return what a line, or status.json, says; fields that a later version adds are left."""
+        """Return the point of a line or of status.json; unknown fields are ignored."""
         known: dict[str, Any] = {str(name): line.get(name) for name in cls.__match_args__}
         fits = {name: value for name, value in known.items() if _is_of(name, value)}
         return cls(**{**fits, "time": time})
 
 
 def _is_of(name: str, value: object) -> bool:
-    """Tell whether a line can have said so; what is damaged is like what is not known."""
+    """Return whether a field has a valid value; an invalid one counts as unknown."""
     if name == "phase":
         return isinstance(value, str)
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def read_points(file: Path) -> list[Point]:
-    """Return the points of a run in order of time; none where there is no file.
+    """Return the points of a run in order of time; none if there is no file.
 
-    Lines that are cut short, for a leader may die while it writes, are passed over. So are lines
-    below one of a later epoch: their leader was stopped while it wrote, and another led meanwhile.
+    Lines that were cut off, because a leader died while it wrote, are left out. So are lines after
+    one of a later epoch: their leader was stopped while it wrote, and another led meanwhile.
     """
     try:
         text = file.read_text(errors="replace")
@@ -95,12 +95,12 @@ def _parsed(lines: Iterable[str]) -> Iterator[Point]:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the present group trains; None where it does not, or nothing is known.
+    """The pace of the present group; None if it does not train, or it is unknown.
 
     Attributes:
         steps_per_s: Optimizer steps a second.
-        samples_per_s: Samples a second, where the script reports them.
-        remaining_s: Until ``total_steps``, at this pace.
+        samples_per_s: Samples a second, if the script reports samples.
+        remaining_s: Seconds until ``total_steps``, at this pace.
     """
 
     steps_per_s: float | None = None
@@ -111,12 +111,12 @@ class Rates:
 def rates(points: Sequence[Point]) -> Rates:
     """Return the pace of the group that trains now.
 
-    It is the midmean of the slopes between recent points, as robust as a median: a checkpoint or a
-    look that came late do not show; nor does a step that takes longer than the points are apart,
-    on which a median would jump. Earlier groups, of another size, do not count.
+    It is the midmean of the slopes between recent points. It is as robust as a median against
+    checkpoints and late points, and it does not jump if steps take longer than the points are
+    apart. Earlier groups of another size do not count.
 
     Args:
-        points: In order of time; the last is taken for how things are now.
+        points: In order of time; the last is the present state.
     """
     if not points or points[-1].phase != TRAINING:
         return Rates()
@@ -137,7 +137,7 @@ def _recent(points: Sequence[Point]) -> list[Point]:
         if (point.round, point.nodes, point.phase) != (last.round, last.nodes, last.phase):
             break
         if found and found[-1].step is not None and (point.step or 0) > found[-1].step:
-            break  # a leader's first looks still show what the workers before had made
+            break  # the first points of a leader may show the step of the round before
         if point.step is None and any(later.step is not None for later in found):
             break
         if last.time - point.time > _RECENT_S and len(found) >= _FEWEST:
@@ -147,7 +147,7 @@ def _recent(points: Sequence[Point]) -> list[Point]:
 
 
 def _slope(points: Sequence[Point], value: Callable[[Point], int | None]) -> float | None:
-    """Return the mean of the middle half of the slopes over stretches of a sixth of the time."""
+    """Return the mean of the middle half of the slopes over sixths of the time."""
     known = [(p.time, v) for p in points if (v := value(p)) is not None]
     apart = max(1, len(known) // 6)
     pairs = zip(known, known[apart:], strict=False)

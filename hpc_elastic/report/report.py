@@ -1,12 +1,11 @@
-"""The report of a run: everything that its page shows, as values (pure).
+"""The report of a run as values (pure).
 
-``hpc-elastic report --format json`` prints just this, and the page and the picture are made of it
-and of nothing else. The docstrings here are the description of the JSON form: docs/report.md takes
-it from them (docs/generate.py).
+``hpc-elastic report --format json`` prints it, and the page and the picture are made of it alone.
+The docstrings here describe the JSON form: docs/generate.py writes docs/report.md from them.
 
-What a change of the group has cost in node-seconds is all that nodes spent, from the change to the
-next one, on anything but useful steps and checkpoints. So the costs of all changes, with that of
-the beginning, add up to what is missing in the goodput but for the checkpoints.
+The cost of a change of the group in node-seconds is all node time from the change to the next one
+that was neither useful nor spent on checkpoints. So the costs of all changes and of the start add
+up to all node time that was not useful, without that of checkpoints.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.sentences import sentence
 
 VERSION = 1
-"""It changes when a key changes its meaning or goes, not when one is added."""
+"""It changes when a key changes its meaning or is removed, not when one is added."""
 
 _CHANGES = ("grew", "shrank", "changed", "restarted", "stopped", "resumed")
 _ALONE = ("task_exited", "agent_failed")
-"""Nodes that were in no group."""
+"""Nodes that were not in the group."""
 _COMING = ("arrived", "returned")
 _PAYS = ("useful", "checkpoint")
-"""What is no cost of a change."""
+"""Node time that is no cost of a change."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What is said of the run as a whole; times in Unix seconds, None where nothing is known.
+    """The run as a whole; times in Unix seconds, None for unknown values.
 
     Attributes:
         run_id: Its id.
         directory: The run directory.
-        overrides: What was overridden on the command line.
+        overrides: Overrides of the command line.
         launcher: ``slurm``, ``local`` or ``unknown``.
-        ft: Whether each node is a replica that lives on when others come and go.
-        phase: What it is doing, as `hpc-elastic status` says.
+        ft: Whether each node is a replica that is not stopped when others come and go.
+        phase: What it is doing, as in `hpc-elastic status`.
         submitted: When it was submitted.
-        until: When it ended; of one that goes on, when the report was made.
+        until: When it ended; if it goes on, when the report was made.
         ended: ``status``, ``time``, ``why`` and ``failure``; None: it goes on.
-        min_nodes: The fewest that it trains with.
-        max_nodes: The most.
-        restarts: Restarts that failures of workers have cost.
-        max_restarts: How many they may.
-        rounds: How many groups there were.
-        step: The furthest that is known.
-        total_steps: Where the training is done.
-        samples: Seen so far.
-        loss: The last.
-        steps_per_s: Over the last minutes; None unless it trains now.
-        remaining_s: At this pace.
+        min_nodes: Fewest nodes with which it trains.
+        max_nodes: Most nodes.
+        restarts: Restarts that failures of workers have spent.
+        max_restarts: Restarts that are allowed.
+        rounds: Number of rounds.
+        step: The last known step.
+        total_steps: The last step of the training.
+        samples: Samples trained so far.
+        loss: The last loss.
+        steps_per_s: Pace over the last minutes; None unless it trains now.
+        remaining_s: Seconds until ``total_steps``, at this pace.
     """
 
     run_id: str
@@ -85,12 +84,12 @@ class About:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of all nodes went.
+    """The time of all nodes.
 
     Attributes:
         goodput: The share of useful steps in ``node_s``; None: no step is known.
-        node_s: Node-seconds from each task's start to its end.
-        queue_s: Seconds for which tasks waited for a node, added up; not part of ``node_s``.
+        node_s: Node-seconds from the start of each attempt to its end.
+        queue_s: Seconds for which tasks waited for a node; not part of ``node_s``.
         by_kind: Node-seconds by kind: ``useful``, ``replayed``, ``checkpoint``, ``restore``,
             ``import``, ``rendezvous``, ``start``, ``idle``; they add up to ``node_s``.
     """
@@ -106,19 +105,19 @@ class Change:
     """A change of the group, or a node that left without being in it.
 
     Attributes:
-        time: When, in Unix seconds.
-        kind: As in ``events --json``; ``stopped`` includes that the group came back.
-        fault: Whether anything but the arrival of nodes brought it about.
-        cause: What did, as in ``events --json``; the first, if there were several.
-        hosts: Of those whom the causes name.
-        sentence: All that is known, in words.
-        nodes_before: Size of the group; None: there was none.
-        nodes_after: Size of the group; None: there is none yet.
-        lost_steps: Steps that are made again because of it; None: it can not be told.
-        pause_s: Seconds without a step; None: nobody paused, or it is not over.
-        node_s: Node-seconds that it has cost so far: all until the next change that were neither
-            useful nor for checkpoints.
-        open: Whether it goes on still.
+        time: When it began, in Unix seconds.
+        kind: As in ``events --json``; ``stopped`` includes the return of the group.
+        fault: Whether it has another cause than the arrival of nodes.
+        cause: Its first cause, as in ``events --json``.
+        hosts: The hosts that the causes concern.
+        sentence: The change in words.
+        nodes_before: Size of the group before; None if there was none.
+        nodes_after: Size of the group after; None if there is none yet.
+        lost_steps: Steps that are made again because of it; None if unknown.
+        pause_s: Seconds without a step; None if nothing paused, or it is not over.
+        node_s: Its cost in node-seconds so far: all until the next change that were neither useful
+            nor for checkpoints.
+        open: Whether it goes on.
     """
 
     time: float
@@ -140,9 +139,10 @@ class SavedCheckpoints:
     """The checkpoints.
 
     Attributes:
-        announced: ``time`` (when it was first seen) and ``step`` of each that the script announced.
-        kept: ``step`` and ``time`` of those that lie in the run's directory, the newest first.
-        blocked_node_s: Node-seconds for which they held up the training.
+        announced: ``time`` (when the leader first knew of it) and ``step`` of each checkpoint that
+            the script announced.
+        kept: ``step`` and ``time`` of those in the run's directories, the newest first.
+        blocked_node_s: Node-seconds for which they blocked the training.
     """
 
     announced: Sequence[Mapping[str, Any]] = ()
@@ -152,11 +152,11 @@ class SavedCheckpoints:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What was submitted; secrets are replaced by ``***``.
+    """The submission; secrets are replaced by ``***``.
 
     Attributes:
-        settings: What was asked for: nodes and ``launcher.*``; None: it can not be read.
-        config: The user's config, as it was frozen; for a function its arguments. None: as above.
+        settings: The settings: nodes and ``launcher.*``; None if they cannot be read.
+        config: The frozen config of the user; for a function its arguments. None as above.
         provenance: Python, command line, git commit, host, user and time of the submission.
     """
 
@@ -167,23 +167,23 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it.
+    """The report.
 
     Attributes:
-        version: Of this form.
+        version: Version of this form.
         made: When the report was made, in Unix seconds.
         about: The run as a whole.
-        spent: Where the time of all nodes went.
-        nodes: Every attempt of every task, in order of their beginning.
+        spent: The time of all nodes.
+        nodes: Every attempt of every task, in order of time.
         queue: ``task``, ``begin`` and ``end`` of each time that a task waited for a node.
-        group: How the size of the group changed.
-        progress: Step and loss over time, as the leader saw them.
+        group: The size of the group over time.
+        progress: Step and loss over time, as leaders wrote them.
         changes: Faults and other changes of the group, with their cost.
-        first_node_s: Node-seconds that it took to get going, counted as for a change.
-        story: ``time`` and ``sentence`` of everything that happened, as `hpc-elastic events`.
+        first_node_s: Cost of the start in node-seconds, counted as for a change.
+        story: ``time`` and ``sentence`` of each entry of the timeline, as `hpc-elastic events`.
         checkpoints: The checkpoints.
-        configuration: What was submitted.
-        notes: What could not be found out, was left out, or should not be overlooked.
+        configuration: The submission.
+        notes: What could not be found out, was left out, or needs attention.
     """
 
     version: int
@@ -202,7 +202,7 @@ class Report:
     notes: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values; numbers that are none (NaN) are null."""
+        """Return it as JSON values; NaN and infinities are null."""
         return {key: _finite(value) for key, value in asdict(self).items()}
 
 
@@ -210,26 +210,26 @@ def report(
     about: About,
     spent: Account,
     points: Sequence[Point],
-    told: Sequence[TimelineEntry],
+    timeline: Sequence[TimelineEntry],
     *,
     made: float,
     kept: Sequence[Mapping[str, Any]] = (),
     configuration: Configuration | None = None,
     notes: Iterable[str] = (),
 ) -> Report:
-    """Put a report together.
+    """Return the report of a run.
 
     Args:
         about: The run as a whole.
-        spent: Where its time went.
+        spent: The account of its node time.
         points: Its progress, in order of time.
-        told: Its episodes, in order of time.
+        timeline: Its timeline.
         made: Unix seconds.
-        kept: The checkpoints in its directory.
-        configuration: What was submitted.
+        kept: The checkpoints in its directories.
+        configuration: The submission.
         notes: What could not be found out.
     """
-    first_node_s, found = changes(told, spent.nodes)
+    first_node_s, found = changes(timeline, spent.nodes)
     by_kind = spent.seconds
     return Report(
         VERSION, made, about,
@@ -238,21 +238,21 @@ def report(
         [{"task": task, "begin": i.begin, "end": i.end}
          for task, waited in spent.queued.items() for i in waited],
         spent.sizes, points, found, first_node_s,
-        [{"time": e.time, "sentence": sentence(e)} for e in told],
+        [{"time": e.time, "sentence": sentence(e)} for e in timeline],
         SavedCheckpoints(list(_announced(points)), kept, by_kind["checkpoint"]),
         configuration or Configuration(),
-        [*notes, *_slow(told), *_doubts(points)],
+        [*notes, *_slow(timeline), *_doubts(points)],
     )  # fmt: skip
 
 
-# ---- what changes have cost ---------------------------------------------------------------
+# ---- the cost of changes ---------------------------------------------------------------
 
 
 def changes(
-    told: Sequence[TimelineEntry], nodes: Iterable[NodeTime]
+    timeline: Sequence[TimelineEntry], nodes: Iterable[NodeTime]
 ) -> tuple[float, list[Change]]:  # fmt: skip
-    """Return what the beginning has cost in node-seconds, and the changes with their cost."""
-    at = [e for e in sorted(told, key=lambda e: e.time) if e.kind in (*_CHANGES, *_ALONE)]
+    """Return the cost of the start in node-seconds, and the changes with their cost."""
+    at = [e for e in sorted(timeline, key=lambda e: e.time) if e.kind in (*_CHANGES, *_ALONE)]
     moments = [e.time for e in at if e.kind in _CHANGES]
     costs = _costs(moments, nodes)
     of_changes = iter(costs[1:])
@@ -267,7 +267,7 @@ def changes(
 
 
 def _costs(moments: Sequence[float], nodes: Iterable[NodeTime]) -> list[float]:
-    """Return the node-seconds that were spent before, between and after some moments."""
+    """Return the node-seconds that are a cost, before, between and after some moments."""
     costs = [0.0] * (len(moments) + 1)
     for interval in (i for node in nodes for i in node.intervals if i.kind not in _PAYS):
         for index, length_s in _between(interval, moments):
@@ -276,7 +276,7 @@ def _costs(moments: Sequence[float], nodes: Iterable[NodeTime]) -> list[float]:
 
 
 def _between(interval: Interval, moments: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yield the parts of an interval, each with how many of the moments lie before it."""
+    """Yield the parts of an interval, each with the number of moments before it."""
     at, index = interval.begin, bisect_right(moments, interval.begin)
     while index < len(moments) and moments[index] < interval.end:
         yield index, moments[index] - at
@@ -297,7 +297,7 @@ def _change(episode: TimelineEntry, node_s: float) -> Change:
 
 
 def _with_return(stopped: Change, resumed: Change) -> Change:
-    """Return the loss of a whole group with its coming back: that is what it has cost."""
+    """Return the loss of a whole group together with its return."""
     return replace(
         stopped, sentence=f"{stopped.sentence}. {resumed.sentence}", open=resumed.open,
         nodes_after=resumed.nodes_after, lost_steps=resumed.lost_steps, pause_s=resumed.pause_s,
@@ -305,7 +305,7 @@ def _with_return(stopped: Change, resumed: Change) -> Change:
     )  # fmt: skip
 
 
-# ---- checkpoints, and what is doubtful ----------------------------------------------------
+# ---- checkpoints, and notes ----------------------------------------------------
 
 
 def _announced(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
@@ -316,14 +316,16 @@ def _announced(points: Iterable[Point]) -> Iterator[dict[str, Any]]:
             yield {"time": point.time, "step": last}
 
 
-def _slow(told: Iterable[TimelineEntry]) -> list[str]:
-    """Return which ranks hold the others up, as was last said of each."""
-    last = {(e.facts.get("rank"), e.facts.get("host")): e for e in told if e.kind == "straggler"}
+def _slow(timeline: Iterable[TimelineEntry]) -> list[str]:
+    """Return the sentences of ranks that are still slow."""
+    last = {
+        (e.facts.get("rank"), e.facts.get("host")): e for e in timeline if e.kind == "straggler"
+    }
     return [sentence(episode) for episode in last.values() if episode.facts.get("slow")]
 
 
 def _doubts(points: Sequence[Point]) -> Iterator[str]:
-    """Yield what a reader would miss."""
+    """Yield notes on odd or missing progress."""
     odd = next((p for p in points if p.loss is not None and not math.isfinite(p.loss)), None)
     if odd is not None:
         where = "" if odd.step is None else f" at step {odd.step}"
@@ -344,15 +346,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# ---- Takes secrets out of what a report shows of a configuration (pure)
-# A report is made to be handed around; what it was made of lies in files that nobody else may
-# read, for there are tokens in them. Hidden are all values below a key ``env``, those whose key
-# sounds like a secret, and passwords in URLs. A secret under a harmless name can not be
-# recognised.
+# ---- secrets
+# A report is passed on; the files that it is made of are private, because they may hold tokens.
+# Hidden are all values below a key ``env``, values whose key looks like that of a secret, and
+# passwords in URLs. A secret under another name is not recognised.
 
 
 HIDDEN = "***"
-"""What stands for a secret."""
+"""Replacement of a secret."""
 
 _SECRET = re.compile(
     r"token$|secret|passw|passphrase|credential|(api|access|private|auth|signing)[_-]?key|^env$",
@@ -363,11 +364,11 @@ _OVERRIDE = re.compile(r"([+~]*[\w./@-]+)=(.*)", re.DOTALL)
 
 
 def redact(value: Any, *, hide: bool = False) -> Any:
-    """Return JSON values without their secrets.
+    """Return JSON values without secrets.
 
     Args:
-        value: Any; keys of objects say what is secret.
-        hide: It is one: what has a value loses it, and the keys stay.
+        value: Any JSON value; keys of objects show which values are secret.
+        hide: Hide all values; keys are kept.
     """
     if isinstance(value, dict):
         return {k: redact(v, hide=hide or is_secret(str(k))) for k, v in value.items()}
@@ -379,7 +380,7 @@ def redact(value: Any, *, hide: bool = False) -> Any:
 
 
 def redact_argument(text: str) -> str:
-    """Return an argument of the command line; the value of an override may be a secret."""
+    """Return an argument of the command line, without the value of a secret override."""
     override = _OVERRIDE.fullmatch(text)
     if override is None:
         return str(redact(text))
@@ -389,5 +390,5 @@ def redact_argument(text: str) -> str:
 
 
 def is_secret(key: str) -> bool:
-    """Tell whether a key sounds like that of a secret."""
+    """Return whether a key looks like that of a secret."""
     return _SECRET.search(key) is not None

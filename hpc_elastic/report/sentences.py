@@ -1,4 +1,4 @@
-"""Episodes as plain sentences, one line each, the cause first (pure)."""
+"""The timeline of a run as plain sentences, one line each, the cause first (pure)."""
 
 from __future__ import annotations
 
@@ -10,68 +10,63 @@ from hpc_elastic._util import counted, duration
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 
 
-def lines(episodes: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:
-    """Yield the story as it is printed: a line with the date where the day changes.
+def lines(entries: Iterable[TimelineEntry], day: str = "") -> Iterator[str]:
+    """Yield a timeline as it is printed, with a line for each new date.
 
     Args:
-        episodes: In order of time.
+        entries: In order of time.
         day: The date that was printed last.
     """
-    for episode in episodes:
-        today = day_of(episode)
+    for entry in entries:
+        today = day_of(entry)
         if today != day:
             yield f"{today}:"
             day = today
-        yield line(episode)
+        clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
+        yield f"{clock} {sentence(entry)}"
 
 
-def day_of(episode: TimelineEntry) -> str:
-    """Return the local date on which it began."""
-    return time.strftime("%Y-%m-%d", time.localtime(episode.time))
+def day_of(entry: TimelineEntry) -> str:
+    """Return the local date of an entry."""
+    return time.strftime("%Y-%m-%d", time.localtime(entry.time))
 
 
-def line(episode: TimelineEntry) -> str:
-    """Return an episode with its local time."""
-    clock = time.strftime("%H:%M:%S", time.localtime(episode.time))
-    return f"{clock} {sentence(episode)}"
-
-
-def sentence(episode: TimelineEntry) -> str:
-    """Return what an episode says to somebody who knows nothing of the run."""
-    special = _SPECIAL.get(episode.kind)
+def sentence(entry: TimelineEntry) -> str:
+    """Return an entry as a sentence that needs no knowledge of the run."""
+    special = _SPECIAL.get(entry.kind)
     if special is not None:
-        return special(episode)
-    parts = [because(episode.causes, episode.leader), *_outcome(episode)]
+        return special(entry)
+    parts = [because(entry.causes, entry.leader), *_outcome(entry)]
     return "; ".join(part for part in parts if part)
 
 
 # ---- the group ----------------------------------------------------------------------------
 
 
-def _outcome(episode: TimelineEntry) -> Iterator[str]:
-    if episode.cost.saved_step is not None:
-        yield f"all ranks saved step {episode.cost.saved_step}"
-    yield _size(episode)
-    if episode.nodes_after == 0:
-        yield _where_to(episode.causes)
-    elif episode.is_open:
+def _outcome(entry: TimelineEntry) -> Iterator[str]:
+    if entry.cost.saved_step is not None:
+        yield f"all ranks saved step {entry.cost.saved_step}"
+    yield _size(entry)
+    if entry.nodes_after == 0:
+        yield _where_to(entry.causes)
+    elif entry.is_open:
         yield "it is not over yet"
-    elif episode.has_replicas and episode.nodes_before:
-        yield _of_replicas(episode)
+    elif entry.has_replicas and entry.nodes_before:
+        yield _of_replicas(entry)
     else:
-        yield _price(episode.cost)
+        yield _price(entry.cost)
 
 
-def _size(episode: TimelineEntry) -> str:
-    before, after = episode.nodes_before or 0, episode.nodes_after
-    group, what = ("", "replica") if episode.has_replicas else ("group ", "node")
+def _size(entry: TimelineEntry) -> str:
+    before, after = entry.nodes_before or 0, entry.nodes_after
+    group, what = ("", "replica") if entry.has_replicas else ("group ", "node")
     if after == 0:
         return f"no node is left of {before}"
     if after is None:
         return f"{group}of {counted(before, what)} changes"
     workers = ""
-    if episode.workers not in (None, after):
-        workers = f" ({counted(episode.workers or 0, 'worker')})"
+    if entry.workers not in (None, after):
+        workers = f" ({counted(entry.workers or 0, 'worker')})"
     if before == 0:
         return f"again {f'a {group}of ' if group else ''}{counted(after, what)}{workers}"
     if before == after:
@@ -83,20 +78,20 @@ def _where_to(causes: Sequence[Cause]) -> str:
     back = [cause.comes_back for cause in causes]
     if back and all(back):
         return "the run waits in the queue until a node is free"
-    return "nobody trains" if None in back or any(back) else "no node comes back by itself"
+    return "no node trains" if None in back or any(back) else "no node comes back by itself"
 
 
-def _of_replicas(episode: TimelineEntry) -> str:
-    if episode.kind == "shrank":
-        lost = "; lost 0 steps" if episode.cost.lost_steps == 0 else ""
+def _of_replicas(entry: TimelineEntry) -> str:
+    if entry.kind == "shrank":
+        lost = "; lost 0 steps" if entry.cost.lost_steps == 0 else ""
         return f"the others train on{lost}"
-    ready_s = episode.facts.get("ready_s")
+    ready_s = entry.facts.get("ready_s")
     joins = "" if ready_s is None else f", together after {duration(ready_s)}"
     return f"the others trained on{joins}"
 
 
 def _price(cost: Cost) -> str:
-    """Say what was lost, and for how long nothing was trained."""
+    """Return the lost steps, and the time without a step."""
     lost = None
     if cost.lost_steps is not None:
         lost = f"lost {counted(cost.lost_steps, 'step')}"
@@ -106,112 +101,113 @@ def _price(cost: Cost) -> str:
         lost = f"on from step {cost.resumed_step}"
     pause = None
     if cost.pause_s is not None:
-        what = "trained again" if cost.trains else "formed anew"
+        what = "trained again" if cost.trains else "formed again"
         pause = f"{what} after {duration(cost.pause_s)}"
     return ", ".join(part for part in (lost, pause) if part)
 
 
-def _formed(episode: TimelineEntry) -> str:
-    facts, workers = episode.facts, episode.workers
-    size = counted(episode.nodes_after or 0, "node")
+def _formed(entry: TimelineEntry) -> str:
+    facts, workers = entry.facts, entry.workers
+    size = counted(entry.nodes_after or 0, "node")
     what = f"group of {size}, {counted(workers or 0, 'worker')}, formed"
-    leads = f"; {episode.leader} leads" if episode.leader else ""
+    leads = f"; {entry.leader} leads" if entry.leader else ""
     ready_s = facts.get("ready_s")
     first = "" if ready_s is None else f"; first step after {duration(ready_s)}"
     return f"{what}: {names(facts.get('hosts', ()))}{leads}{first}"
 
 
-# ---- what touches no group ----------------------------------------------------------------
+# ---- entries that change no group ----------------------------------------------------------------
 
 
-def _started(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _started(entry: TimelineEntry) -> str:
+    facts = entry.facts
     return f"the run started: its first node is {facts.get('host')} (task {facts.get('task')})"
 
 
-def _ended(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _ended(entry: TimelineEntry) -> str:
+    facts = entry.facts
     how = {"succeeded": "the run succeeded", "failed": "the run failed"}
     what = how.get(str(facts.get("status")), "the run was closed")
-    if episode.text:
-        what += f": {episode.text}"
+    if entry.text:
+        what += f": {entry.text}"
     groups = counted(int(facts.get("rounds") or 0), "group")
     restarts = counted(int(facts.get("restarts") or 0), "restart")
     return f"{what}; it took {duration(facts['lasted_s'])}, {groups} and {restarts} after failures"
 
 
-def _given_back(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _nodes_requeued(entry: TimelineEntry) -> str:
+    facts = entry.facts
     hosts, away = names(facts.get("hosts") or ()), duration(float(facts.get("delay_s") or 0.0))
     if facts.get("all"):
         why = facts.get("why") or "too few nodes for too long"
-        back = f"all go back to the queue for {away}, not to block others"
+        back = f"all go back to the queue for {away}, so that other runs can start"
         return f"{why}: {back}" + (f" ({hosts})" if hosts else "")
     who = hosts or counted(int(facts.get("nodes") or 0), "node")
-    return f"{who} can not be used now: back to the queue for {away}"
+    return f"{who} cannot be used now: back to the queue for {away}"
 
 
-def _parked(episode: TimelineEntry) -> str:
-    return f"{names(episode.facts.get('hosts', ()))} waits, and is not taken in: {episode.text}"
+def _parked(entry: TimelineEntry) -> str:
+    return f"{names(entry.facts.get('hosts', ()))} waits, and does not join now: {entry.text}"
 
 
-def _excluded(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _excluded(entry: TimelineEntry) -> str:
+    facts = entry.facts
     left = counted(int(facts.get("hosts_left") or 0), "other host")
-    return f"{facts.get('host')} is not used any more: {episode.text}; {left} left"
+    return f"{facts.get('host')} is not used any more: {entry.text}; {left} left"
 
 
-def _strike(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _host_failure(entry: TimelineEntry) -> str:
+    facts = entry.facts
     so_far = facts.get("strikes")
-    return f"{facts.get('host')} is suspected ({so_far} of 2 strikes): {episode.text}"
+    return f"a failure was counted against {facts.get('host')} ({so_far} of 2): {entry.text}"
 
 
-def _crash_loop(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _crash_loop(entry: TimelineEntry) -> str:
+    facts = entry.facts
     step = facts.get("checkpoint")
     since = "without any checkpoint" if step is None else f"without getting beyond step {step}"
     return f"the workers failed {facts.get('attempts')} times in a row {since}: no further try"
 
 
-def _brought_back(episode: TimelineEntry) -> str:
-    tasks, hosts = episode.facts.get("tasks", ()), episode.facts.get("hosts", ())
+def _tasks_restarted(entry: TimelineEntry) -> str:
+    tasks, hosts = entry.facts.get("tasks", ()), entry.facts.get("hosts", ())
     what = f"task{'' if len(tasks) == 1 else 's'} {names(tasks)}"
     where = f", last on {names(hosts)}," if list(hosts) != list(tasks) else ""
-    avoids = episode.facts.get("avoids", ())
-    but = f", but on {names(avoids)} only once that is rid of it" if avoids else ""
-    return f"{what}{where} may start again as soon as a node is free{but} (the leader asked for it)"
+    avoids = entry.facts.get("avoids", ())
+    but = f", but on {names(avoids)} only when nothing of it runs there" if avoids else ""
+    return f"{what}{where} may start again as soon as a node is free{but} (requested by the leader)"
 
 
-def _hang(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _hang(entry: TimelineEntry) -> str:
+    facts = entry.facts
     ranks = [r for r in facts.get("ranks") or () if isinstance(r, dict)]
     who = ", ".join(f"rank {r.get('rank')} on {r.get('host')}" for r in ranks)
     places = sorted({str(r["at"]) for r in ranks if r.get("at")})
     where = f" ({', '.join(places)})" if places else ""
     others = f"; the others: {facts['others']}" if facts.get("others") else ""
     stalled_s = duration(float(facts.get("stalled_s") or 0.0))
-    return f"no step for {stalled_s}: held up by {who or 'nobody alone'}{where}{others}"
+    blocked = f"blocked by {who}" if who else "no single rank to blame"
+    return f"no step for {stalled_s}: {blocked}{where}{others}"
 
 
-def _straggler(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _straggler(entry: TimelineEntry) -> str:
+    facts = entry.facts
     who = f"rank {facts.get('rank')} on {facts.get('host')}"
     if not facts.get("slow"):
         return f"{who} keeps up with the others again"
     return f"{who} is slow: it needs {facts.get('ratio')} times as long for a step as the others"
 
 
-def _preflight(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _preflight(entry: TimelineEntry) -> str:
+    facts = entry.facts
     if facts.get("fit"):
-        return f"{facts.get('host')} joins, although: {facts.get('reason')}"
+        return f"{facts.get('host')} joins although a check has failed: {facts.get('reason')}"
     avoided = "; it is not used any more" if facts.get("excluded") else ""
-    return f"{facts.get('host')} is not fit to join: {facts.get('reason')}{avoided}"
+    return f"{facts.get('host')} failed its health check: {facts.get('reason')}{avoided}"
 
 
-def _start_failed(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _start_failed(entry: TimelineEntry) -> str:
+    facts = entry.facts
     slurm = ", ".join(str(word) for word in (facts["state"], facts.get("reason")) if word)
     where = f" on {facts['host']}" if facts.get("host") else ""
     what = f"task {facts.get('task')} failed{where} before it joined (Slurm: {slurm})"
@@ -221,43 +217,43 @@ def _start_failed(episode: TimelineEntry) -> str:
     return f"{what}: no further try{f', after {hosts}' if hosts else ''}"
 
 
-def _spare_lost(episode: TimelineEntry) -> str:
-    facts = episode.facts
-    what = f"the spare process of {facts.get('host')} ended by itself ({facts.get('why')})"
+def _warm_worker_died(entry: TimelineEntry) -> str:
+    facts = entry.facts
+    what = f"the warm worker of {facts.get('host')} ended by itself ({facts.get('why')})"
     return f"{what}: the next restart takes longer there"
 
 
-def _not_saved(episode: TimelineEntry) -> str:
-    what = episode.text or f"the checkpoint of step {episode.facts.get('step')} was not written"
+def _checkpoint_failed(entry: TimelineEntry) -> str:
+    what = entry.text or f"the checkpoint of step {entry.facts.get('step')} was not written"
     return f"{what}; the training goes on"
 
 
-def _saved_again(episode: TimelineEntry) -> str:
-    return f"checkpoints are written again, from step {episode.facts.get('step')} on"
+def _checkpoint_recovered(entry: TimelineEntry) -> str:
+    return f"checkpoints are written again, from step {entry.facts.get('step')} on"
 
 
-def _cancel(episode: TimelineEntry) -> str:
-    return f"{episode.facts.get('user')} cancelled the run, on {episode.facts.get('host')}"
+def _cancel(entry: TimelineEntry) -> str:
+    return f"{entry.facts.get('user')} cancelled the run, on {entry.facts.get('host')}"
 
 
-def _preempt(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _preempt(entry: TimelineEntry) -> str:
+    facts = entry.facts
     grace_s = float(facts.get("grace_s") or 0.0)
     return f"{facts.get('user')} preempted {facts.get('host')} ({grace_s:g} s grace)"
 
 
-def _kill(episode: TimelineEntry) -> str:
-    facts = episode.facts
+def _kill(entry: TimelineEntry) -> str:
+    facts = entry.facts
     return f"{facts.get('user')} killed the processes of {facts.get('host')}"
 
 
-def _resume(episode: TimelineEntry) -> str:
-    facts = episode.facts
-    return f"{facts.get('user')} let the run go on, with nodes={facts.get('nodes')}"
+def _resume(entry: TimelineEntry) -> str:
+    facts = entry.facts
+    return f"{facts.get('user')} resumed the run with nodes={facts.get('nodes')}"
 
 
-def _left(episode: TimelineEntry) -> str:
-    return f"{because(episode.causes, None)}; it was in no group"
+def _never_member(entry: TimelineEntry) -> str:
+    return f"{because(entry.causes, None)}; it was not in the group"
 
 
 # ---- Causes as the beginning of a sentence (pure)
@@ -267,7 +263,7 @@ _NAMED = 4
 
 
 def names(hosts: Sequence[str]) -> str:
-    """Return names as a list in a sentence; many are cut short."""
+    """Return names as a list in a sentence; a long list is cut."""
     named = sorted((host or "a node" for host in hosts), key=_naturally)
     if len(named) > _NAMED + 1:
         return f"{', '.join(named[:_NAMED])} and {len(named) - _NAMED} more"
@@ -280,11 +276,11 @@ def _naturally(name: str) -> list[tuple[int, str]]:
 
 
 def because(causes: Sequence[Cause], leader: str | None) -> str:
-    """Return what brought a change about, and who leads now if that has changed."""
-    told = [_SAYS.get(cause.what, _other)(cause) for cause in causes]
+    """Return the causes of a change, and the new leader if it has changed."""
+    parts = [_CAUSES.get(cause.what, _other)(cause) for cause in causes]
     if leader is not None and any(c.what not in ("arrived", "returned") for c in causes):
-        told.append(f"{leader} leads now")
-    return ", ".join(told)
+        parts.append(f"{leader} leads now")
+    return ", ".join(parts)
 
 
 def _other(cause: Cause) -> str:
@@ -296,9 +292,9 @@ _SILENT = "it did not answer any more", "they did not answer any more"
 _SEEN = {
     "": _SILENT,
     "its connection closed": _DIED,
-    "silent": ("nothing was heard of it any more", "nothing was heard of them any more"),
+    "silent": ("it sent no heartbeat any more", "they sent no heartbeat any more"),
     "has not found the new leader": (
-        "it did not come to the new leader", "they did not come to the new leader",
+        "it did not join the new leader", "they did not join the new leader",
     ),
     "the scheduler says that its task has ended": (
         "the scheduler says that its task has ended",
@@ -308,7 +304,7 @@ _SEEN = {
         "it did not join again in time", "they did not join again in time",
     ),
 }  # fmt: skip
-"""What the leader notes of a lost node -> what it means, of one and of several."""
+"""Why the leader lost a node -> text for one node, and for several."""
 
 
 def _was(cause: Cause, what: str) -> str:
@@ -316,25 +312,25 @@ def _was(cause: Cause, what: str) -> str:
 
 
 def _announced(what: str) -> Callable[[Cause], str]:
-    def say(cause: Cause) -> str:
+    def text(cause: Cause) -> str:
         grace = None if cause.given_s is None else f"{duration(cause.given_s)} grace"
         how = ", ".join(part for part in (cause.signal, grace) if part)
         stays = ", and does not come back" if cause.comes_back is False else ""
         return _was(cause, what + (f" ({how})" if how else "")) + stays
 
-    return say
+    return text
 
 
 def _of_task(what: str) -> Callable[[Cause], str]:
-    """Tell what was done to the tasks of nodes, and what Slurm says of a node at that time."""
+    """Return the text for what was done to tasks, with Slurm's state of the node at that time."""
 
-    def say(cause: Cause) -> str:
+    def text(cause: Cause) -> str:
         tasks = "the task" if len(cause.hosts) == 1 else "the tasks"
         was = "was" if len(cause.hosts) == 1 else "were"
         node = f", while Slurm had the node as {cause.detail}" if cause.detail else ""
         return f"{tasks} of {names(cause.hosts)} {was} {what} ({cause.signal or 'SIGTERM'}){node}"
 
-    return say
+    return text
 
 
 def _time_limit(cause: Cause) -> str:
@@ -362,7 +358,7 @@ def _leader_lost(cause: Cause) -> str:
 
 
 def _leader_changed(cause: Cause) -> str:
-    return f"{names(cause.hosts)}, the leader, was out of reach for a while"
+    return f"{names(cause.hosts)}, the leader, was unreachable for a while"
 
 
 def _worker_failed(cause: Cause) -> str:
@@ -379,24 +375,24 @@ def _returned(cause: Cause) -> str:
     return f"{names(cause.hosts)} came back{away}"
 
 
-_SAYS: dict[str, Callable[[Cause], str]] = {
+_CAUSES: dict[str, Callable[[Cause], str]] = {
     "preempted": _announced("preempted"),
-    "signalled": _of_task("told to stop"),
+    "signalled": _of_task("terminated"),
     "requeued": _of_task("requeued"),
     "cancelled": _of_task("cancelled"),
-    "run_ended": _of_task("told to stop, for its run had ended"),
+    "run_ended": _of_task("terminated, because its run had ended"),
     "time_limit": _time_limit,
     "asked": _asked,
-    "nodes_requeued": lambda c: _was(c, "given back to the queue"),
+    "nodes_requeued": lambda c: _was(c, "requeued by the run"),
     "excluded": lambda c: f"{_was(c, 'excluded')} ({c.detail})",
-    "agent_failed": lambda c: f"the agent of {names(c.hosts)} gave up ({c.detail})",
+    "agent_failed": lambda c: f"the agent of {names(c.hosts)} failed ({c.detail})",
     "agent_killed": lambda c: f"the agent of {names(c.hosts)} was ended by {c.detail}",
     "node_lost": _lost,
     "leader_lost": _leader_lost,
     "leader_changed": _leader_changed,
-    "unreachable": lambda c: _was(c, "out of reach for a while"),
+    "unreachable": lambda c: _was(c, "unreachable for a while"),
     "worker_failed": _worker_failed,
-    "agent_restarted": lambda c: c.detail or "an agent joined anew",
+    "agent_restarted": lambda c: c.detail or "an agent has restarted",
     "arrived": lambda c: f"{names(c.hosts)} joined",
     "returned": _returned,
 }
@@ -406,24 +402,24 @@ _SPECIAL: dict[str, Callable[[TimelineEntry], str]] = {
     "started": _started,
     "formed": _formed,
     "ended": _ended,
-    "nodes_requeued": _given_back,
+    "nodes_requeued": _nodes_requeued,
     "parked": _parked,
     "excluded": _excluded,
-    "host_failure": _strike,
+    "host_failure": _host_failure,
     "crash_loop": _crash_loop,
-    "tasks_restarted": _brought_back,
+    "tasks_restarted": _tasks_restarted,
     "hang": _hang,
     "straggler": _straggler,
     "preflight": _preflight,
     "start_failed": _start_failed,
-    "warm_worker_died": _spare_lost,
-    "checkpoint_failed": _not_saved,
-    "checkpoint_recovered": _saved_again,
+    "warm_worker_died": _warm_worker_died,
+    "checkpoint_failed": _checkpoint_failed,
+    "checkpoint_recovered": _checkpoint_recovered,
     "cancel": _cancel,
     "preempt": _preempt,
     "kill": _kill,
     "resume": _resume,
-    "task_exited": _left,
-    "agent_failed": _left,
-    "leader": lambda episode: because(episode.causes, episode.leader),
+    "task_exited": _never_member,
+    "agent_failed": _never_member,
+    "leader": lambda entry: because(entry.causes, entry.leader),
 }

@@ -1,8 +1,8 @@
-"""Groups the events of a run into episodes: what happened, why, and what it cost (pure)."""
+"""The timeline of a run: its events grouped into entries with cause and cost (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -52,104 +52,55 @@ def _ended(run: EventIndex) -> Iterator[TimelineEntry]:
         )
 
 
-# ---- what touches no group ----------------------------------------------------------------
+# ---- entries that change no group
+
+
+_FACTS: dict[str, tuple[str, ...]] = {
+    "nodes_requeued": ("nodes", "hosts", "all", "delay_s", "why"),
+    "excluded": ("host", "hosts_left"),
+    "host_failure": ("host", "strikes"),
+    "crash_loop": ("attempts", "checkpoint"),
+    "start_failed": ("task", "host", "state", "reason", "hosts", "again"),
+    "checkpoint_failed": ("step",),
+    **dict.fromkeys(("hang", "straggler", "preflight", "warm_worker_died"), ()),
+    **dict.fromkeys(("checkpoint_recovered", "cancel", "preempt", "kill", "resume"), ()),
+}
+"""Kind of event -> the fields that its entry has as facts; none: all of them."""
+_COMMON = ("v", "time", "kind", "task")
 
 
 def _asides(run: EventIndex) -> Iterator[TimelineEntry]:
+    excluded = excluded_hosts(run)
     for event in run.events:
-        tell = _ASIDES.get(event["kind"])
-        episode = tell(run, event) if tell is not None else None
-        if episode is not None:
-            yield episode
+        kind, time = event["kind"], float(event["time"])
+        if kind == "scale_up_decision" and event.get("admit") == "not now":
+            hosts = [run.host_at(task, time) for task in event.get("waiting", ())]
+            yield _aside("parked", event, {"hosts": hosts})
+        elif kind == "tasks_restarted":
+            tasks = [str(task) for task in event.get("tasks", ())]
+            hosts = [run.host_at(task, time) for task in tasks]
+            avoids = [str(host) for host in event.get("avoids", ())]
+            yield _aside(kind, event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
+        elif kind in _FACTS and not _is_part_of_another(event, excluded):
+            keys = _FACTS[kind] or [key for key in event if key not in _COMMON]
+            yield _aside(kind, event, {key: event.get(key) for key in keys})
 
 
-def _parked(run: EventIndex, event: Event) -> TimelineEntry | None:
-    if event.get("admit") != "not now":
-        return None
-    time = float(event["time"])
-    hosts = [run.host_at(task, time) for task in event.get("waiting", ())]
-    return _aside("parked", event, {"hosts": hosts})
-
-
-def _given_back(run: EventIndex, event: Event) -> TimelineEntry | None:
-    if "nodes" not in event:
-        return None
-    keys = ("nodes", "hosts", "all", "delay_s", "why")
-    return _aside("nodes_requeued", event, {key: event.get(key) for key in keys})
-
-
-def _excluded(run: EventIndex, event: Event) -> TimelineEntry:
-    facts = {key: event.get(key) for key in ("host", "hosts_left")}
-    return _aside("excluded", event, facts)
-
-
-def _strike(run: EventIndex, event: Event) -> TimelineEntry | None:
-    excluded = excluded_hosts(run).get(str(event.get("host")))
-    if excluded is not None and float(excluded["time"]) - float(event["time"]) < 1.0:
-        return None
-    facts = {key: event.get(key) for key in ("host", "strikes")}
-    return _aside("host_failure", event, facts)
-
-
-def _crash_loop(run: EventIndex, event: Event) -> TimelineEntry:
-    facts = {key: event.get(key) for key in ("attempts", "checkpoint")}
-    return _aside("crash_loop", event, facts)
-
-
-def _brought_back(run: EventIndex, event: Event) -> TimelineEntry:
-    tasks, time = [str(task) for task in event.get("tasks", ())], float(event["time"])
-    hosts = [run.host_at(task, time) for task in tasks]
-    avoids = [str(host) for host in event.get("avoids", ())]
-    return _aside("tasks_restarted", event, {"tasks": tasks, "hosts": hosts, "avoids": avoids})
-
-
-def _start_failed(run: EventIndex, event: Event) -> TimelineEntry:
-    keys = ("task", "host", "state", "reason", "hosts", "again")
-    return _aside("start_failed", event, {key: event.get(key) for key in keys})
-
-
-def _not_saved(run: EventIndex, event: Event) -> TimelineEntry:
-    return _aside("checkpoint_failed", event, {"step": event.get("step")})
-
-
-def _as_it_is(run: EventIndex, event: Event) -> TimelineEntry:
-    common = ("v", "time", "kind", "task")
-    return _aside(event["kind"], event, {k: v for k, v in event.items() if k not in common})
+def _is_part_of_another(event: Event, excluded: Mapping[str, Event]) -> bool:
+    """Return whether an event needs no entry: a node's own requeue, a failure that excludes it."""
+    if event["kind"] == "host_failure":
+        exclusion = excluded.get(str(event.get("host")))
+        return exclusion is not None and float(exclusion["time"]) - float(event["time"]) < 1.0
+    return event["kind"] == "nodes_requeued" and "nodes" not in event
 
 
 def _aside(kind: str, event: Event, facts: dict[str, Any]) -> TimelineEntry:
     return TimelineEntry(kind, float(event["time"]), text=str(event.get("why", "")), facts=facts)
 
 
-# ---- What happened to the group of a run: from each round to the next (pure)
-# A round ends for everybody, and the next one has other members: that is one episode, however
-# many causes it has. Where no member is left there are two: the run stood still in between.
-
-
 def excluded_hosts(run: EventIndex) -> dict[str, Event]:
     """Return the exclusions of a run, by host."""
     return {str(e["host"]): e for e in run.of("excluded")}
-
-
-_ASIDES: dict[str, Callable[[EventIndex, Event], TimelineEntry | None]] = {
-    "scale_up_decision": _parked,
-    "nodes_requeued": _given_back,
-    "excluded": _excluded,
-    "host_failure": _strike,
-    "crash_loop": _crash_loop,
-    "tasks_restarted": _brought_back,
-    "hang": _as_it_is,
-    "straggler": _as_it_is,
-    "preflight": _as_it_is,
-    "start_failed": _start_failed,
-    "warm_worker_died": _as_it_is,
-    "checkpoint_failed": _not_saved,
-    "checkpoint_recovered": _as_it_is,
-    "cancel": _as_it_is,
-    "preempt": _as_it_is,
-    "kill": _as_it_is,
-    "resume": _as_it_is,
-}
 
 
 def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
@@ -160,38 +111,40 @@ def _never_members(run: EventIndex) -> Iterator[TimelineEntry]:
             yield from _never_member(run, attempt)
 
 
-def _never_member(run: EventIndex, life: TaskAttempt) -> Iterator[TimelineEntry]:
-    end = run.ends.get(run.generation_at(life.started or 0.0))
-    if end is not None and (life.started or 0.0) > float(end["time"]):
+def _never_member(run: EventIndex, attempt: TaskAttempt) -> Iterator[TimelineEntry]:
+    started = attempt.started or 0.0
+    end = run.ends.get(run.generation_at(started))
+    if end is not None and started > float(end["time"]):
         return
-    told = {
-        kind: event
-        for kind, event in life.ends_after(0.0).items()
-        if kind in ("task_exited", "agent_failed")
-    }
-    for kind, event in told.items():
-        causes: tuple[Cause, ...] = together([why_left(life, {})])
-        yield TimelineEntry(kind, float(event["time"]), causes)
+    for kind, event in attempt.ends_after(0.0).items():
+        if kind in ("task_exited", "agent_failed"):
+            causes: tuple[Cause, ...] = together([why_left(attempt, {})])
+            yield TimelineEntry(kind, float(event["time"]), causes)
+
+
+# ---- the group: from each round to the next
+# A round ends for all members, and the next one has other members: that is one entry, with all its
+# causes. If no member is left there are two entries: the run was stopped in between.
 
 
 _ANNOUNCED = "its node is to be left"
-"""So begins why a node is gone that the leader was told of before."""
+"""Begin of the reason for which a leader reports a node lost that had announced it."""
 _AT_ONCE_S = 1.0
-"""A leader that gives up a member stops the round in the same moment."""
+"""Time within which a leader that gives up a member stops the round."""
 
 
 def _of_group(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield what happened to the group, in order."""
+    """Yield the entries of the group, in order of time."""
     if not run.rounds:
         return
     yield _formed(run, run.rounds[0])
     for before, after in pairwise(run.rounds):
-        yield from _Change(run, before, after).episodes()
+        yield from _Change(run, before, after).entries()
     yield from _since(run, run.rounds[-1])
 
 
 def _formed(run: EventIndex, round_: Round) -> TimelineEntry:
-    """Return the episode of the first group."""
+    """Return the entry of the first group."""
     members = round_.members
     return TimelineEntry(
         "formed", round_.time, nodes_after=len(members), workers=round_.world_size,
@@ -201,7 +154,7 @@ def _formed(run: EventIndex, round_: Round) -> TimelineEntry:
 
 
 def _leads(run: EventIndex, round_: Round) -> str | None:
-    """Return the host that leads when a round has closed."""
+    """Return the host of the leader that closed a round."""
     leader = _leader_of(run, round_)
     return run.host_at(leader["task"], float(leader["time"])) if leader is not None else None
 
@@ -211,7 +164,7 @@ def _leader_of(run: EventIndex, round_: Round) -> Event | None:
 
 
 class _Change:
-    """The way from one round to the next."""
+    """The change from one round to the next."""
 
     def __init__(self, run: EventIndex, before: Round, after: Round) -> None:
         self._run = run
@@ -223,10 +176,10 @@ class _Change:
         self._stop = stop_of(run, before, until=after.time)
         self._excluded = excluded_hosts(run)
 
-    def episodes(self) -> Iterator[TimelineEntry]:
-        """Yield one, or two if nobody was left in between."""
-        gone = [self._timed(self._left(life)) for life in self._departed]
-        came = [self._came(life) for life in self._arrived]
+    def entries(self) -> Iterator[TimelineEntry]:
+        """Yield one entry, or two if no member was left in between."""
+        gone = [self._why_left(member) for member in self._departed]
+        came = [why_came(member, self._run, self._after.time) for member in self._arrived]
         if len(self._departed) == len(self._was):
             if not self._has_ended():
                 yield self._stopped(together(gone))
@@ -235,42 +188,37 @@ class _Change:
             yield self._changed(together([*gone, *self._failures(), *came]))
 
     def _has_ended(self) -> bool:
-        """Tell whether the run had ended in between, which is told by itself."""
+        """Return whether the run ended in between, which has an entry of its own."""
         ends = [float(end["time"]) for end in self._run.ends.values()]
         return any(self._before.time <= end <= self._after.time for end in ends)
 
     # ---- causes -------------------------------------------------------------------------
 
-    def _left(self, life: TaskAttempt) -> Cause:
-        led = self._led(life)
-        return why_left(
-            life, self._excluded, since=self._before.time, led=led,
-            without_it=self._without(life, led=led),
+    def _why_left(self, member: TaskAttempt) -> Cause:
+        led = self._led(member)
+        cause = why_left(
+            member, self._excluded, since=self._before.time, led=led,
+            without_it=self._given_up_at(member, led=led),
         )  # fmt: skip
+        # no event has the time at which a leader died: the others stopped when they noticed
+        return cause if cause.time else replace(cause, time=self._broke_at)
 
-    def _without(self, life: TaskAttempt, *, led: bool) -> float:
-        """Return when a member that had not said why was given up, or, if it led, replaced."""
+    def _given_up_at(self, member: TaskAttempt, *, led: bool) -> float:
+        """Return when a member was given up without an announcement, or replaced as leader."""
         after, until = self._before.time, self._after.time
         for event in self._run.of("node_lost", after=after, until=until):
-            if event["task"] == life.task and not _is_told(event):
+            if event["task"] == member.task and not _was_announced(event):
                 return float(event["time"])
         return until if led else float("inf")
 
-    def _led(self, life: TaskAttempt) -> bool:
-        """Tell whether a member led, and another one does now."""
+    def _led(self, member: TaskAttempt) -> bool:
+        """Return whether a member led, and another one leads now."""
         leader, now = _leader_of(self._run, self._before), _leader_of(self._run, self._after)
         changed = leader is not None and leader is not now
-        return changed and leader is not None and leader["task"] == life.task
-
-    def _timed(self, cause: Cause) -> Cause:
-        """A leader that died is noted by nobody: the others noticed when they stopped."""
-        return cause if cause.time else replace(cause, time=self._broke_at)
-
-    def _came(self, life: TaskAttempt) -> Cause:
-        return why_came(life, self._run, self._after.time)
+        return changed and leader is not None and leader["task"] == member.task
 
     def _failures(self) -> list[Cause]:
-        """Return why the round broke, if not because somebody left or came."""
+        """Return why the round broke, apart from members that left or came."""
         known = [*self._known_failures()]
         has_changed = self._departed or self._arrived or self._new_leader
         if known or has_changed or self._stop is None:
@@ -288,13 +236,13 @@ class _Change:
             yield Cause("leader_changed", self._broke_at, (host,))
         if self._stop is not None and self._stop.get("cause") == "agent_restarted":
             yield Cause("agent_restarted", self._broke_at, detail=str(self._stop["reason"]))
-        yield from self._out_of_reach(after, until)
+        yield from self._unreachable(after, until)
 
-    def _out_of_reach(self, after: float, until: float) -> Iterator[Cause]:
-        """Yield which members were given up, and are members again.
+    def _unreachable(self, after: float, until: float) -> Iterator[Cause]:
+        """Yield the members that were given up, and are members again.
 
-        A leader that was replaced may have been cut off itself: its word on others is none, then
-        and when it notices later how many it does not hear. So only those count that ended a round.
+        A leader that was replaced may have been cut off itself, so its reports of others do not
+        count. Those of the present leader count if they ended the round.
         """
         if (
             self._new_leader is not None
@@ -303,17 +251,17 @@ class _Change:
         ):
             return
         after = max(after, float(self._stop["time"]) - _AT_ONCE_S)
-        stayed = {life.task: life for life in self._was if life in self._is}
+        stayed = {member.task: member for member in self._was if member in self._is}
         for event in self._run.of("node_lost", after=after, until=until):
-            if event["task"] in stayed and not _is_told(event):
+            if event["task"] in stayed and not _was_announced(event):
                 host = stayed[event["task"]].host
                 yield Cause("unreachable", float(event["time"]), (host,))
 
-    # ---- the episode --------------------------------------------------------------------
+    # ---- the entry --------------------------------------------------------------------
 
     @property
     def _new_leader(self) -> str | None:
-        """The host that leads now, if another task did."""
+        """The host that leads now, if another task led before."""
         before, after = _leader_of(self._run, self._before), _leader_of(self._run, self._after)
         if before is None or after is None or before["task"] == after["task"]:
             return None
@@ -322,7 +270,7 @@ class _Change:
     @property
     def _stopped_events(self) -> list[Event]:
         number = self._before.number
-        return [life.stopped[number] for life in self._was if number in life.stopped]
+        return [m.stopped[number] for m in self._was if number in m.stopped]
 
     @property
     def _broke_at(self) -> float:
@@ -364,29 +312,29 @@ class _Change:
         )  # fmt: skip
 
 
-def _is_told(gone: Event) -> bool:
-    """Tell whether the leader was told before that a node would go."""
+def _was_announced(gone: Event) -> bool:
+    """Return whether a node had announced that it would leave."""
     return str(gone.get("why", "")).startswith(_ANNOUNCED)
 
 
 def stop_of(run: EventIndex, round_: Round, until: float = float("inf")) -> Event | None:
-    """Return the event that ended a round; None: there is none, for its leader died with it."""
+    """Return the event that ended a round; None if there is none, because its leader died."""
     stops = run.of("round_stopped", after=round_.time, until=until)
     return next((e for e in stops if e.get("round", round_.number) == round_.number), None)
 
 
-# ---- what has no next round ---------------------------------------------------------------
+# ---- after the last round ---------------------------------------------------------------
 
 
 def _since(run: EventIndex, last: Round) -> Iterator[TimelineEntry]:
-    """Yield what goes on still, or what the run has ended by: nodes leave, no round follows."""
+    """Yield the entry of nodes that leave after the last round."""
     if run.end is not None and run.end["status"] == "succeeded":
         return
     members, stop, since = last.members, stop_of(run, last), last.time
     leaving = [m for m in members if m.notice is not None or m.ends_after(since)]
     if not leaving and (stop is None or run.end is not None):
         return
-    causes = together(why_left(life, excluded_hosts(run), since=since) for life in leaving)
+    causes = together(why_left(m, excluded_hosts(run), since=since) for m in leaving)
     if not causes and stop is not None:
         causes = (Cause("other", float(stop["time"]), detail=str(stop["reason"])),)
     is_all = len(leaving) == len(members)
@@ -398,19 +346,19 @@ def _since(run: EventIndex, last: Round) -> Iterator[TimelineEntry]:
     )  # fmt: skip
 
 
-# ---- What happened to the replicas of a run with ``ft=true``: nobody stops because of others
-# Each replica that goes is an event of its own, and so is each round that places new ones. Those
-# that go together are told of together.
+# ---- replicas, with ``ft=true``: none stops because of others
+# A replica that leaves is an entry of its own, and so is a round that places new replicas. Replicas
+# that leave together for one cause are one entry.
 
 
 _TOGETHER_S = 5.0
-"""Replicas that go within so long of each other go together."""
+"""Time within which replicas leave together."""
 _LEFT_S = 30.0
-"""A leader that left in good order was a replica no longer than this before the next one."""
+"""Longest time between the departure of a leader that left regularly, and the next leader."""
 
 
 def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield what happened to the replicas, in order."""
+    """Yield the entries of the replicas."""
     if not run.rounds:
         return
     yield _formed(run, run.rounds[0])
@@ -423,29 +371,28 @@ def _of_replicas(run: EventIndex) -> Iterator[TimelineEntry]:
 
 @dataclass(frozen=True)
 class _Departed:
-    """A replica that has gone."""
+    """A replica that has left."""
 
     time: float
     nodes: int
-    """Replicas that are left."""
-    life: TaskAttempt
+    """Number of replicas that are left."""
     cause: Cause
     successor: Event | None
-    """Who began to lead in its place; None: it did not lead."""
+    """The event of the leader that replaced it; None if it did not lead."""
 
 
 def _departed(run: EventIndex) -> Iterator[_Departed]:
     excluded = excluded_hosts(run)
     for event in run.of("replica_left"):
-        life, time = _who(run, event), float(event["time"])
-        successor = _successor(run, life, time)
-        cause = why_left(life, excluded, led=successor is not None)
+        attempt, time = _attempt_of(run, event), float(event["time"])
+        successor = _successor(run, attempt, time)
+        cause = why_left(attempt, excluded, led=successor is not None)
         cause = cause if cause.time else replace(cause, time=time)
-        yield _Departed(time, int(event["nodes"]), life, cause, successor)
+        yield _Departed(time, int(event["nodes"]), cause, successor)
 
 
 def _together(departures: Iterable[_Departed]) -> list[list[_Departed]]:
-    """Return the departures with those together that have one cause."""
+    """Return the departures, those with one cause together."""
     groups: list[list[_Departed]] = []
     for one in departures:
         found = next((g for g in reversed(groups) if _is_of(one.cause, g[-1].cause)), None)
@@ -461,7 +408,7 @@ def _is_of(one: Cause, other: Cause) -> bool:
 
 
 def _gone(run: EventIndex, group: list[_Departed]) -> TimelineEntry:
-    """Return what is to be told of replicas that went together."""
+    """Return the entry of replicas that left together."""
     left = group[-1].nodes
     causes = [one.cause for one in group]
     announced = all(cause.is_announced for cause in causes)
@@ -478,18 +425,18 @@ def _host_of(run: EventIndex, leader: Event | None) -> str | None:
     return None if leader is None else run.host_at(leader["task"], float(leader["time"]))
 
 
-def _successor(run: EventIndex, life: TaskAttempt, time: float) -> Event | None:
-    """Return who began to lead in place of a replica that has gone; None: it did not lead."""
+def _successor(run: EventIndex, attempt: TaskAttempt, time: float) -> Event | None:
+    """Return the event of the leader that replaced a replica; None if that did not lead."""
     for before, after in pairwise(run.leaders):
-        led_last = before["task"] == life.task != after["task"]
-        in_this_life = (life.started or 0.0) <= float(before["time"])
-        if led_last and in_this_life and float(after["time"]) <= time + _TOGETHER_S:
+        led_last = before["task"] == attempt.task != after["task"]
+        by_attempt = (attempt.started or 0.0) <= float(before["time"])
+        if led_last and by_attempt and float(after["time"]) <= time + _TOGETHER_S:
             return after
     return None
 
 
 def _other_leaders(run: EventIndex) -> Iterator[TimelineEntry]:
-    """Yield where another agent leads, although the one before is a replica still."""
+    """Yield the entries of new leaders whose predecessor is still a replica."""
     for before, after in pairwise(run.leaders):
         time = float(after["time"])
         around = run.of("replica_left", after=time - _LEFT_S, until=time + _TOGETHER_S)
@@ -500,8 +447,8 @@ def _other_leaders(run: EventIndex) -> Iterator[TimelineEntry]:
         yield TimelineEntry("leader", time, (cause,), leader=host, has_replicas=True)
 
 
-def _who(run: EventIndex, departed: Event) -> TaskAttempt:
-    """Return the attempt that departed: the last that was a member by then."""
+def _attempt_of(run: EventIndex, departed: Event) -> TaskAttempt:
+    """Return the attempt that left: the last one of the task that was a member."""
     task, time = departed["task"], float(departed["time"])
     rounds = [round_ for round_ in run.rounds if round_.time <= time]
     attempts = [m.attempt for round_ in rounds for m in round_.members if m.task == task]
@@ -509,7 +456,7 @@ def _who(run: EventIndex, departed: Event) -> TaskAttempt:
 
 
 def _placed(run: EventIndex, round_: Round) -> TimelineEntry:
-    """Return what is to be told of a round: replicas that come, or that start again."""
+    """Return the entry of a round: replicas that join, or start again."""
     time, members, before = round_.time, round_.members, _members_before(run, round_)
     placed = [member for member in members if member.task in (round_.placed or ())]
     arrived = [member for member in placed if member not in before]
@@ -529,18 +476,18 @@ def _placed(run: EventIndex, round_: Round) -> TimelineEntry:
 def _members_before(run: EventIndex, round_: Round) -> list[TaskAttempt]:
     earlier = [other for other in run.rounds if other.number < round_.number][-1]
     gone = run.of("replica_left", after=earlier.time, until=round_.time)
-    departed = [_who(run, event) for event in gone]
+    departed = [_attempt_of(run, event) for event in gone]
     return [member for member in earlier.members if member not in departed]
 
 
-def _failed(run: EventIndex, life: TaskAttempt, time: float) -> Cause:
-    restarts = [e for e in run.of("restart", until=time) if e.get("host") == life.host]
+def _failed(run: EventIndex, member: TaskAttempt, time: float) -> Cause:
+    restarts = [e for e in run.of("restart", until=time) if e.get("host") == member.host]
     detail = str(restarts[-1]["failure"]) if restarts else ""
-    return Cause("worker_failed", time, (life.host,), detail)
+    return Cause("worker_failed", time, (member.host,), detail)
 
 
 def _cost_of_return(run: EventIndex, round_: Round) -> Cost:
-    """Return what it cost that no replica was left for a while."""
+    """Return the cost of the time without any replica."""
     number, time = round_.number, round_.time
     first_steps = [m.first_steps[number] for m in round_.members if number in m.first_steps]
     stopped = [e for a in run.attempts for e in a.stopped.values() if float(e["time"]) <= time]

@@ -1,4 +1,4 @@
-"""The run directory: every path in it and the frozen description of the run, in one place.
+"""The run directory: every path in it, and the frozen description of the run.
 
 Written by the submission (login node), read by every agent, worker and command. It lies on the
 shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
@@ -9,44 +9,44 @@ k of the sweep: a job array, one task a node; or a *gang*, one job of several no
     <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
     <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
-    <sweep>/.hpc_elastic/array-<k>.replaced/  which jobs stand in place of tasks that are gone
-    <sweep>/.hpc_elastic/local-tasks.json launcher=local: what its tasks are at
-    <sweep>/.hpc_elastic/local-requests/  launcher=local: what agents and commands ask it for
-    <sweep>/.hpc_elastic/logs/            what Slurm itself captures of each task
+    <sweep>/.hpc_elastic/array-<k>.replaced/  job ids of tasks that replace others
+    <sweep>/.hpc_elastic/local-tasks.json launcher=local: the states of its tasks
+    <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
+    <sweep>/.hpc_elastic/logs/            output of each task that Slurm captures
     <run>/run.json                        RunSpec, frozen; 0600, for launcher.env may hold tokens
     <run>/.hydra/                         config.yaml hydra.yaml overrides.yaml, frozen; 0600
-    <run>/settings.json                   what was asked for: nodes and launcher.*; 0600
+    <run>/settings.json                   the settings: nodes and launcher.*; 0600
     <run>/secret                          0600: authenticates every message between agents
-    <run>/rdzv/record.<n>.json            what the agents agreed on: leader, round, end
+    <run>/rdzv/record.<n>.json            decisions of leaders: leader, round, end
     <run>/rdzv/lease.<epoch>              shows that the leader of an epoch lives
     <run>/rdzv/term.<epoch>/              through it a leader writes (`rendezvous.term`);
                                           holds the notices that are not confirmed yet
-    <run>/notice/                         a file named like a task or a node: it is to be left
-    <run>/excluded.json                   nodes that the run is not to get again, and why
-    <run>/avoided/<task>@<node>           the task was lost with that node, and may run there still
-    <run>/checkpoints/                    by custom; see hpc_elastic.checkpoint
-    <run>/departing/                      through it tasks that go back at once ask Slurm
-    <run>/saves_to/                       where they are besides (`hpc_elastic.checkpoint.store`)
-    <run>/ledger/                         what each rank trained; see hpc_elastic.data.ledger
-    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker; ``<log>.times``
-                                          says when it was written (`hpc_elastic.run.log_index`)
-    <run>/events/<task>.jsonl             what happened, one JSON object a line
+    <run>/notice/                         a file named like a task or a node: leave it
+    <run>/excluded.json                   nodes that the run avoids, with the reasons
+    <run>/avoided/<task>@<node>           the task was lost on that node, and may still run there
+    <run>/checkpoints/                    checkpoints, by default; see hpc_elastic.checkpoint
+    <run>/departing/                      combined requests of tasks that are requeued together
+    <run>/saves_to/                       other directories of checkpoints (`checkpoint.store`)
+    <run>/ledger/                         samples that each rank trained (`data.ledger`)
+    <run>/tasks/<task>/attempt-<n>/       logs of the agent and of each worker, each with its time
+                                          index ``<log>.times`` (`run.log_index`)
+    <run>/events/<task>.jsonl             events, one JSON object a line
     <run>/metrics/<task>.prom             OpenMetrics of the task's node
     <run>/results/                        return values of the workers, by rank
     <run>/status.json                     the group as the leader sees it, about once a second
     <run>/progress.jsonl                  the same over time, one JSON object a line, append only: a
                                           line at each change of the group, and else every 5 s, in
                                           a run of days more rarely (`rendezvous.run_status`)
-    <run>/cancelled                       who cancelled it, and when: no task of it comes back
+    <run>/cancelled                       who cancelled the run, and when: its tasks do not restart
     <run>/result.json                     written once, when the run has ended
-    <run>/before-resume.<n>/              both of these, as the n-th `resume` of the run found them
+    <run>/before-resume.<n>/              these two files from before the n-th `resume`
 
 A line of progress.jsonl has time (Unix seconds, of the leader), phase, round, epoch, nodes,
-world_size, step (the furthest), total_steps, samples, loss (the first rank's), blocked_s (seconds
-for which checkpoints have held up the workers of this round), checkpoint (the last step that was
-announced as saved), steps_per_s and samples_per_s (over half a minute); null where nothing is
-known. A line may be cut short, and one of a leader that was stopped while it wrote may follow those
-of a later epoch: `report.progress_log` reads it.
+world_size, step (the last), total_steps, samples, loss (of the first rank), blocked_s (seconds for
+which checkpoints have blocked the workers of this round), checkpoint (the last step that was
+announced as saved), steps_per_s and samples_per_s (over half a minute); null if unknown. A line may
+be cut off. A line of a leader that was stopped while it wrote may follow lines of a later epoch.
+`report.progress_log` reads the file.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from hpc_elastic.shared_files import create_atomic, is_there, names_in, read_jso
 SUBMISSION = ".hpc_elastic"
 AGENT_LOG = "agent.log"
 STATUS_SELDOM_S = 8.0
-"""Between two statuses that differ in their numbers alone, where a server has the run's files."""
+"""Interval of statuses that differ in numbers only, if the run directory is on a file server."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The user's function, as something that a fresh process can import.
+    """The user's function, as a new process imports it.
 
     ``script`` (a file) or ``module`` (a dotted name, for ``python -m``) is loaded, then
     ``qualname`` is looked up in it. A ``hydra`` entry is called with the frozen config, a
@@ -89,7 +89,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What was submitted. A requeued task runs exactly this."""
+    """A run as it was submitted. A requeued task runs exactly this."""
 
     run_id: str
     min_nodes: int
@@ -112,25 +112,25 @@ class RunSpec:
     preempt_grace_s: float = 30.0
     """Seconds between SIGTERM and SIGKILL when a task is preempted."""
     kill_wait_s: float = 30.0
-    """The same when it is cancelled, or out of time."""
+    """The same when it is cancelled, or its time limit ends."""
     preempt_signal: Literal["USR1", "USR2"] = "USR2"
     coallocate_min: bool = False
     """The slots below min_nodes are the nodes of one job; their index is Slurm's node id in it."""
     ft: bool = False
     """Each node is a replica group of its own (`hpc_elastic.ft`)."""
     partition: str | None = None
-    """As given to sbatch: a name, or several with commas; None: the default one."""
+    """As given to sbatch: a name, or several with commas; None: the default partition."""
     time_s: float | None = None
-    """Wall time that each task was submitted with; None: none, or not known exactly."""
+    """Time limit that each task was submitted with; None: none, or not known exactly."""
     whole_nodes: bool = False
-    """Whether each task asks for whole nodes, so that it shares none with other jobs."""
+    """Whether each task requests whole nodes, which it does not share with other jobs."""
     env: dict[str, str] = field(default_factory=dict)
     rendezvous: RendezvousSettings = field(default_factory=RendezvousSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
     provenance: dict[str, Any] = field(default_factory=dict)
     """Python, command line, git commit, dirty or not, host, user, time."""
     generation: int = 0
-    """How often the run was resumed. Tasks of an earlier generation have no part in it any more."""
+    """Number of resumptions. Tasks of an earlier generation do not belong to the run any more."""
 
     def task_names(self, job_ids: Mapping[int, str]) -> list[str]:
         """Return the names of the run's tasks by slot, as far as their arrays have been submitted.
@@ -146,10 +146,10 @@ class RunSpec:
         ]
 
     def requeues_left(self, attempt: int | None) -> int | None:
-        """Return how often a task may still go back to the queue; None: as often as it has to.
+        """Return how often a task may still be requeued; None if without limit.
 
         Args:
-            attempt: How often it has been there; None if unknown, which counts as never.
+            attempt: Number of its requeues; None if unknown, which counts as 0.
         """
         return None if self.max_requeues is None else self.max_requeues - (attempt or 0)
 
@@ -162,7 +162,7 @@ class RunSpec:
         """Read run.json back.
 
         Raises:
-            ValueError: the text is no run description of this version.
+            ValueError: The text is no run description of this version.
         """
         raw = json.loads(text)
         try:
@@ -219,7 +219,7 @@ class RunDir:
 
     @property
     def secret(self) -> Path:
-        """The key that agents authenticate each other by."""
+        """The key by which agents authenticate each other."""
         return self.path / "secret"
 
     @property
@@ -229,7 +229,7 @@ class RunDir:
 
     @property
     def rdzv(self) -> Path:
-        """Folder of the leader's files."""
+        """Folder of the leaders' files."""
         return self.path / "rdzv"
 
     @property
@@ -239,32 +239,32 @@ class RunDir:
 
     @property
     def status(self) -> Path:
-        """The group as the leader sees it."""
+        """The group, as the leader wrote it last."""
         return self.path / "status.json"
 
     @property
     def progress(self) -> Path:
-        """The group over time, as its leaders have seen it."""
+        """The group over time, as its leaders wrote it."""
         return self.path / "progress.jsonl"
 
     @property
     def result(self) -> Path:
-        """How the run ended; exists once it has."""
+        """How the run ended; it exists when the run has ended."""
         return self.path / "result.json"
 
     @property
     def settings(self) -> Path:
-        """What was asked for at the last submission, as `settings.as_config` says it."""
+        """The settings of the last submission, in the form of `config.resolve.as_config`."""
         return self.path / "settings.json"
 
     @property
     def departing(self) -> Path:
-        """Tasks that are requeued at once ask Slurm together, here (`combined_requests`)."""
+        """Folder of combined requests of tasks that are requeued together (`combined_requests`)."""
         return self.path / "departing"
 
     @property
     def cancelled(self) -> Path:
-        """Who cancelled the run, and when; exists from before the first task is cancelled on."""
+        """Who cancelled the run, and when; written before the first task is cancelled."""
         return self.path / "cancelled"
 
     def cancellation(self) -> Cancellation | None:
@@ -279,31 +279,31 @@ class RunDir:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended or is cancelled: no task of it starts or comes back.
+        """Whether the run has ended or is cancelled: no task of it starts or restarts.
 
-        The folder is opened anew, which makes a client of NFS ask the server.
+        The folder is opened again, so that a client of NFS queries the server.
         """
         ends = (self.result.name, self.cancelled.name)
         return not names_in(self.path).isdisjoint(ends)
 
     @property
     def excluded(self) -> Path:
-        """Nodes that the run is not to get again, each with the reason."""
+        """Nodes that the run avoids, each with the reason."""
         return self.path / "excluded.json"
 
     @property
     def avoided(self) -> Path:
-        """Folder of which task avoids its last node for now (`hpc_elastic.slurm.requeue`)."""
+        """Folder of the quarantine: tasks that avoid their last node for now (`slurm.requeue`)."""
         return self.path / "avoided"
 
     @property
     def notices(self) -> Path:
-        """Folder of notice files: a file named like a task, a host, or ``all`` asks to leave."""
+        """Folder of notice files, named like a task or a host, or ``all``: these nodes are left."""
         return self.path / "notice"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie as a rule: the script says where, and may say something else."""
+        """The default folder of checkpoints; the script may choose another."""
         return self.path / "checkpoints"
 
     @property
@@ -313,7 +313,7 @@ class RunDir:
 
     @property
     def tasks(self) -> Path:
-        """Folder of the logs of all tasks, each with a folder of its own."""
+        """Folder of the logs of all tasks, with one folder for each."""
         return self.path / "tasks"
 
     def attempt(self, task: str, attempt: int) -> Path:
@@ -337,7 +337,7 @@ class RunDir:
         """Return the frozen description of the run.
 
         Raises:
-            RunDirectoryError: there is none, or it was written by another version.
+            RunDirectoryError: There is none, or another version has written it.
         """
         try:
             return RunSpec.from_json(self.spec.read_text())
@@ -345,7 +345,7 @@ class RunDir:
             remedy = "give one that has a run.json, or an id of `hpc-elastic list`"
             raise RunDirectoryError(f"{self.path} is not a run directory: {remedy}") from e
         except PermissionError as e:
-            why = f"{self.spec}: {e.strerror}: only its owner, and root, may look into the run"
+            why = f"{self.spec}: {e.strerror}: only its owner, and root, may read the run"
             raise RunDirectoryError(why) from e
         except (OSError, ValueError, RecursionError) as e:
             raise RunDirectoryError(f"{self.path} is not a run directory: {e}") from e
@@ -354,7 +354,7 @@ class RunDir:
         """Make the directory with its description and a fresh secret (login node, once).
 
         Raises:
-            RunDirectoryError: it holds a run already.
+            RunDirectoryError: It holds a run already.
         """
         for folder in (self.path, self.rdzv, self.results, self.notices, self.event_logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -364,7 +364,7 @@ class RunDir:
         write_atomic(self.secret, secrets.token_hex(32), mode=0o600)
 
     def taken(self) -> RunDirectoryError:
-        """Return the error that says that a run is here already."""
+        """Return the error for a directory that holds a run already."""
         remedy = "choose another hydra.sweep.dir or hydra.sweep.subdir, or remove it"
         return RunDirectoryError(f"{self.path} holds a run already: {remedy}")
 
@@ -381,7 +381,7 @@ class ArrayFiles:
 
     @classmethod
     def of(cls, file: Path) -> ArrayFiles:
-        """Return the files of the array that one of them belongs to."""
+        """Return the files of an array by one of them."""
         return cls(file.with_suffix(""))
 
     @property
@@ -391,14 +391,14 @@ class ArrayFiles:
 
     @property
     def tasks(self) -> Path:
-        """Which run and slot each index is; the argument of `hpc_elastic.agent`."""
+        """Run and slot of each index; the argument of `hpc_elastic.agent`."""
         return self.stem.with_suffix(".json")
 
     def run_dirs(self) -> list[Path]:
         """Return the run directory of each task.
 
         Raises:
-            RunDirectoryError: its file is missing, or damaged.
+            RunDirectoryError: The file is missing or damaged.
         """
         found = read_json(self.tasks)
         if found is None:
@@ -420,19 +420,19 @@ class ArrayFiles:
 
     @property
     def job_id_file(self) -> Path:
-        """Where the job id stands."""
+        """The file that holds the job id."""
         return self.stem.with_suffix(".jobid")
 
     @property
     def job_id(self) -> str | None:
-        """Return the job id; None as long as the array was not submitted."""
+        """Return the job id; None before the submission."""
         try:
             return self.job_id_file.read_text(errors="replace").strip()
         except FileNotFoundError:
             return None
 
     def submitted_as(self, job_id: str) -> None:
-        """Write the job id down (submission; a task whose script was submitted by hand)."""
+        """Record the job id (submission; a task whose script was submitted by hand)."""
         write_atomic(self.job_id_file, job_id + "\n")
 
 
@@ -444,7 +444,7 @@ class Submission:
 
     @property
     def logs(self) -> Path:
-        """Folder of what Slurm captures of each task."""
+        """Folder of the output of tasks that Slurm captures."""
         return self.path / "logs"
 
     def log(self, task: str) -> Path:
@@ -453,12 +453,12 @@ class Submission:
 
     @property
     def local_tasks(self) -> Path:
-        """The local launcher's table of its tasks, which stands in for squeue."""
+        """The table of a local launcher's tasks (`hpc_elastic.slurm.local_queue`)."""
         return self.path / "local-tasks.json"
 
     @property
     def local_requests(self) -> Path:
-        """Folder of what the local launcher is asked for (`hpc_elastic.slurm.local_queue`)."""
+        """Folder of requests to a local launcher (`hpc_elastic.slurm.local_queue`)."""
         return self.path / "local-requests"
 
     def array(self, number: int) -> ArrayFiles:

@@ -1,10 +1,10 @@
-"""The event log: everything that happened to a run, one JSON object a line, append only.
+"""The event log of a run: one JSON object a line, append only.
 
 Each line has ``v`` (the version of the schema), ``time`` (Unix seconds), ``kind``, ``task`` and
 fields of its kind; `hpc_elastic.run.event_schema` lists them. Every task writes its own file, so
-that nothing is interleaved on a shared file system.
+that lines are not interleaved on a shared file system.
 
-Readers pass over what they do not know: a run may have been started by a newer version.
+Readers ignore unknown kinds and fields: a newer version may have started the run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ VERSION = 1
 
 _LOGGED_CHARS = 500
 _KEPT = 1000
-"""Lines that wait for a file system to take them."""
+"""Lines kept for a file system that does not accept them now."""
 _LATEST = 1e11
-"""Unix seconds; what claims to be later than that is no time."""
+"""Unix seconds; a later time is invalid."""
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EventLog:
-    """Appends the events of one task; any thread may.
+    """The events of one task, appended from any thread.
 
-    What a file system does not take, because it is full or does not answer, is written by the next
-    call that it lets through.
+    Events that the file system rejects, because it is full or does not answer, are written by the
+    next call that succeeds.
+
+    Args:
+        path: The file.
+        task: The task.
     """
 
     path: Path
@@ -54,15 +58,15 @@ class EventLog:
         self.append([self.line(kind, **fields)])
 
     def write_behind(self, kind: str, **fields: Any) -> None:
-        """Append one event of now in a thread of its own: nobody waits for the file system."""
+        """Append one event in a thread of its own; the caller does not wait for the file."""
         line = self.line(kind, **fields)
         try:
             threading.Thread(target=self.append, args=([line],), daemon=True).start()
-        except RuntimeError:  # no more threads: waiting is the lesser evil
+        except RuntimeError:  # no more threads
             self.append([line])
 
     def line(self, kind: str, **fields: Any) -> str:
-        """Return the line of an event that happens now, for `append`."""
+        """Return the line of an event at the present time, for `append`."""
         line = json.dumps(
             {"v": VERSION, "time": time.time(), "kind": kind, "task": self.task, **fields}
         )
@@ -70,7 +74,7 @@ class EventLog:
         return line
 
     def append(self, lines: Sequence[str]) -> None:
-        """Append events, none even, and those before them that could not be written so far."""
+        """Append events, possibly none, and those that could not be written before."""
         with self._lock:
             self._waiting.extend(lines)
             if not self._waiting:
@@ -87,7 +91,7 @@ class EventLog:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Append all of it, or nothing: a disk that is nearly full takes a part."""
+    """Append all of it or nothing: a disk that is nearly full accepts a part."""
     with path.open("ab", buffering=0) as f:
         before = f.seek(0, os.SEEK_END)
         if f.write(data) < len(data):
@@ -97,24 +101,24 @@ def _append(path: Path, data: bytes) -> None:
 
 @dataclass
 class EventReader:
-    """Reads the events of all tasks of a run, and later those that have come since.
+    """Incremental reader of the events of all tasks of a run.
 
     Args:
-        folder: The run's ``events``; it need not be there yet.
+        folder: The run's ``events``; it need not exist yet.
     """
 
     folder: Path
     _read: dict[Path, int] = field(default_factory=dict)
-    """How many bytes of each file were read, up to the end of a line."""
+    """Number of bytes read of each file, up to the end of a line."""
 
     def new(self) -> list[Event]:
-        """Return what has come since the last call, in order of time.
+        """Return the events since the last call, in order of time.
 
-        A line that is still being written comes the next time; one that was torn, because the
-        process or its node ended, is left out.
+        A line that is being written is returned by a later call. A line that was cut off, because
+        the process or its node ended, is left out.
 
         Raises:
-            OSError: the file system does not answer.
+            OSError: The file system does not answer.
         """
         events = [e for path in self._files() for e in self._new_in(path)]
         return sorted(events, key=lambda e: float(e["time"]))
@@ -138,7 +142,7 @@ class EventReader:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Return the events of all tasks of a run, in order of time; torn lines are left out."""
+    """Return the events of all tasks of a run, in order of time; cut-off lines are left out."""
     return EventReader(folder).new()
 
 
@@ -147,9 +151,9 @@ def _refuse(constant: str) -> float:
 
 
 def _parsed(line: bytes) -> Event | None:
-    """Return the event of a line; None: it is none.
+    """Return the event in a line; None if there is none.
 
-    An attempt that was killed while it wrote leaves half a line, and the next attempt goes on in
+    An attempt that was killed while it wrote leaves half a line, and the next attempt appends to
     it.
     """
     for text in (line, line[max(0, line.rfind(b'{"v": ')) :]):

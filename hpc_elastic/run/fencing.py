@@ -1,13 +1,12 @@
-"""The fence: may this worker still act for its group?
+"""The fence of worker groups: whether a worker may still act for the run.
 
-Every decision about a run's group is a numbered record in its run directory
-(`rendezvous.log_entry`).
-A worker group belongs to the record that formed it, and is over as soon as a later one exists:
-another leader was elected, or another group was formed. A worker that was paused or cut off, and
-does not know, must not commit a checkpoint then; it asks here first.
+Every decision about the group of a run is a numbered record in its run directory
+(`rendezvous.log_entry`). A worker group belongs to the record that formed it, and is over as soon
+as a later record exists: another leader was elected, or another group was formed. A worker that was
+paused or cut off must not commit a checkpoint then, so it calls `check_fence` first.
 
-With ``ft=true`` the workers of a node outlive other nodes, and leaders. They may act as long as the
-last record names their attempt of their task as a member, not as lost, and not the run's end.
+With ``ft=true`` the workers of a node outlive other nodes and leaders. They may act as long as the
+last record has their attempt of their task as a member that is not lost, and does not end the run.
 
     from hpc_elastic import check_fence
 
@@ -29,22 +28,21 @@ from hpc_elastic.shared_files import names_listed
 VARIABLE = "HPC_ELASTIC_FENCE"
 """Path of the record that formed the worker's group."""
 REPLICA_VARIABLE = "HPC_ELASTIC_FENCE_REPLICA"
-"""``task:attempt:slot`` of a worker that belongs to a replica; others are no replicas."""
+"""``task:attempt:slot`` of a worker of a replica; not set for other workers."""
 
 _NAME = re.compile(r"record\.(\d+)\.json")
 
 
 def check_fence() -> None:
-    """Return if this worker's group is the run's present one; outside of a run, always.
+    """Return if this worker's group is the present one of the run; outside of a run, always.
 
-    Costs one listing of a small directory on the shared file system. It is to be called right
-    before what must not happen twice, by the process that does it; the shorter the time between
-    the two, the better.
+    It costs one listing of a small directory on the shared file system. Call it right before an
+    action that must not happen twice, in the process that does it.
 
     Raises:
-        CheckpointFencedError: the group is over. Commit nothing, and let the agent stop this
+        CheckpointFencedError: The group is over. Commit nothing, and let the agent stop this
             process; the run goes on without it.
-        OSError: the run directory can not be read.
+        OSError: The run directory cannot be read.
     """
     mine = own_record()
     if mine is None:
@@ -61,8 +59,8 @@ def check_fence() -> None:
     task, attempt, _ = replica_.rsplit(":", 2)
     if not _belongs(json.loads(record_path(mine.parent, newest).read_text()), task, int(attempt)):
         raise CheckpointFencedError(
-            f"this worker belongs to {task}, attempt {attempt}, which record {newest} of "
-            f"{mine.parent} does not name as a member: it was taken for lost, or the run has ended"
+            f"this worker belongs to {task}, attempt {attempt}, which is no member in record "
+            f"{newest} of {mine.parent}: it was lost, or the run has ended"
         )
 
 
@@ -72,10 +70,10 @@ def replica(task: str, attempt: int, slot: int) -> str:
 
 
 def fencing_token() -> str | None:
-    """Return a name for this worker's group among those of the run; None outside of a run.
+    """Return the name of this worker's group; None outside of a run.
 
     ``r<record>``: groups of an earlier record are over. ``f<record>s<slot>``: a replica of a run
-    with ``ft=true``, which says nothing about others.
+    with ``ft=true``; other replicas may live.
     """
     mine = own_record()
     if mine is None:
@@ -87,7 +85,7 @@ def fencing_token() -> str | None:
 
 
 def _belongs(sealed: dict[str, Any], task: str, attempt: int) -> bool:
-    """Tell whether a record names an attempt of a task as a member that is not lost."""
+    """Return whether a record has an attempt of a task as a member that is not lost."""
     record = json.loads(sealed["record"])
     member = any(m["task"] == task and m["attempt"] == attempt for m in record["members"])
     return member and not record["ending"] and int(record["lost"].get(task, -1)) < attempt
@@ -112,12 +110,12 @@ def last_record(folder: Path) -> int:
 def records_in(folder: Path) -> frozenset[int]:
     """Return the numbers of all records in a folder.
 
-    It is opened anew, which makes a client of NFS ask the server.
+    The folder is opened again, so that a client of NFS queries the server.
     """
     return frozenset(n for name in names_listed(folder) if (n := number(name)))
 
 
 def number(name: str) -> int:
-    """Return the number in the name of a record's file; 0 if it is none."""
+    """Return the number in the name of a record's file; 0 for another file."""
     m = _NAME.fullmatch(name)
     return int(m[1]) if m else 0

@@ -1,15 +1,15 @@
-"""When the bytes of a file of output were written: a small index beside it, ``<file>.times``.
+"""The time index of a log file, ``<file>.times``: when which bytes were written.
 
-A worker's output has no times of its own, and what it prints is not ours to change. So its agent
-looks at how long the file is, and writes that down while it grows (`agent/metrics`). People
-who read the files of several workers together need it (`report/log_files`).
+The output of a worker has no times of its own, and it is not changed. So the agent records the size
+of the file while it grows (`agent/metrics`). `report/log_files` merges the files of several workers
+by these times.
 
-The file holds records of 16 bytes, little endian: the size as an unsigned integer, and the Unix
-seconds, as a float, at which the file was seen to be that long. What ends at byte e was written
-before the first record with a size of at least e, and after the one before. A record that is torn,
-for the disk was full, is none; the next one is written over it.
+The index has records of 16 bytes, little endian: the size as an unsigned integer, and as a float
+the Unix seconds at which the file had that size. A line that ends at byte e was written before the
+first record with a size of at least e, and after the record before it. A record that was cut off by
+a full disk is ignored, and the next one replaces it.
 
-Readers open the file for each look only: a run of days has tens of thousands.
+Readers keep no file open: a run of days has tens of thousands of them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SUFFIX = ".times"
 
 _RECORD = struct.Struct("<Qd")
 _BLOCK = 1024
-"""Records that a reader has in memory: 16 KiB."""
+"""Records that a reader keeps in memory: 16 KiB."""
 
 Record = tuple[int, float]
 """Size in bytes, Unix seconds."""
 
 
 def index_of(output: Path) -> Path:
-    """Return where the index of a file of output is."""
+    """Return the path of the index of a log file."""
     return output.with_name(output.name + SUFFIX)
 
 
 class IndexWriter:
-    """Appends to the index of one file, which has one writer at a time.
+    """Writer of the index of one log file; there is one at a time.
 
     Raises:
-        OSError: it can not be opened; so does `append`, and may be called again then.
+        OSError: The index cannot be opened.
     """
 
     def __init__(self, output: Path) -> None:
@@ -50,10 +50,10 @@ class IndexWriter:
         self._at = os.fstat(self._fd).st_size // _RECORD.size * _RECORD.size
 
     def append(self, size: int, time_s: float) -> None:
-        """Write down that the file was so long at a time.
+        """Record the size of the file at a time.
 
         Raises:
-            OSError: it was not written.
+            OSError: It was not written; the call may be repeated.
         """
         record = _RECORD.pack(size, time_s)
         if os.pwrite(self._fd, record, self._at) < len(record):
@@ -61,20 +61,20 @@ class IndexWriter:
         self._at += len(record)
 
     def send(self) -> None:
-        """Have the server of the file have what was appended.
+        """Flush the index to the file server.
 
         Raises:
-            OSError: it has not.
+            OSError: It was not flushed.
         """
         os.fdatasync(self._fd)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         os.close(self._fd)
 
 
 class Index:
-    """Reads the index of one file of output, also while it grows; there may be none."""
+    """Reader of the index of one log file, also while it grows; there may be none."""
 
     def __init__(self, output: Path) -> None:
         self._path = index_of(output)
@@ -82,9 +82,9 @@ class Index:
         self._times: list[float] = []
 
     def time_at(self, end: int) -> float | None:
-        """Return when what ends at a byte was written; None: the index does not reach so far.
+        """Return when the line that ends at a byte was written; None if the index ends before it.
 
-        Questions in ascending order are answered from memory, but for one in a thousand.
+        Calls in ascending order read the file once in a thousand times.
         """
         if not self._sizes or not self._sizes[0] <= end <= self._sizes[-1]:
             self._load(end)
@@ -93,37 +93,37 @@ class Index:
 
     @property
     def first_time(self) -> float | None:
-        """The time of the first record; None without one."""
-        with_first = self._look(lambda f, num: _read(f, 0, 1) if num else [])
+        """The time of the first record; None if there is none."""
+        with_first = self._query(lambda f, num: _read(f, 0, 1) if num else [])
         return with_first[0][1] if with_first else None
 
     @property
     def covered(self) -> int:
-        """The size in the last record; 0 without one."""
-        with_last = self._look(lambda f, num: _read(f, num - 1, 1) if num else [])
+        """The size in the last record; 0 if there is none."""
+        with_last = self._query(lambda f, num: _read(f, num - 1, 1) if num else [])
         return with_last[0][0] if with_last else 0
 
     def written_before(self, time_s: float) -> int:
-        """Return up to which byte everything was written before a time."""
+        """Return the byte up to which everything was written before a time."""
 
         def last_before(f: BinaryIO, num: int) -> list[Record]:
             at = _first(f, num, lambda record: record[1] >= time_s)
             return _read(f, at - 1, 1) if at else []
 
-        found = self._look(last_before)
+        found = self._query(last_before)
         return found[0][0] if found else 0
 
     def _load(self, end: int) -> None:
-        """Have the records in memory from the first one on that reaches a byte."""
+        """Load the records from the first one on that reaches a byte."""
 
         def block(f: BinaryIO, num: int) -> list[Record]:
             return _read(f, _first(f, num, lambda record: record[0] >= end), _BLOCK)
 
-        records = self._look(block)
+        records = self._query(block)
         self._sizes = [size for size, _ in records]
         self._times = [time_s for _, time_s in records]
 
-    def _look(self, what: Callable[[BinaryIO, int], list[Record]]) -> list[Record]:
+    def _query(self, what: Callable[[BinaryIO, int], list[Record]]) -> list[Record]:
         try:
             refresh(self._path)
             with self._path.open("rb", buffering=0) as f:
@@ -133,7 +133,7 @@ class Index:
 
 
 def _first(f: BinaryIO, num: int, is_reached: Callable[[Record], bool]) -> int:
-    """Return the number of the first record for which something holds; all those after it do."""
+    """Return the number of the first record for which a monotonic predicate holds."""
     low, high = 0, num
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,9 @@
-"""Which runs this user has submitted from this account: one small file for each submission.
+"""The list of this user's runs: one small file for each submission.
 
-They lie in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not set). It
-is a list of paths and no more: what a run is doing stands in its run directory, and one that was
-deleted is not listed. One that can not be looked at just now is: ``last`` is never another run for
-it. A home directory that can not be written costs the list, never a submission.
+The files are in ``$XDG_STATE_HOME/hpc_elastic/submissions`` (``~/.local/state`` if that is not
+set). They hold paths only; the state of a run is in its run directory. A run whose directory was
+deleted is not listed. A run that cannot be read at the moment is listed, so that ``last`` is not
+another run. A home directory that cannot be written costs the list, never a submission.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KnownRun:
 
 
 def user() -> str:
-    """Return the name of this account; its number where it has none, as in some containers."""
+    """Return the name of this account; its number if it has none, as in some containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -48,14 +48,14 @@ def user() -> str:
 
 
 def folder() -> Path:
-    """Return where the list is kept."""
+    """Return the folder of the list."""
     state = os.environ.get("XDG_STATE_HOME")
     base = Path(state) if state else Path.home() / ".local" / "state"
     return base / "hpc_elastic" / "submissions"
 
 
 def add(runs: Mapping[str, Path]) -> None:
-    """Write down what was submitted together, by run id."""
+    """Add the runs of one submission, by run id."""
     now = time.time()
     entry = {"submitted": now, "runs": {run_id: str(path) for run_id, path in runs.items()}}
     try:
@@ -63,11 +63,11 @@ def add(runs: Mapping[str, Path]) -> None:
         name = f"{int(now * 1000):015d}-{secrets.token_hex(4)}.json"
         write_atomic(folder() / name, json.dumps(entry) + "\n")
     except (OSError, RuntimeError) as e:  # RuntimeError: there is no home directory
-        _log.warning("hpc-elastic list will not show what was submitted now: %s", e)
+        _log.warning("hpc-elastic list will not show the runs of this submission: %s", e)
 
 
 def newest_first() -> Iterator[KnownRun]:
-    """Yield the runs whose directories are still there, as far as that can be told."""
+    """Yield the runs whose directories exist, or cannot be read now."""
     try:
         files = sorted(folder().glob("*.json"), reverse=True)
     except (OSError, RuntimeError):
@@ -81,7 +81,7 @@ def _read(file: Path) -> Iterator[KnownRun]:
         entry = read_json(file) or {}
         found = [KnownRun(i, Path(p), float(entry["submitted"])) for i, p in entry["runs"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        _log.warning("%s is passed over: %s", file, e)
+        _log.warning("%s is ignored: %s", file, e)
         return
     yield from (run for run in reversed(found) if _may_be_there(RunDir(run.path)))
 
@@ -89,5 +89,5 @@ def _read(file: Path) -> Iterator[KnownRun]:
 def _may_be_there(run: RunDir) -> bool:
     try:
         return run.spec.exists()
-    except OSError:  # no right to look, a stale handle, a server that is away
+    except OSError:  # no permission, a stale handle, or a server that is away
         return True

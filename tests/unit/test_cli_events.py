@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from story_events import begun, event, group, left, node, notice, stop
+from made_events import begun, event, group, left, node, notice, stop
 
 from hpc_elastic.cli.events import _Told
 from hpc_elastic.cli.main import main

@@ -143,7 +143,7 @@ def test_a_file_is_over_when_its_task_has_gone_on_to_another_round_or_attempt():
 def test_files_are_chosen_by_rank_node_attempt_and_round(selection, expected):
     """Agents have no rank and no round; what Slurm captures has no attempt."""
     files = [*RUN, AGENT, SLURM]
-    assert [number for number, file in enumerate(files) if selection.takes(file)] == expected
+    assert [number for number, file in enumerate(files) if selection.selects(file)] == expected
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import json
 import math
 import re
-import struct
 import sys
-import zlib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from story_events import (
+from made_events import (
     begun,
     event,
     gone,
@@ -30,7 +28,7 @@ from hpc_elastic.report import charts as charts_module
 from hpc_elastic.report.attempts import EventIndex
 from hpc_elastic.report.charts import charts
 from hpc_elastic.report.node_time import KINDS, account
-from hpc_elastic.report.page import MEANINGS, by_cause, packed, spec
+from hpc_elastic.report.page import MEANINGS, by_cause, spec
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.report.report import About, Report, changes, redact, redact_argument, report
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec
@@ -344,21 +342,6 @@ def test_scripts_are_told_what_was_written(run, tmp_path, capsys):
         assert "-o report." in err and out == ""
     assert main(["report", "--help"]) == 0
     assert set(told) <= set(re.findall(r"\w+", capsys.readouterr().out))
-
-
-def test_a_packed_picture_is_the_same_picture():
-    """All its chunks, and the pixels."""
-    pixels = bytes(1000) + bytes(range(256))
-    stored = zlib.compress(pixels, 0)
-
-    def file(*data: bytes) -> bytes:
-        parts = [(b"IHDR", b"h"), *((b"IDAT", d) for d in data), (b"IEND", b"")]
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            struct.pack(">I", len(d)) + kind + d + struct.pack(">I", zlib.crc32(kind + d))
-            for kind, d in parts
-        )
-
-    assert packed(file(stored[:700], stored[700:])) == file(zlib.compress(pixels, 6))
 
 
 @pytest.mark.parametrize("form", ["html", "png"])

@@ -26,7 +26,6 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher import control, detach
 from hpc_elastic.launcher.control import changed
-from hpc_elastic.launcher.wait import cancellation
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
@@ -205,13 +204,13 @@ def test_who_is_cancelled_and_when():
 def test_a_mark_stays_the_first_one_s(tmp_path):
     """Who has cancelled the run can be told, also from a mark that was cut off by a full disk."""
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
-    assert cancellation(run) is None and not run.is_over
+    assert run.cancellation() is None and not run.is_over
     control.mark(run, print)
-    first = cancellation(run)
+    first = run.cancellation()
     control.mark(run, print)
-    assert cancellation(run) == first and socket.gethostname() in first.by_whom and run.is_over
+    assert run.cancellation() == first and socket.gethostname() in first.by_whom and run.is_over
     run.cancelled.write_text("")
-    assert cancellation(run).by_whom == ""
+    assert run.cancellation().by_whom == ""
 
 
 # ---- processes of this machine ----------------------------------------------------------

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from story_events import (
+from made_events import (
     begun,
     event,
     gone,
@@ -22,7 +22,7 @@ from story_events import (
 from hpc_elastic.report.sentences import lines, sentence
 from hpc_elastic.run.event_schema import problems
 
-RECORDED = Path(__file__).parent / "data" / "story"
+RECORDED = Path(__file__).parent / "data" / "timeline"
 """Events of real runs on Slurm, and what is to be told of them."""
 
 
@@ -117,35 +117,35 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
             [notice(10.0, 1, "time_limit", given_s=4.36543), left(11.0, 1, reason="time_limit"),
              stop(10.9, 1, "regroup", 20), group(12.0, 2, 0)],
             "node1 left because of its time limit, 4.4 s before it; all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="time_limit",
         ),
         pytest.param(
             [notice(10.0, 1, "asked"), stop(10.9, 1, "regroup", 20), left(11.0, 1, reason="asked"),
              group(12.0, 2, 0)],
             "node1 was asked to leave (a notice file, or the script); all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="asked",
         ),
         pytest.param(
             [notice(10.0, 1), stop(10.9, 1, "regroup", 20),
              left(11.0, 1, "exit", means="cancelled"), group(12.0, 2, 0)],
             "the task of node1 was cancelled (SIGTERM); all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="cancelled",
         ),
         pytest.param(
             [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, "exit"),
              group(12.0, 2, 0)],
             f"{PREEMPTED}, and does not come back; all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="preempted, and may not be requeued again",
         ),
         pytest.param(
             [notice(10.0, 1), stop(10.9, 1, "regroup", 20),
              left(11.0, 1, "requeued", means="requeued"), group(12.0, 2, 0)],
             "the task of node1 was requeued (SIGTERM); all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="requeued by scontrol",
         ),
         pytest.param(
@@ -154,41 +154,41 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
              group(12.0, 2, 0)],
             "the task of node1 was requeued (SIGTERM), while Slurm had the node as IDLE+DRAIN: "
             "broken [root@now]; all ranks saved step 20; group 2 -> 1 node; lost 0 steps, "
-            "formed anew after 1.1 s",
+            "formed again after 1.1 s",
             id="requeued, for its node is drained",
         ),
         pytest.param(
             [notice(10.0, 1), stop(10.9, 1, "regroup", 20), left(11.0, 1, node=""),
              group(12.0, 2, 0)],
-            "the task of node1 was told to stop (SIGTERM); all ranks saved step 20; "
-            "group 2 -> 1 node; lost 0 steps, formed anew after 1.1 s",
+            "the task of node1 was terminated (SIGTERM); all ranks saved step 20; "
+            "group 2 -> 1 node; lost 0 steps, formed again after 1.1 s",
             id="SIGTERM, and nobody knows why",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0)],
-            "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-            "formed anew after 2 s",
+            "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; "
+            "formed again after 2 s",
             id="silent",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0),
              notice(20.0, 1), gone(20.1, 1, "its node is to be left: signal"), left(21.0, 1)],
-            "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-            "formed anew after 2 s",
+            "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; "
+            "formed again after 2 s",
             id="silent, and told to end when it could be reached again",
         ),
         pytest.param(
             [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"), group(12.0, 2, 0, 1),
              gone(30.0, 1, "its connection closed"), stop(30.0, 2, "node_lost"), group(31.0, 3, 0)],
             "node1 was lost (its agent or its node died); group 2 -> 1 node; "
-            "formed anew after 1 s",
+            "formed again after 1 s",
             id="lost, after it was silent for a while",
         ),
         pytest.param(
             [gone(4.0, 1, "its connection closed"), group(5.0, 2, 0, 1), notice(10.0, 1),
              left(14.0, 1), stop(14.1, 2, "node_lost"), group(15.0, 3, 0)],
-            "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed anew after 0.9 s",
-            id="preempted, after it was out of reach for a while",
+            "node1 was preempted (SIGTERM, 5 s grace); group 2 -> 1 node; formed again after 0.9 s",
+            id="preempted, after it was unreachable for a while",
         ),
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
@@ -207,7 +207,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [stopped(10.0, 1, 1, 27), event(10.5, "leader", 1, epoch=2),
              group(11.0, 2, 1, 0, epoch=2), trains(12.5, 1, 2, 20)],
-            "node0, the leader, was out of reach for a while, node1 leads now; "
+            "node0, the leader, was unreachable for a while, node1 leads now; "
             "group still 2 nodes; lost 7 steps (from 27 back to 20), trained again after 2.5 s",
             id="the leader was out of reach",
         ),
@@ -216,7 +216,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
              event(10.5, "leader", 1, epoch=2), group(11.0, 2, 1, epoch=2),
              notice(20.0, 0), gone(20.1, 0, "its node is to be left: signal"), left(21.0, 0)],
             "node0, the leader, was lost (it did not answer any more), node1 leads now; "
-            "group 2 -> 1 node; formed anew after 0.8 s",
+            "group 2 -> 1 node; formed again after 0.8 s",
             id="the leader was cut off, and took the others for lost",
         ),
         pytest.param(
@@ -229,38 +229,38 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [stop(10.0, 1, "agent_restarted"), group(11.0, 2, 0, 1)],
-            "because of agent_restarted; group still 2 nodes; formed anew after 1 s",
+            "because of agent_restarted; group still 2 nodes; formed again after 1 s",
             id="an agent joined anew",
         ),
         pytest.param(
             [node(8.0, 2), stop(10.0, 1, "regroup", 30), group(11.0, 2, 0, 1, 2)],
             "node2 joined; all ranks saved step 30; group 2 -> 3 nodes; lost 0 steps, "
-            "formed anew after 1 s",
+            "formed again after 1 s",
             id="growth",
         ),
         pytest.param(
             [notice(10.0, 1), left(10.5, 1), node(20.5, 1, 1), stop(21.0, 1, "regroup", 30),
              group(22.0, 2, 0, 11)],
             f"{PREEMPTED}, node1 came back after 10 s away; all ranks saved step 30; "
-            "group still 2 nodes; lost 0 steps, formed anew after 1 s",
+            "group still 2 nodes; lost 0 steps, formed again after 1 s",
             id="one left and came back before the next round",
         ),
         pytest.param(
             [event(10.0, "agent_failed", 1, why="no route to the leader"),
              gone(10.1, 1, "its agent"), stop(10.1, 1, "node_lost"), group(11.0, 2, 0)],
-            "the agent of node1 gave up (no route to the leader); group 2 -> 1 node; "
-            "formed anew after 0.9 s",
+            "the agent of node1 failed (no route to the leader); group 2 -> 1 node; "
+            "formed again after 0.9 s",
             id="gave up",
         ),
         pytest.param(
             [event(10.0, "agent_killed", 1, signal="SIGINT"), stop(10.1, 1, "node_lost"),
              group(11.0, 2, 0)],
-            "the agent of node1 was ended by SIGINT; group 2 -> 1 node; formed anew after 0.9 s",
+            "the agent of node1 was ended by SIGINT; group 2 -> 1 node; formed again after 0.9 s",
             id="ended by hand",
         ),
         pytest.param(
             [notice(10.0, 1)],
-            "the task of node1 was told to stop (SIGTERM); group of 2 nodes changes; "
+            "the task of node1 was terminated (SIGTERM); group of 2 nodes changes; "
             "it is not over yet",
             id="under way",
         ),
@@ -273,23 +273,23 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [event(10.0, "scale_up_decision", waiting=["7_2"], admit="not now", why="max nodes"), ],
-            "7_2 waits, and is not taken in: max nodes",
+            "7_2 waits, and does not join now: max nodes",
             id="parked",
         ),
         pytest.param(
             [event(10.0, "nodes_requeued", nodes=1, hosts=["node0"], all=True, delay_s=300.0)],
-            "too few nodes for too long: all go back to the queue for 5 min, not to block "
-            "others (node0)",
+            "too few nodes for too long: all go back to the queue for 5 min, so that "
+            "other runs can start (node0)",
             id="disbanded",
         ),
         pytest.param(
             [event(10.0, "nodes_requeued", nodes=1, hosts=["node2"], all=False, delay_s=30.0)],
-            "node2 can not be used now: back to the queue for 30 s",
+            "node2 cannot be used now: back to the queue for 30 s",
             id="sent away",
         ),
         pytest.param(
             [event(10.0, "host_failure", host="node1", strikes=1, why="CUDA error")],
-            "node1 is suspected (1 of 2 strikes): CUDA error",
+            "a failure was counted against node1 (1 of 2): CUDA error",
             id="a strike",
         ),
         pytest.param(
@@ -306,19 +306,19 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [event(10.0, "tasks_restarted", tasks=["7_1"])],
             "task 7_1, last on node1, may start again as soon as a node is free "
-            "(the leader asked for it)",
+            "(requested by the leader)",
             id="brought back",
         ),
         pytest.param(
             [event(10.0, "tasks_restarted", tasks=["7_1"], avoids=["node1"])],
             "task 7_1, last on node1, may start again as soon as a node is free, but on node1 only "
-            "once that is rid of it (the leader asked for it)",
+            "when nothing of it runs there (requested by the leader)",
             id="brought back, its end unseen",
         ),
         pytest.param(
             [event(10.0, "hang", stalled_s=60.0, others="wait in all_reduce", shared=False,
                    ranks=[{"rank": 1, "host": "node1", "task": "7_1", "at": "train.py:7"}])],
-            "no step for 60 s: held up by rank 1 on node1 (train.py:7); "
+            "no step for 60 s: blocked by rank 1 on node1 (train.py:7); "
             "the others: wait in all_reduce",
             id="a hang",
         ),
@@ -335,12 +335,12 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         pytest.param(
             [event(10.0, "preflight", 1, host="node1", check="space", reason="no space left",
                    fit=False, excluded=True)],
-            "node1 is not fit to join: no space left; it is not used any more",
+            "node1 failed its health check: no space left; it is not used any more",
             id="a node that is not fit",
         ),
         pytest.param(
             [event(10.0, "warm_worker_died", 1, host="node1", why="SIGKILL")],
-            "the spare process of node1 ended by itself (SIGKILL): the next restart takes longer "
+            "the warm worker of node1 ended by itself (SIGKILL): the next restart takes longer "
             "there",
             id="a spare",
         ),
@@ -357,7 +357,7 @@ PREEMPTED = "node1 was preempted (SIGTERM, 5 s grace)"
         ),
         pytest.param(
             [node(9.0, 2), notice(9.5, 2), left(10.0, 2)],
-            "node2 was preempted (SIGTERM, 5 s grace); it was in no group",
+            "node2 was preempted (SIGTERM, 5 s grace); it was not in the group",
             id="a node that came and went",
         ),
         pytest.param(
@@ -430,8 +430,8 @@ def test_two_that_fall_silent_together_are_told_together():
     three = [*begun(0, 1, 2), group(2.0, 1, 0, 1, 2)]
     lost = [gone(10.0, 1, "silent"), gone(10.0, 2, "silent"), stop(10.0, 1, "node_lost")]
     assert sentence(timeline([*three, *lost, group(12.0, 2, 0)])[-1]) == (
-        "node1 and node2 were lost (nothing was heard of them any more); group 3 -> 1 node; "
-        "formed anew after 2 s"
+        "node1 and node2 were lost (they sent no heartbeat any more); group 3 -> 1 node; "
+        "formed again after 2 s"
     )
 
 
@@ -441,8 +441,7 @@ def test_one_that_is_excluded_for_its_silence_was_lost():
             event(11.9, "excluded", host="node1", why="fell silent", hosts_left=1),
             group(12.0, 2, 0), event(20.0, "nodes_requeued", 1, delay_s=400.0)]  # fmt: skip
     assert [sentence(episode) for episode in timeline([*TWO, *lost])[-2:]] == [
-        "node1 was lost (nothing was heard of it any more); group 2 -> 1 node; "
-        "formed anew after 2 s",
+        "node1 was lost (it sent no heartbeat any more); group 2 -> 1 node; formed again after 2 s",
         "node1 is not used any more: fell silent; 1 other host left",
     ]
 
@@ -452,7 +451,7 @@ def test_one_that_is_heard_again_before_the_next_round_was_out_of_reach():
     back = [gone(10.0, 1, "silent"), stop(10.0, 1, "node_lost"),
             event(13.0, "joined", 1, host="node1"), group(15.0, 2, 0, 1)]  # fmt: skip
     assert sentence(timeline([*TWO, *back])[-1]) == (
-        "node1 was out of reach for a while; group still 2 nodes; formed anew after 5 s"
+        "node1 was unreachable for a while; group still 2 nodes; formed again after 5 s"
     )
 
 
@@ -485,7 +484,7 @@ def test_the_replica_that_led_may_die():
 def test_another_replica_may_lead_without_loss():
     """The leader before was slow, and is a replica still."""
     assert replicas(event(10.0, "leader", 1, epoch=2)) == [
-        "node0, the leader, was out of reach for a while, node1 leads now"
+        "node0, the leader, was unreachable for a while, node1 leads now"
     ]
 
 
@@ -545,6 +544,6 @@ def test_a_run_that_failed_and_was_let_go_on_has_two_ends():
     again = [node(22.0, 2), event(22.5, "leader", 2, epoch=2), group(23.0, 2, 2, epoch=2)]
     told = [sentence(e) for e in timeline([*first, let_go_on, *again, failed(30.0)])]
     assert [i for i, text in enumerate(told) if "the run failed" in text] == [2, len(told) - 1]
-    assert "it took 8 s" in told[2] and "ada let the run go on" in told[3]
+    assert "it took 8 s" in told[2] and "ada resumed the run" in told[3]
     assert "it took 10 s" in told[-1] and not any("nobody trains" in text for text in told)
     assert "the run failed" not in sentence(timeline([*first, let_go_on, *again])[-1])

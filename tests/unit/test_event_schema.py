@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from story_events import event, group
+from made_events import event, group
 
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.run import event_schema

@@ -18,22 +18,26 @@ from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import reopen
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir
+from hpc_elastic.slurm.scheduler import QueueSnapshot
 
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Four known runs, the newest last; one was deleted, and one can not be looked at."""
+    """Four known runs, the newest last; one is deleted, and one cannot be read."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     made = {name: run_of(tmp_path, "7", [(0, 0), (0, 1)], name) for name in ("old", "new", "bad")}
     registry.add({name: tmp_path / name for name in ("old", "deleted", "new", "bad")})
-    stat = Path.stat
 
-    def stale(self, **options):
-        if made["bad"].path in self.parents:
-            raise OSError(errno.ESTALE, "Stale file handle", str(self))
-        return stat(self, **options)
+    def stale(method):
+        def fail(self, *args, **options):
+            if made["bad"].path in self.parents:
+                raise OSError(errno.ESTALE, "Stale file handle", str(self))
+            return method(self, *args, **options)
 
-    monkeypatch.setattr(Path, "stat", stale)
+        return fail
+
+    for name in ("stat", "read_text", "read_bytes", "open"):
+        monkeypatch.setattr(Path, name, stale(getattr(Path, name)))
     return made
 
 
@@ -49,18 +53,12 @@ def test_a_sweep_stands_for_its_only_run(tmp_path):
         find_run(str(tmp_path))
 
 
-def test_a_run_that_can_not_be_looked_at_hides_no_other(runs, monkeypatch):
+def test_a_run_that_cannot_be_read_hides_no_other(runs):
     """It is listed with the reason, and stays the last one: `cancel last` ends no other run."""
     assert [run.run_id for run in registry.newest_first()] == ["bad", "new", "old"]
     assert find_run("last") == runs["bad"].path
-    load = RunDir.load
-    monkeypatch.setattr(
-        RunDir,
-        "load",
-        lambda self: self.spec.stat() and load(self),  # as a read would fail
-    )
-    queue = SimpleNamespace(of=lambda spec: {})
-    found = {run.run_id: run for run in listed(list(registry.newest_first()), lambda _: queue)}
+    known = list(registry.newest_first())
+    found = {run.run_id: run for run in listed(known, lambda _: QueueSnapshot())}
     assert "Stale" in found["bad"].problem and found["new"].problem is None
 
 

@@ -287,7 +287,7 @@ class Checkpointer:
         earlier = self._save
         if earlier is not None and earlier.step == save.step and earlier.to_store >= save.to_store:
             if save.urgent:
-                earlier.make_way()
+                earlier.abort_if_unfinished()
             if waits:
                 earlier.wait()
             if not earlier.error:
@@ -303,14 +303,14 @@ class Checkpointer:
             self._stop_looking_out()
             return True
         if save.urgent:
-            earlier.make_way()
+            earlier.abort_if_unfinished()
         elif self._options.when_busy == "skip":
             reason = f"step {earlier.step} is still being written"
             _log.warning("the checkpoint of step %d is skipped: %s", save.step, reason)
             try:
-                threading.Thread(target=save.leave_mark, args=(reason,)).start()
+                threading.Thread(target=save.mark_failed, args=(reason,)).start()
             except RuntimeError:
-                save.leave_mark(reason)
+                save.mark_failed(reason)
             return False
         else:
             _log.debug("step %d waits for step %d to be written", save.step, earlier.step)
@@ -326,7 +326,7 @@ class Checkpointer:
         if self._options.rng:
             rank_values["rng"] = state_module.capture()
         take = self._snapshots.borrow if waits else self._snapshots.copy
-        save.image = take(flat, pieces, rank_values)
+        save.snapshot = take(flat, pieces, rank_values)
 
     def _begin(self, save: Save, *, waits: bool) -> None:
         self._save = save

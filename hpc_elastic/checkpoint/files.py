@@ -40,8 +40,8 @@ _NAMES = {
 _AMBIGUOUS = re.compile(r"__metadata__|.*\[[\d,]*\]", re.DOTALL)
 """Names of tensors that could be those of pieces, or of the format's own entry."""
 
-Watch = Callable[[int], None]
-"""Is told after each block how many bytes it had; what it raises ends the writing."""
+OnBlock = Callable[[int], None]
+"""Called after each block with its number of bytes; what it raises ends the writing."""
 
 
 @dataclass(frozen=True)
@@ -81,32 +81,32 @@ def lay_out(pieces: Iterable[ShardPiece]) -> FileLayout:
 def write_part(
     folder: Path,
     rank: int,
-    image: HostSnapshot,
+    snapshot: HostSnapshot,
     *,
     sync: bool = True,
-    watch: Watch = lambda _: None,
+    on_block: OnBlock = lambda _: None,
 ) -> RankPart:
     """Write ``shard-<rank>.safetensors`` and, once it is complete, ``part-<rank>.json``.
 
     Args:
         folder: Exists; has no such files yet.
         rank: Whose part it is.
-        image: What to write.
+        snapshot: What to write.
         sync: Whether both are to survive a loss of power.
-        watch: See `Watch`.
+        on_block: See `OnBlock`.
 
     Raises:
         OSError: the folder can not be written, or is full.
     """
     shard = folder / f"shard-{rank}.safetensors"
-    data = [memoryview(header_of(image.layout)), *image.data]
-    entry = _write(shard, data, sync=sync, watch=watch)
+    data = [memoryview(header_of(snapshot.layout)), *snapshot.data]
+    entry = _write(shard, data, sync=sync, on_block=on_block)
     part = RankPart(
         rank=rank,
         files=(entry,),
-        tensors=_entries(image.layout, shard.name),
-        values=image.values if rank == 0 else {},
-        rank_values=image.rank_values,
+        tensors=_entries(snapshot.layout, shard.name),
+        values=snapshot.values if rank == 0 else {},
+        rank_values=snapshot.rank_values,
     )
     write_text(folder / f"part-{rank}.json", part.to_json(), sync=sync)
     return part
@@ -169,7 +169,7 @@ def _entries(layout: FileLayout, file: str) -> dict[str, TensorEntry]:
     }
 
 
-def _write(path: Path, data: Iterable[memoryview], *, sync: bool, watch: Watch) -> FileEntry:
+def _write(path: Path, data: Iterable[memoryview], *, sync: bool, on_block: OnBlock) -> FileEntry:
     checksum, num_bytes = xxhash.xxh3_64(), 0
     file = BlockFile(path, direct=sync)
     try:
@@ -177,7 +177,7 @@ def _write(path: Path, data: Iterable[memoryview], *, sync: bool, watch: Watch) 
             checksum.update(block)
             file.write(block)
             num_bytes += len(block)
-            watch(len(block))
+            on_block(len(block))
         file.finish(sync=sync)
     finally:
         file.close()

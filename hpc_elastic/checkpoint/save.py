@@ -18,8 +18,8 @@ With near memory, most saves stay there (`to_store`), but one goes to the direct
 about to change. The ranks learn of that within moments of each other, and no step is agreed on: the
 save of one rank may begin right after the news, and that of another right before. So a rank whose
 save stayed near *looks out* until its next one, from the thread that wrote it, for its training may
-stand in a collective by then: at the news it stores its part after all. A rank that can not, since
-it has no image any more, leaves its mark. Should the news be taken back before all have heard it,
+stand in a collective by then: at the news it stores its part after all. A rank that cannot, as it
+has no snapshot any more, leaves its mark. Should the news be taken back before all have heard it,
 who waits for the others soon gives up.
 
 Nothing here is collective, and everything runs in whatever thread calls `Save.run`.
@@ -94,13 +94,13 @@ class SaveContext:
 
 @dataclass
 class Save:
-    """One save, from the image on.
+    """One save, from the snapshot on.
 
     Attributes:
         context: What it has in common with others.
         step: What is saved.
         number: Of the save, the same on every rank.
-        image: This rank's part.
+        snapshot: This rank's part.
         urgent: Leave out what can wait.
         to_store: Whether it goes to the shared directory; otherwise to near memory only.
         for_hold: Whether it goes there only because the group is about to change.
@@ -112,7 +112,7 @@ class Save:
     context: SaveContext
     step: int
     number: int
-    image: HostSnapshot | None
+    snapshot: HostSnapshot | None
     urgent: bool
     to_store: bool = True
     for_hold: bool = False
@@ -151,13 +151,13 @@ class Save:
         self._give_up.set()
         self._over.wait()
 
-    def make_way(self) -> None:
+    def abort_if_unfinished(self) -> None:
         """End soon, for an urgent save: finish if almost all is written, else give up.
 
         The urgent one is written faster, for it shares the cores as the training does.
         """
-        image = self.image
-        if image is not None and self._written < _ALMOST_ALL * image.layout.num_bytes:
+        snapshot = self.snapshot
+        if snapshot is not None and self._written < _ALMOST_ALL * snapshot.layout.num_bytes:
             self._give_up.set()
 
     def run(self) -> None:
@@ -183,11 +183,11 @@ class Save:
         if self.error is None and self._hears():
             self._store_after_all()
         elif self.error is not None or self.context.is_held():
-            self.leave_mark(str(self.error or "it is at a later step"))
+            self.mark_failed(str(self.error or "it is at a later step"))
 
     def end(self) -> None:
         """Let those go on who wait; nothing is committed any more."""
-        self.image, self.committed = None, lambda step: None
+        self.snapshot, self.committed = None, lambda step: None
         self._done.set()
         self._over.set()
 
@@ -200,9 +200,9 @@ class Save:
         if context.group.rank == 0 and is_for_store and not self.urgent:
             context.cleaner.begin(self._retire if self.is_stored else lambda: None)
 
-    def leave_mark(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """Tell the other ranks that this one does not take part in the save."""
-        self._staging.leave_mark(reason)
+        self._staging.mark_failed(reason)
 
     @property
     def _what(self) -> str:
@@ -216,12 +216,12 @@ class Save:
         return Staging(store, store.staging(self.step, group.token, self.number), group)
 
     def _run(self) -> None:
-        assert self.image is not None
-        image = self.image
+        assert self.snapshot is not None
+        snapshot = self.snapshot
         if self.context.near is not None and not self.urgent:
-            self._write_near(image)
+            self._write_near(snapshot)
         if self.to_store:
-            self._store(image)
+            self._store(snapshot)
         self.committed(self.step)
 
     def _hears(self) -> bool:
@@ -233,46 +233,46 @@ class Save:
         return True
 
     def _store_after_all(self) -> None:
-        assert self.image is not None
+        assert self.snapshot is not None
         self.for_hold = not self._called.is_set()
         try:
-            self._store(self.image)
+            self._store(self.snapshot)
             self.committed(self.step)
         except AbandonedSaveError:
             _log.debug("step %d stays in near memory only", self.step)
         except Exception as e:  # the save itself was good
             _log.warning("step %d stays in near memory only: %s", self.step, e)
 
-    def _write_near(self, image: HostSnapshot) -> None:
+    def _write_near(self, snapshot: HostSnapshot) -> None:
         near, step = self.context.near, self.step
         assert near is not None
         try:
-            near(step, lambda folder: self._write(folder, image, sync=False))
+            near(step, lambda folder: self._write(folder, snapshot, sync=False))
         except (OSError, CheckpointError) as e:
             if not self.to_store or isinstance(e, AbandonedSaveError):
                 raise
             _log.warning("step %d is not in near memory: %s", step, e)
 
-    def _store(self, image: HostSnapshot) -> None:
+    def _store(self, snapshot: HostSnapshot) -> None:
         """Write this rank's part, and see it committed."""
         is_first = self.context.group.rank == 0
         try:
-            part = self._write_part(image)
+            part = self._write_part(snapshot)
             if is_first:
                 self._commit(part)
         except BaseException as e:
-            self._staging.take_back(str(e))
+            self._staging.retract_part(str(e))
             raise
         if not is_first:
             self._await_commit()
         self.is_stored = True
 
-    def _write_part(self, image: HostSnapshot) -> RankPart:
+    def _write_part(self, snapshot: HostSnapshot) -> RankPart:
         context = self.context
         if context.group.rank == 0 and not self.urgent:
             context.store.sweep(context.group.token, self.number)
         self._staging.folder.mkdir(exist_ok=True)
-        return self._write(self._staging.folder, image, sync=True)
+        return self._write(self._staging.folder, snapshot, sync=True)
 
     def _commit(self, part: RankPart) -> None:
         """Make one checkpoint of all ranks' parts (rank 0)."""
@@ -288,11 +288,13 @@ class Save:
         context.store.commit(folder, self.step)
         context.damaged.discard(self.step)
 
-    def _write(self, folder: Path, image: HostSnapshot, *, sync: bool) -> RankPart:
+    def _write(self, folder: Path, snapshot: HostSnapshot, *, sync: bool) -> RankPart:
         self._written = 0
-        return write_part(folder, self.context.group.rank, image, sync=sync, watch=self._watch)
+        return write_part(
+            folder, self.context.group.rank, snapshot, sync=sync, on_block=self._on_block
+        )
 
-    def _watch(self, num_bytes: int) -> None:
+    def _on_block(self, num_bytes: int) -> None:
         self._written += num_bytes
         if self._give_up.is_set():
             raise AbandonedSaveError(f"{self._what}: an urgent one took its place")
@@ -328,7 +330,7 @@ class Save:
         for names in self._looks("commit", lambda: [0]):
             failure = self._staging.failure(names, [0])
             if failure is not None:
-                self._staging.take_back(failure)
+                self._staging.retract_part(failure)
                 raise CheckpointError(f"{self._what}: {failure}")
             if names:
                 continue
@@ -436,7 +438,7 @@ class Staging:
                 return f"rank {rank} gave up: {self._reason(rank)}"
         return None
 
-    def leave_mark(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """Tell the other ranks that this one does not take part in the save."""
         if self.group.world_size == 1:
             return
@@ -445,7 +447,7 @@ class Staging:
             mark = self.folder / f"failed-{self.group.rank}.json"
             write_text(mark, json.dumps({"reason": reason}), sync=False)
 
-    def take_back(self, reason: str) -> None:
+    def retract_part(self, reason: str) -> None:
         """Remove what this rank has written, and leave its mark; the folder, if it is alone.
 
         The part goes first: rank 0 may have read it, and looks for it again before it commits.
@@ -456,7 +458,7 @@ class Staging:
                 return
             for name in (f"part-{self.group.rank}.json", f"shard-{self.group.rank}.safetensors"):
                 (self.folder / name).unlink(missing_ok=True)
-        self.leave_mark(reason)
+        self.mark_failed(reason)
 
     def _reason(self, rank: int) -> str:
         try:

@@ -66,7 +66,7 @@ class HostBuffer:
 
 
 class Snapshots:
-    """Makes images of one state's tensors, in one buffer."""
+    """Makes snapshots of one state's tensors, in one buffer."""
 
     def __init__(self) -> None:
         self._buffer: HostBuffer | None = None
@@ -79,7 +79,7 @@ class Snapshots:
 
         Args:
             flat: The state; it says whether memory is to be pinned.
-            num_bytes: What the image will probably take.
+            num_bytes: What a snapshot will probably take.
         """
         self._buffer_for(flat).warm_up(num_bytes)
 
@@ -88,7 +88,7 @@ class Snapshots:
     ) -> HostSnapshot:
         """Copy the pieces; when it returns, the state may change.
 
-        The image is valid until the next call.
+        The snapshot is valid until the next call.
         """
         layout = self._layout_of(pieces)
         memory = self._buffer_for(flat).reserve(layout.num_bytes)
@@ -106,7 +106,7 @@ class Snapshots:
     def borrow(
         self, flat: Flat, pieces: Sequence[ShardPiece], rank_values: Mapping[str, Any]
     ) -> HostSnapshot:
-        """Return an image in the state's own memory, as far as it is on the CPU.
+        """Return a snapshot in the state's own memory, as far as it is on the CPU.
 
         The state may not change until it is written.
         """

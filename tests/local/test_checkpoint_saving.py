@@ -221,7 +221,7 @@ def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
     counter = Counter()
     with checkpointer(tmp_path, counter, keep_last=1) as c:
         save_at(c, counter, 1)
-        c.wait()  # else it may make way
+        c.wait()  # else it may be given up
         counter.set(2)
         assert c.save(2, urgent=True) is True
         assert Store(tmp_path).steps() == [2, 1]
@@ -230,14 +230,14 @@ def test_an_urgent_save_returns_when_it_is_committed(tmp_path):
 
 @pytest.fixture
 def hurried(disk, monkeypatch) -> Disk:
-    """Stands still until an urgent save asks the earlier one to make way."""
-    make_way = save_module.Save.make_way
+    """Stands still until an urgent save asks the earlier one to give up."""
+    abort = save_module.Save.abort_if_unfinished
 
-    def make_way_and_go_on(save: save_module.Save) -> None:
-        make_way(save)
+    def abort_and_go_on(save: save_module.Save) -> None:
+        abort(save)
         disk.goes_on.set()
 
-    monkeypatch.setattr(save_module.Save, "make_way", make_way_and_go_on)
+    monkeypatch.setattr(save_module.Save, "abort_if_unfinished", abort_and_go_on)
     return disk
 
 
@@ -251,7 +251,7 @@ def test_an_urgent_save_gives_up_an_earlier_one(tmp_path, hurried, num_elements,
         save = ThreadPoolExecutor(1).submit(c.save, 1)
         assert save.result(PATIENCE_S) and hurried.reached.wait(PATIENCE_S)
         if expected == [2, 1]:  # its only block is written by now, but not counted
-            c._save._written = c._save.image.layout.num_bytes
+            c._save._written = c._save.snapshot.layout.num_bytes
         counter.set(2)
         assert c.save(2, urgent=True) is True
     assert Store(tmp_path).steps() == expected

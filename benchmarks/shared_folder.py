@@ -3,7 +3,7 @@
 
 Two Slurm sandboxes of four nodes, one worker a node. In one, the runs are in a folder of a local
 disk, which all nodes see at once. In the other each node, and the login node, sees the folder by an
-NFS client of its own with the default options (docs/testing.md). They take turns:
+NFS client of its own with the default options (docs/howto/slurm-sandbox.md). They take turns:
 
     as root: python benchmarks/shared_folder.py --repeats 3
 
@@ -48,11 +48,12 @@ ABOUT = About(
     measured="Runs of four nodes of the Slurm sandbox, one worker a node, with their files on a "
     "local disk that all nodes see at once, and in a folder that each node and the login node sees "
     "by an NFS client of its own with the default options; in turns. The sandbox's clients are a "
-    "model of NFS's caches (docs/testing.md). *next step* and *pause* as in *Recovery from a "
-    "fault*, with a Checkpointer that saves every 50 steps of 30 ms. *held*: the audit is clean, "
-    "status.json and progress.jsonl never go back to an earlier leader, the records of an epoch "
-    "are of one leader, the exit code is 0 and the launcher's last word is *succeeded*. Operations "
-    "are counted by the NFS clients: what they answer from their caches is not among them.",
+    "model of NFS's caches (docs/howto/slurm-sandbox.md). *next step* and *pause* as in "
+    "*Recovery from a fault*, with a Checkpointer that saves every 50 steps of 30 ms. *held*: the "
+    "audit is clean, status.json and progress.jsonl never go back to an earlier leader, the "
+    "records of an epoch are of one leader, the exit code is 0 and the launcher's last word is "
+    "*succeeded*. Operations are counted by the NFS clients: what they answer from their caches is "
+    "not among them.",
     does_not_show=(
         "The kernel's own NFS client, and its server: the clients are a FUSE program, and the "
         "server is this machine's disk. A look-up costs no trip over a network, so that seconds "

@@ -12,7 +12,7 @@ version = release = version_of("hpc_elastic")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md"]
+include_patterns = ["*.md", "docs/**.md", "benchmarks/RESULTS.md", "tools/*/README.md"]
 exclude_patterns = ["docs/_build/**"]
 templates_path = ["_templates"]
 

@@ -1,10 +1,8 @@
-"""Writes the pages of the documentation that the code has all facts for.
+"""The generator of those reference pages whose facts stand in the code.
 
-    python docs/generate.py settings > docs/settings.md
-    python docs/generate.py events > docs/events.md
-    python docs/generate.py report      the last part of docs/report.md
+    python docs/generate.py       writes all of them into docs/reference
 
-Tests hold that the pages are what this writes.
+Tests compare the pages with what this writes.
 """
 
 from __future__ import annotations
@@ -12,13 +10,16 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import click
+
+from hpc_elastic.cli.main import program
 from hpc_elastic.config import schema
 from hpc_elastic.report.causes import Cause, Cost, TimelineEntry
 from hpc_elastic.report.node_time import Interval, NodeTime, Size
@@ -35,9 +36,9 @@ class Setting:
 
     Attributes:
         key: As it is typed, such as ``launcher.agent.warm_workers``.
-        type: What it may be.
-        default: What it is if nobody says anything, as YAML.
-        meaning: What it does; empty where its name says all.
+        type: Its type, in words.
+        default: Its default, as YAML.
+        meaning: What it does; empty if its name says it.
     """
 
     key: str
@@ -47,7 +48,7 @@ class Setting:
 
 
 def settings_page() -> str:
-    """Return the text of docs/settings.md."""
+    """Return the text of reference/settings.md."""
     common = {setting.key for setting in _group(schema.LauncherSettings)}
     sections = [
         _HEAD,
@@ -61,7 +62,7 @@ def settings_page() -> str:
 
 
 def _group(cls: type[Any], path: str = "launcher") -> Iterator[Setting]:
-    """Yield the settings of a dataclass, and of those in it."""
+    """Yield the settings of a dataclass, and of the dataclasses in it."""
     hints, meanings = get_type_hints(cls), _meanings(cls)
     for field in fields(cls):
         key, hint = f"{path}.{field.name}", hints[field.name]
@@ -73,7 +74,7 @@ def _group(cls: type[Any], path: str = "launcher") -> Iterator[Setting]:
 
 
 def _meanings(cls: type[Any]) -> dict[str, str]:
-    """Return what stands below each field, of the classes it inherits from as well."""
+    """Return the docstring of each field, of the base classes as well."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         body = ast.parse(inspect.getsource(base)).body[0]
@@ -109,7 +110,7 @@ _WORDS: dict[object, str] = {
 
 
 def _default(field: DataclassField[Any]) -> str:
-    """Return the default as it would stand in YAML."""
+    """Return the default as YAML."""
     value = field.default_factory() if callable(field.default_factory) else field.default
     if value is None:
         return "`null`"
@@ -133,7 +134,7 @@ def _table(settings: Iterator[Setting]) -> str:
 
 _HEAD = """# Settings
 
-Every key that `launcher=slurm` and `launcher=local` know, with its type and default. They are given on the command line (`launcher.partition=gpu`), in your config, or in a group file for your cluster, `launcher/mycluster.yaml` in the folder of your configs, which is then `launcher=mycluster`:
+This page lists every key of `launcher=slurm` and `launcher=local`, with its type and default. Set a key on the command line (`launcher.partition=gpu`), in your config, or in a group file for your cluster. A group file `launcher/mycluster.yaml` in the folder of your configs makes `launcher=mycluster` an option:
 
 ```yaml
 defaults: [slurm, _self_]
@@ -141,24 +142,24 @@ partition: gpu
 gpus_per_node: 4
 ```
 
-A misspelt key or an impossible value is refused before anything is submitted, with the key, the value and the remedy. Times that end in `_s` are in seconds.
+A misspelt key or an impossible value is refused before anything is submitted; the message names the key, the value and the remedy. Keys that end in `_s` are in seconds.
 
-<!-- Written by `python docs/generate.py settings` from hpc_elastic/config/schema.py. -->
+<!-- Written by `python docs/generate.py` from hpc_elastic/config/schema.py. -->
 
 ## The run
 
 | key | type | default | meaning |
 |---|---|---|---|
-| `nodes` | integer or `min:max` | `1` | `4`, or `1:16`: start with one, grow to sixteen; in a YAML file quote it: `'1:16'` |
-| `nproc_per_node` | integer, `gpu`, `cpu` or `auto` | `auto` | workers on each node: a number, one a GPU, one a CPU, or one a GPU and one where there is none |
-| `ft` | `true` or `false` | `false` | each node is a replica that lives on when others come and go ([per-step fault tolerance](ft.md)) |
+| `nodes` | integer or `min:max` | `1` | `4`, or `1:16`: start with one, grow to sixteen. In a YAML file, quote it: `'1:16'` |
+| `nproc_per_node` | integer, `gpu`, `cpu` or `auto` | `auto` | workers on each node: a number; one for each GPU; one for each CPU; or one for each GPU, and one if there is no GPU |
+| `ft` | `true` or `false` | `false` | each node is a replica group whose processes survive changes of the others ([per-step fault tolerance](../howto/fault-tolerance.md)) |
 
 ## Both launchers
 """  # noqa: E501
 
 _SLURM = """## `launcher=slurm` only
 
-Keys that sbatch has as well mean the same, and default to what the cluster says.
+Keys that are also options of sbatch have the same meaning, and default to the cluster's value.
 """
 
 _LOCAL = """## `launcher=local` only
@@ -167,16 +168,16 @@ Every node is a process on this machine.
 """
 
 
-# ---- docs/events.md ----------------------------------------------------------------------
+# ---- reference/events.md -----------------------------------------------------------------
 
 
 def events_page(kinds: Iterable[Kind] = KINDS.values()) -> str:
-    """Return the text of docs/events.md."""
+    """Return the text of reference/events.md."""
     head = _EVENTS_HEAD.format(version=EVENTS_VERSION, common=_fields_table(COMMON))
     objects = [
-        _object("An episode", TimelineEntry),
-        _object("`cost`", Cost),
-        _object("`causes`", Cause),
+        _object("### An episode", TimelineEntry),
+        _object("### `cost`", Cost),
+        _object("### `causes`", Cause),
     ]
     return "\n".join([head, *(_section(kind) for kind in kinds), _EPISODES, *objects])
 
@@ -195,9 +196,9 @@ def _type_of(field: Field) -> str:
     return f"{field.type}, optional" if field.optional else field.type
 
 
-def _object(title: str, made_of: type) -> str:
+def _object(heading: str, made_of: type) -> str:
     rows = [f"| `{key}` | {meaning} |" for key, meaning in attributes(made_of)]
-    return "\n".join([f"### {title}\n", "| key | meaning |", "|---|---|", *rows]) + "\n"
+    return "\n".join([f"{heading}\n", "| key | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def attributes(made_of: type) -> Iterator[tuple[str, str]]:
@@ -213,20 +214,20 @@ def _in_json(meaning: str) -> str:
 
 _EVENTS_HEAD = """# The event log
 
-Each task of a run appends what happens to `<run>/events/<task>.jsonl`, one JSON object a line. The
-run's leader, the agent of one of its nodes, writes what concerns the group into its own task's
-file. `hpc-elastic events RUN` tells the story, `hpc-elastic events RUN --raw` prints the lines of
-all files in order of time, and `--json` the story as objects (at the end of this page).
+Each task of a run appends its events to `<run>/events/<task>.jsonl`, one JSON object a line. The
+leader, which is the agent of one of the nodes, writes the events of the group into the file of its
+own task. `hpc-elastic events RUN` prints the events as sentences, `--raw` prints the lines of all
+files in order of time, and `--json` prints the sentences as objects (at the end of this page).
 
-This is version {version} of the schema. A kind or a field that is added does not change it; one
-that goes or changes its meaning does. Readers should pass over kinds and fields they do not know.
+This is version {version} of the schema. A new kind or field does not change the version; one that
+is removed or changes its meaning does. Readers should ignore unknown kinds and fields.
 
 Types: `texts` is a list of text; `members` a list of objects with `task`, `attempt` (how often the
-task was requeued), `slot` (the node's place in the run), `host` and `nproc` (workers);
-`ranks` a list of objects with `rank`, `host`, `task`, `state`, `at` and `stack`. A field that is
-optional may be absent, or null.
+task was requeued), `slot` (the node's place in the run), `host` and `nproc` (number of workers);
+`ranks` a list of objects with `rank`, `host`, `task`, `state`, `at` and `stack`. An optional field
+may be absent or null.
 
-<!-- Written by `python docs/generate.py events`. -->
+<!-- Written by `python docs/generate.py` from hpc_elastic/run/event_schema.py. -->
 
 ## Events
 
@@ -234,14 +235,15 @@ Every event has:
 
 {common}"""
 
-_EPISODES = """## The story as JSON
+_EPISODES = """## Events as sentences, in JSON
 
 `hpc-elastic events RUN --json` prints a list of episodes; with `--follow`, one object a line. Each
-has its `sentence`, as it is printed without `--json`, and the keys below. Further keys may come.
+has its `sentence`, as it is printed without `--json`, and the keys below. Later versions may add
+keys.
 """
 
 
-# ---- the end of docs/report.md ------------------------------------------------------------
+# ---- reference/report.md -------------------------------------------------------------------
 
 OBJECTS: tuple[tuple[str, type], ...] = (
     ("The report", Report),
@@ -255,25 +257,63 @@ OBJECTS: tuple[tuple[str, type], ...] = (
     ("`checkpoints`", SavedCheckpoints),
     ("`configuration`", Configuration),
 )
-"""What the report consists of, by title."""
+"""The objects of a report, by title."""
 
 
-def report_keys() -> str:
-    """Return the text."""
+def report_page() -> str:
+    """Return the text of reference/report.md."""
     head = _REPORT_HEAD.format(version=REPORT_VERSION)
-    return "\n".join([head, *(_object(title, made_of) for title, made_of in OBJECTS)])
+    return "\n".join([head, *(_object(f"## {title}", made_of) for title, made_of in OBJECTS)])
 
 
-_REPORT_HEAD = """## The JSON form
+_REPORT_HEAD = """# The JSON form of a report
 
-`hpc-elastic report RUN --format json` prints one object, of which the page and the picture are
-made. This is version {version}. A key that is added does not change it; one that goes or changes
-its meaning does. Times are Unix seconds.
+`hpc-elastic report RUN --format json` prints one object. The page and the picture of a report are
+made of it ([how to make them](../howto/watch-runs.md#make-a-report)). This is version {version}. A
+new key does not change the version; one that is removed or changes its meaning does. Times are Unix
+seconds.
 
-<!-- Written by `python docs/generate.py report`. -->
+<!-- Written by `python docs/generate.py` from hpc_elastic/report. -->
 """
 
 
+# ---- reference/cli.md ---------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    """Return the text of reference/cli.md: the help of `hpc-elastic` and of its commands."""
+    root = click.Context(
+        program, info_name="hpc-elastic", terminal_width=100, **program.context_settings
+    )
+    out = [_CLI_HEAD, _help(root)]
+    for name in program.list_commands(root):
+        command = program.get_command(root, name)
+        assert command is not None
+        out += [f"## {name}\n", _help(click.Context(command, root, info_name=name))]
+    return "\n".join(out)
+
+
+def _help(context: click.Context) -> str:
+    text = "\n".join(line.rstrip() for line in context.get_help().splitlines())
+    return f"```text\n{text}\n```\n"
+
+
+_CLI_HEAD = """# Commands
+
+This page is the `--help` of `hpc-elastic` and of each of its commands.
+
+<!-- Written by `python docs/generate.py` from hpc_elastic/cli. -->
+"""
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "events.md": events_page,
+    "report.md": report_page,
+    "cli.md": cli_page,
+}
+"""The page that each function writes, below docs/reference."""
+
 if __name__ == "__main__":
-    PAGES = {"settings": settings_page, "events": events_page, "report": report_keys}
-    print(PAGES[sys.argv[1]](), end="")
+    for name, page in PAGES.items():
+        (Path(__file__).parent / "reference" / name).write_text(page())

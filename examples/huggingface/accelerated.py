@@ -4,7 +4,7 @@
     python accelerated.py -m launcher=slurm nodes=1:4   one to four nodes of a Slurm cluster
 
 Model and optimizer are prepared by Accelerate; the data and the checkpoints are ours, as in the
-train.py of this project. docs/guides/huggingface.md says why.
+train.py of this project. docs/howto/huggingface.md gives the reasons.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
     python trainer.py -m launcher=slurm nodes=1:4     one to four nodes of a Slurm cluster
 
 The model is made from a config, the text is counting modulo 32: nothing is downloaded.
-docs/guides/huggingface.md has the lines that are ours.
+docs/howto/huggingface.md lists the lines that change.
 """
 
 import hashlib

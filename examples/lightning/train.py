@@ -3,7 +3,7 @@
     python train.py launcher=local nodes=1:2          two nodes, as processes on this machine
     python train.py -m launcher=slurm nodes=1:4       one to four nodes of a Slurm cluster
 
-An ordinary LightningModule and Trainer. docs/guides/lightning.md has the lines that are ours.
+An ordinary LightningModule and Trainer. docs/howto/lightning.md lists the lines that change.
 """
 
 import hashlib

@@ -6,7 +6,7 @@
     http://127.0.0.1:<port>/metrics   with `launcher.agent.metrics_port`
 
 Every metric has the labels run, task and node. All work is on a thread of its own: a file system
-that hangs delays the file, and nothing else. The names are documented in docs/watching.md.
+that hangs delays the file, and nothing else. The names are documented in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _SETTLED_S = 5.0
     "  hpc-elastic events runs/7 --follow\n"
     "  hpc-elastic events last --json | jq '.[] | select(.cost.lost_steps > 0)'\n"
     '  hpc-elastic events last --raw | grep \'"kind": "preemption_notice"\'\n'
-    "\ndocs/events.md describes the keys of --json, and the lines of --raw."
+    "\ndocs/reference/events.md describes the keys of --json, and the lines of --raw."
 )
 @options.run
 @options.as_json

@@ -37,7 +37,7 @@ Formats:
   html  one file that needs nothing else: no network, no server; light or dark as the reader's
         system is, on a laptop or on a phone
   png   its figures and charts as a picture, drawn without a browser
-  json  all of it as values; docs/report.md describes the keys
+  json  all of it as values; docs/reference/report.md describes the keys
 
 html and png need `pip install 'hpc_elastic[report]'`; json needs nothing. The file can be read by
 you alone, as the run's configuration can: `chmod a+r` it to hand it around.

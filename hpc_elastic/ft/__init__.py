@@ -2,8 +2,9 @@
 
     from hpc_elastic.ft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-`manager` says how it is used, `messages` how it works, and `docs/ft.md` what differs from torchft,
-whose names these are. All are loaded when they are first used: the package itself needs no torch.
+`manager` says how it is used, `messages` how it works, and `docs/reference/torchft.md` what differs
+from torchft, whose names these are. All are loaded when they are first used: the package itself
+needs no torch.
 """
 
 from __future__ import annotations

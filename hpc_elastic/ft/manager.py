@@ -16,7 +16,7 @@ the same process, and, for who has missed something, with a state from a peer's 
 
 A step in an unchanged quorum costs no message and no thread (`manager_client`); a new quorum is
 entered on a thread beside the forward pass (`quorum_client`). `messages` has the theory,
-`docs/ft.md` what differs from torchft's Manager, whose names and meanings these are.
+`docs/reference/torchft.md` what differs from torchft's Manager, whose names and meanings these are.
 """
 
 from __future__ import annotations

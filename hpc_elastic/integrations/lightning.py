@@ -11,7 +11,7 @@ the position in the data, as the state of a resumable loader, a concept of Light
 micro-batch per rank is a step: Lightning counts micro-batches, and their number would differ after
 a restart with another number of workers.
 
-Lightning's own support of clusters does not work here (docs/guides/lightning.md): its handler of
+Lightning's own support of clusters does not work here (docs/howto/lightning.md): its handler of
 SIGTERM broadcasts from inside of the handler, only in the rank that received the signal, and ends
 the training. The agent handles preemption notices, so its worker's handler is restored.
 """

@@ -1,7 +1,7 @@
 """The report of a run as values (pure).
 
 ``hpc-elastic report --format json`` prints it, and the page and the picture are made of it alone.
-The docstrings here describe the JSON form: docs/generate.py writes docs/report.md from them.
+The docstrings here describe the JSON form: docs/generate.py writes docs/reference/report.md.
 
 The cost of a change of the group in node-seconds is all node time from the change to the next one
 that was neither useful nor spent on checkpoints. So the costs of all changes and of the start add

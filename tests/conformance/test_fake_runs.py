@@ -97,8 +97,8 @@ def test_the_last_node_ends_the_run_alone(cluster, sweep):
 
 
 def test_the_example_of_the_guide_passes(tmp_path):
-    """docs/testing.md's test is run as it stands."""
-    text = (ROOT / "docs" / "testing.md").read_text()
+    """The test in docs/howto/test-preemptions.md is run as it stands."""
+    text = (ROOT / "docs/howto/test-preemptions.md").read_text()
     block = text.split("```python\n", 1)[1].split("```", 1)[0]
     (tmp_path / "test_example.py").write_text(block)
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir"]

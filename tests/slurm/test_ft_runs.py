@@ -1,4 +1,4 @@
-"""train_ft.py on a real Slurm: its replicas live on while nodes die, are taken and come back."""
+"""examples/train_ft.py on a real Slurm: replicas survive while nodes die, leave and come back."""
 
 import re
 import shutil
@@ -19,10 +19,10 @@ class Replicas:
 
     def __init__(self, folder: Path, sweep: Callable[..., Sweep], *overrides: str) -> None:
         script = folder / "train_ft.py"
-        text = unhurried((ROOT / "train_ft.py").read_text(), folder)
+        text = unhurried((ROOT / "examples/train_ft.py").read_text(), folder)
         assert MADE in text
         script.write_text(text.replace(MADE, SAYS + MADE))
-        shutil.copy(ROOT / "train_ft.yaml", folder)
+        shutil.copy(ROOT / "examples/train_ft.yaml", folder)
         self.sweep = sweep("launcher=slurm", *overrides, script=script)
 
     def outputs(self) -> dict[str, list[Path]]:

@@ -16,20 +16,22 @@ from omegaconf import OmegaConf
 
 from hpc_elastic.cli.main import program
 from hpc_elastic.config.schema import LocalSettings, SlurmSettings
+from hpc_elastic.run import directory
 from slurm_sandbox import cli as sandbox_cli
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
-from generate import settings_page
+from generate import cli_page, settings_page
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-PAGES = [path for path in PAGES if "_build" not in path.parts]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)
+PAGES += sorted((ROOT / "tools").rglob("*.md"))
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
-_FOLDERS = ("scripts", "tests", "benchmarks", "docs")
+_FOLDERS = ("scripts", "tests", "benchmarks", "docs", "examples", "tools")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -68,6 +70,7 @@ def keys(cls: type, path: str = "launcher") -> Iterator[str]:
 
 KEYS = {*keys(SlurmSettings), *keys(LocalSettings)}
 OF_THE_RUN = {"nodes", "nproc_per_node", "ft", "launcher"}
+SCRIPTS = {"train.py", *(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/**/*.py"))}
 
 
 def test_commands_are_found():
@@ -85,8 +88,9 @@ output, which is no command
     assert sentence == ["hpc-elastic", "events", "RUN", "--raw"]
     assert training[-1] == "launcher.time=60"
     assert ["hpc-elastic", "completion", "bash"] in completion
-    of_readme = {words[1] for words in commands((ROOT / "README.md").read_text()) if words[1:]}
-    assert {"doctor", "status", "events", "cancel", "resume"} <= of_readme
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
+    of_tutorial = {words[1] for words in commands(pages) if words[1:]}
+    assert {"doctor", "status", "events", "cancel", "resume"} <= of_tutorial
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +117,7 @@ def test_settings_exist(name):
         group = ".".join(key.split(".")[:2])
         assert key in KEYS or group in ("launcher.sbatch", "launcher.env"), key
     for words in commands(text):
-        script = next((w for w in words if w in ("train.py", "train_ft.py")), None)
+        script = next((w for w in words if w in SCRIPTS), None)
         if script is None or words[0] == "srun":
             continue
         config = OmegaConf.load(ROOT / script.replace(".py", ".yaml"))
@@ -155,9 +159,20 @@ def test_sandbox_commands_exist(name):
             assert help_only or sandbox_cli.parser().parse_args(words[1:]), words
 
 
-def test_the_settings_page_is_fresh():
-    """`python docs/generate.py settings > docs/settings.md` writes it."""
-    assert (ROOT / "docs/settings.md").read_text() == settings_page()
+@pytest.mark.parametrize(("name", "page"), [("settings", settings_page), ("cli", cli_page)])
+def test_a_generated_page_is_fresh(name, page):
+    """`python docs/generate.py` writes it."""
+    assert (ROOT / f"docs/reference/{name}.md").read_text() == page()
+
+
+def test_the_page_of_files_has_every_path():
+    """That `run.directory` describes, of a run and of a submission."""
+    text = (ROOT / "docs/reference/files.md").read_text()
+    rows = re.findall(r"^    <(run|sweep)>/(?:\.hpc_elastic/)?(\S+)", directory.__doc__, re.M)
+    paths = [path for _, path in rows]
+    assert len(paths) > 20
+    missing = [path for path in paths if path.split("/")[0] not in text]
+    assert not missing
 
 
 def test_the_settings_page_has_every_key_with_a_meaning():
@@ -170,7 +185,7 @@ def test_the_settings_page_has_every_key_with_a_meaning():
 
 def test_the_api_reference_has_all_that_is_public():
     """The names that the packages export."""
-    text = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    text = "\n".join(path.read_text() for path in (ROOT / "docs/reference/api").glob("*.md"))
     for package in ("", ".data", ".checkpoint", ".testing.fake_slurm"):
         module = importlib.import_module(f"hpc_elastic{package}")
         for name in module.__all__:

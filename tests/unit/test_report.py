@@ -35,7 +35,7 @@ from hpc_elastic.run.directory import Entry, RunDir, RunSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
 
-from generate import OBJECTS, attributes, report_keys
+from generate import OBJECTS, attributes, report_page
 
 ROOT = Path(__file__).parents[2]
 LOST = [
@@ -191,12 +191,12 @@ def test_nothing_is_known_of_a_run_that_never_started():
 
 
 def test_keys_are_those_that_are_described():
-    """Each class's docstring names its fields, and docs/report.md ends with them."""
+    """Each class's docstring names its fields, and docs/reference/report.md lists them."""
     for title, made_of in OBJECTS:
         assert is_dataclass(made_of)
         assert [name for name, _ in attributes(made_of)] == [f.name for f in fields(made_of)], title
-    assert (ROOT / "docs/report.md").read_text().endswith(report_keys())
-    assert all(f"`{kind}`" in report_keys() for kind in KINDS)
+    assert (ROOT / "docs/reference/report.md").read_text() == report_page()
+    assert all(f"`{kind}`" in report_page() for kind in KINDS)
     assert set(reported().to_json()) == {f.name for f in fields(Report)}
 
 

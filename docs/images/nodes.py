@@ -46,10 +46,11 @@ def stretches(intervals: list[dict[str, Any]]) -> Iterator[tuple[float, float, s
 def label(change: dict[str, Any]) -> str:
     """Return a change of the group in a few words."""
     hosts = " and ".join(change["hosts"])
-    cause = {"arrived": "joined", "returned": "is back", "asked": "preempted"}
+    causes = {"arrived": "join", "returned": "is back", "asked": "is preempted"}
     lost = change["lost_steps"]
     cost = f"{lost} steps are trained again" if lost else "no step is lost"
-    return f"{hosts} {cause.get(change['cause'], 'killed')}: {cost}"
+    cause = causes.get(change["cause"], "is killed")
+    return f"{hosts} {cause}: {cost}, training pauses for {change['pause_s']:.0f} s"
 
 
 def draw(report: dict[str, Any]) -> str:
@@ -95,7 +96,8 @@ def draw(report: dict[str, Any]) -> str:
         out.append(f'<path d="M{left} 50V{bottom - 4}" stroke="#24292f" stroke-dasharray="2 3"/>')
         out.append(text(left, 46, str(number), text_anchor="middle", font_weight="600"))
         seconds = round(change["time"] - begin)
-        out.append(text(14, top, f"{number}  {seconds} s: {label(change)}"))
+        out.append(text(14, top, str(number), font_weight="600"))
+        out.append(text(34, top, f"{seconds} s: {label(change)}"))
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -40,13 +40,14 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Every command line: behind a prompt, or between backticks in a sentence."""
+    """Every command line: behind a prompt, in a script, or between backticks in a sentence."""
     typed = [
         line.removeprefix("$ ")
         for body in blocks(text, "console")
         for line in body.replace("\\\n", " ").splitlines()
         if line.startswith("$ ")
     ]
+    typed += [line for body in blocks(text, "bash") for line in body.splitlines()]
     found = []
     for line in [*typed, *_INLINE.findall(_FENCED.sub("", text))]:
         for part in re.split(r"\$\(|&&|\||;", re.sub(r"\s#.*", "", line)):
@@ -152,9 +153,9 @@ def test_files_exist(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sandbox_commands_exist(name):
-    """`scripts/slurm_sandbox.py ...` in every page is parsed by its own parser."""
+    """`scripts/slurm_sandbox.py ...` and `slurm-sandbox ...` are parsed by their own parser."""
     for words in commands((ROOT / name).read_text()):
-        if words[0].endswith("slurm_sandbox.py") and len(words) > 1:
+        if words[0].endswith(("slurm_sandbox.py", "slurm-sandbox")) and len(words) > 1:
             help_only = words[1] == "--help"
             assert help_only or sandbox_cli.parser().parse_args(words[1:]), words
 

@@ -1,7 +1,7 @@
-"""Multiplies matrices on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check``.
+"""A matrix product on each GPU of this process: ``python -m hpc_elastic.agent.gpu_check``.
 
-Prints one line of JSON: ``{"problem": null}``, or what is wrong. The numbers are whole and small,
-so that every order of addition gives the same sum, in any precision that is used.
+It prints one line of JSON: ``{"problem": null}``, or the problem. The numbers are small integers,
+so that every order of addition gives the same sum in each precision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 _SIZE = 1024
 _ROUNDED = 2**-7, 1.0
-"""Sums are rounded to bfloat16: what they may be off by, relative and absolute."""
+"""Relative and absolute tolerance of sums that are rounded to bfloat16."""
 
 
 def problem_of(device: torch.device) -> str | None:

@@ -1,8 +1,20 @@
-"""Watches one node's workers for steps that do not come, and looks into them when it is asked.
+"""Detection of hangs on one node: step clocks and stack samples of its workers.
 
-What is a hang is decided by the leader (`rendezvous.hang_diagnosis`), who asks all nodes; with
-``ft=true``, where a replica is alone, by its own agent. When to suspect one stands in `StepClock`.
-Looking into workers (`StackSampler`) takes a second or two, on a thread of its own.
+The leader decides what is a hang (`rendezvous.hang_diagnosis`) and queries all nodes; with
+``ft=true`` each agent decides for its own replica. `StepClock` decides when to suspect one.
+`StackSampler` takes a second or two, on a thread of its own.
+
+A worker's clock restarts with every sign of life: a step, a report, a checkpoint boundary, a call
+of `should_checkpoint`. It stands still while the worker saves, waits at a checkpoint or for the
+leader's confirmation of one, and while this agent itself did not run.
+
+The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute. The
+time before the second step (compilation, the first batches) is no measure: there the limit is ten
+times the setting, and at least ten minutes; by default nothing before the first step is a hang.
+Neither is anything after the last step, if the script reports it (``report(total_steps=...)``).
+
+All workers of a node are sampled at the same time, and for no longer than `WITHIN_S`: a node that
+does not answer the leader counts as hung. Workers that are not sampled by then are left out.
 """
 
 from __future__ import annotations
@@ -33,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _WRITTEN_WITHIN_S = 2.0
 _BUSY_SHARE = 0.5
-"""A main thread that wants a CPU for more of the time than that computes."""
+"""A main thread that uses or wants a CPU for more than this share of the time computes."""
 _STOPPED = "T"
 _DEBUGGED = "t"
 
@@ -45,17 +57,17 @@ class HangReporter(Protocol):
 
     @property
     def proposal(self) -> SaveProposal | None:
-        """The step that all ranks may have to save at; None if there is none."""
+        """The step at which all ranks may have to save; None if there is none."""
 
     @property
     def stacks(self) -> int:
-        """Not 0: the leader asks what the workers are at; the question's number."""
+        """The number of the leader's query for stacks; 0 if there is none."""
 
     def stalled(self, stalled_s: float, limit_s: float) -> None:
         """Report that workers have made no step for longer than the limit."""
 
     def answer_stacks(self, number: int, ranks: list[Message]) -> None:
-        """Answer what the workers of this node are at."""
+        """Answer a query with the states of this node's workers."""
 
     def failed(self, failures: list[Message]) -> None:
         """Report failed workers."""
@@ -67,9 +79,9 @@ class WatchedWorker:
 
     Attributes:
         local_rank: Its rank here.
-        page: Its control page.
+        page: Its shared page.
         files: Its logs.
-        dump: Where it writes its stacks.
+        dump: The file of its stacks.
     """
 
     local_rank: int
@@ -80,7 +92,7 @@ class WatchedWorker:
 
 @dataclass(frozen=True)
 class LoneHangReporter:
-    """What an agent whose workers are a replica of their own does with a hang.
+    """The reporting of hangs by an agent whose workers are a replica.
 
     Attributes:
         me: The agent.
@@ -96,10 +108,10 @@ class HangWatch:
 
     Args:
         leader: The session.
-        workers: The node's.
+        workers: The workers of the node.
         after_s: The setting `launcher.agent.hang_timeout_s`.
-        place: Where they run.
-        alone: Not None: this agent judges by itself.
+        place: The node.
+        alone: Reports hangs if this agent decides by itself; None otherwise.
     """
 
     def __init__(
@@ -122,12 +134,12 @@ class HangWatch:
         self._writing: threading.Thread | None = None
 
     def look(self, pids: Mapping[int, int], now: float, *, done: bool = False) -> None:
-        """Take note of what the workers have published; called several times a second.
+        """Read the workers' pages, and start a diagnosis if due; called several times a second.
 
         Args:
-            pids: Their processes by local rank; one that has returned may still be there.
+            pids: Process ids by local rank, also of workers that have returned.
             now: Monotonic seconds.
-            done: Whether all of them have returned; the leader may ask all the same.
+            done: Whether all workers have returned; the leader may still query.
         """
         proposal = self._leader.proposal
         for worker, clock in zip(self._workers, self._clocks, strict=True):
@@ -160,8 +172,6 @@ class HangWatch:
     def _asked(self, now: float) -> None:
         for clock in self._clocks:
             clock.asked(now)
-
-    # ---- the thread that looks --------------------------------------------------------------
 
     def _answer(self, number: int, pids: Mapping[int, int]) -> None:
         self._leader.answer_stacks(number, [_message(s) for s in self._look_into(pids)])
@@ -212,9 +222,9 @@ class HangWatch:
                          str(worker.files.stack))  # fmt: skip
 
     def _write(self, found: Sequence[RankState], looks: Sequence[StackSampler]) -> None:
-        """Write the stacks down; wait a little only, for the file system may be what hangs."""
+        """Write the stacks to the workers' files; wait briefly, since the file system may hang."""
         if self._writing is not None and self._writing.is_alive():
-            _log.warning("the stacks are not written: those of the time before still are not")
+            _log.warning("the stacks are not written: the last ones are still being written")
             return
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         texts = [
@@ -239,16 +249,16 @@ class HangWatch:
 
 @dataclass(frozen=True)
 class WorkerSample:
-    """What was seen of a worker.
+    """A sample of one worker.
 
     Attributes:
-        letter: Linux's, of its process; None: it is gone.
-        dumps: What its main thread did, one look after the other.
-        published: What it has published.
-        computes: Whether its main thread wants a CPU nearly always, and has no GPU: one that waits
-            for its GPU spins.
-        alive: Whether it was busy meanwhile, or see `StepClock.is_alive`.
-        alone: Whether it is a replica, which is at work as long as it waits for others.
+        letter: Linux's state letter of its process; None if it has ended.
+        dumps: Stacks of its main thread, in order.
+        published: The content of its page.
+        computes: Whether its main thread uses or wants a CPU nearly always, without a GPU: a thread
+            that waits for its GPU spins.
+        alive: Whether it was busy during the sample, or `StepClock.is_alive`.
+        alone: Whether it is a replica, which is busy while it waits for others.
     """
 
     letter: str | None
@@ -260,7 +270,7 @@ class WorkerSample:
 
     @property
     def state(self) -> str:
-        """What a rank is at (see `RankState`)."""
+        """The state of the rank (see `RankState`)."""
         if self.letter in (None, "Z"):
             return "done"
         if self.letter == _STOPPED:
@@ -277,7 +287,7 @@ class WorkerSample:
 
     @property
     def place(self) -> str:
-        """Where it is, for people (see `RankState`)."""
+        """The place in the code, for people (see `RankState`)."""
         match self.state:
             case "stopped":
                 return "stopped by a signal (SIGSTOP, or the like)"
@@ -295,7 +305,7 @@ def _wants_cpu(before_s: float | None, after_s: float | None, wanted_s: float) -
 
 
 def _awaits(worker: WorkerStatus, proposal: SaveProposal | None) -> bool:
-    """Tell whether a worker waits for its leader's word on the step that it is at."""
+    """Return whether a worker waits for the leader's confirmation of its present step."""
     return proposal is not None and not proposal.confirmed and worker.passed == proposal.step
 
 
@@ -306,41 +316,28 @@ def _message(item: Any) -> Message:
 
 
 def kill_stopped(pids: Sequence[int]) -> None:
-    """Kill workers that are stopped by a signal: no other would end them in time (agent)."""
+    """Kill workers that are stopped by a signal: only SIGKILL ends them in time (agent)."""
     for pid in pids:
         if stacks.process_state(pid) == _STOPPED:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-# ---- When a worker is taken for hung, and what its stack says (pure)
-# The clock of a worker starts anew with every sign of life: another step, a report of whatever, a
-# boundary, a question whether to save. It stands still while the worker is at a checkpoint of
-# ours, stays at one for the leader, or waits for his word on one; and while this agent itself did
-# not run.
-#
-# The limit is `launcher.agent.hang_timeout_s`, or 10 times the median step and at least a minute.
-# What comes before the second step (compiling, the first batches) is no measure: there it is ten
-# times the setting, and at least ten minutes; by default nothing before the first step is a hang
-# at all. Nor is what comes after the last one, where the script says which that is
-# (``report(total_steps=...)``).
-
-
 LEAST_S = 60.0
 START_S = 600.0
 TIMES = 10.0
-"""Times the median step; and times the setting, before the second step."""
+"""Factor for the median step, and for the setting before the second step."""
 _REMEMBERED = 101
 _ASLEEP_S = 5.0
-"""Who looks less often than that was asleep meanwhile."""
+"""An agent that looks less often was suspended meanwhile."""
 
 
 class StepClock:
-    """One worker's steps; monotonic seconds.
+    """The time since one worker's last step; monotonic seconds.
 
     Args:
         after_s: The setting: None for the default, 0 for never.
-        now: When the worker was started.
+        now: Start of the worker.
     """
 
     def __init__(self, after_s: float | None, now: float) -> None:
@@ -353,12 +350,12 @@ class StepClock:
         self._is_over = False
 
     def look(self, worker: WorkerStatus, now: float, *, awaited: bool = False) -> None:
-        """Take note of what the worker has published.
+        """Update the clock by a worker's page; called several times a second.
 
         Args:
-            worker: That.
-            now: The time; to be called several times a second.
-            awaited: Whether it waits for its leader's word.
+            worker: The content of the page.
+            now: The time.
+            awaited: Whether the worker waits for the leader's confirmation.
         """
         slept_s = now - self._looked
         self._looked = now
@@ -381,12 +378,12 @@ class StepClock:
         self._step, self._stepped = step, now
 
     def asked(self, now: float) -> None:
-        """The group has been looked into; if it goes on, the next time is a whole limit away."""
+        """Record a diagnosis; the next one is due after a whole limit."""
         self._asked = now
 
     @property
     def limit_s(self) -> float | None:
-        """No sign of life for so long is suspect; None: nothing is."""
+        """Longest time without a sign of life; None for no limit."""
         if self._after_s == 0 or self._is_over or (self._after_s is None and self._step is None):
             return None
         if not self._steps_s:
@@ -396,9 +393,9 @@ class StepClock:
         return max(LEAST_S, TIMES * statistics.median(self._steps_s))
 
     def is_alive(self, now: float) -> bool:
-        """Tell whether it has shown a sign of life of late, but has not made a step.
+        """Return whether it has shown a recent sign of life without a step.
 
-        Others wait for it then. One that makes steps is no reason to wait for those that do not.
+        Other ranks may wait for such a worker, but not for one that makes steps.
         """
         half_s = (self.limit_s or 0.0) / 2
         return now - self._lived < half_s <= now - self._stepped
@@ -408,7 +405,7 @@ class StepClock:
         return now - self._lived
 
     def is_due(self, now: float) -> bool:
-        """Tell whether the group is to be looked into."""
+        """Return whether a diagnosis is due."""
         limit_s = self.limit_s
         return limit_s is not None and now - max(self._lived, self._asked) >= limit_s
 
@@ -426,7 +423,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        """Return it as people read it."""
+        """Return the text for people."""
         return f"{self.file.rpartition('/')[2]}:{self.line} in {self.function}"
 
 
@@ -439,9 +436,9 @@ def main_thread(text: str) -> tuple[Frame, ...]:
     """Return the frames of a dump's main thread, the innermost first; () if it has none.
 
     Args:
-        text: As faulthandler writes it, which ends with the main thread (but of more than a hundred
-            threads leaves it out; the current one is taken then), or as ``py-spy dump``, where it
-            is called MainThread.
+        text: The output of faulthandler, which ends with the main thread (unless there are more
+            than a hundred threads; then the current one is taken), or of ``py-spy dump``, which
+            calls it MainThread.
     """
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
@@ -470,7 +467,7 @@ _WORK = re.compile(
     r"|_inductor/(compile_fx|graph|codecache|async_compile))|/triton/compiler/|/safetensors/"
     rf"|^{_OURS}/checkpoint/"
 )
-"""What takes long without a step: saving, loading and compiling."""
+"""Work that takes long without a step: saving, loading and compiling."""
 _NOT_THE_USERS = re.compile(
     rf"^<|/site-packages/|/dist-packages/|/lib(64)?/python3[^/]*/|^{_OURS}/"
 )
@@ -478,9 +475,9 @@ _LOOKED_AT = 40
 
 
 def waits_in(frames: Sequence[Frame]) -> str | None:
-    """Return what a stack waits for others in: a collective, a backward pass; None: nothing known.
+    """Return the collective in which a stack waits for other ranks; None if there is none.
 
-    DistributedDataParallel waits within the backward pass, where Python shows only that.
+    DistributedDataParallel waits within the backward pass, and Python shows only ``backward``.
     """
     inner = list(frames[:_LOOKED_AT])
     users = next((i for i, f in enumerate(inner) if is_users(f)), len(inner))
@@ -493,63 +490,58 @@ def waits_in(frames: Sequence[Frame]) -> str | None:
 
 
 def is_at_work(frames: Sequence[Frame]) -> bool:
-    """Tell whether a stack shows something that may take long and is no step."""
+    """Return whether a stack shows work that may take long without a step."""
     return any(_WORK.search(frame.file) for frame in frames[:_LOOKED_AT])
 
 
 def is_in_quorum(frames: Sequence[Frame]) -> bool:
-    """Tell whether a stack waits for other replicas (``ft=true``)."""
+    """Return whether a stack waits for other replicas (``ft=true``)."""
     return any(_QUORUM.search(frame.file) for frame in frames[:_LOOKED_AT])
 
 
 def is_users(frame: Frame) -> bool:
-    """Tell whether a frame is of the user's own code."""
+    """Return whether a frame is of the user's own code."""
     return not _NOT_THE_USERS.search(frame.file)
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Return where a stack stands: the user's innermost frame, or the innermost of all."""
+    """Return the place of a stack: the user's innermost frame, or else the innermost."""
     users = next((frame for frame in frames if is_users(frame)), None)
     return str(users or (frames[0] if frames else "an unknown place"))
 
 
 def moves(dumps: Sequence[Sequence[Frame]]) -> bool:
-    """Tell whether stacks that were taken one after the other differ."""
+    """Return whether consecutive stacks differ."""
     return any(tuple(dump) != tuple(dumps[0]) for dump in dumps[1:])
 
 
-# ---- Several looks at each worker of a node, over a second or two
-# All workers are looked at at the same time, and for no longer than `WITHIN_S`: the leader takes
-# a node that does not answer for one that hangs. What is not seen until then is done without.
-
-
 WITHIN_S = 10.0
-"""A fair part of `rendezvous.hang_diagnosis.ANSWER_S`, and room for a look that py-spy fails at."""
+"""Below `rendezvous.hang_diagnosis.ANSWER_S`, with time for a failure of py-spy."""
 _PAUSES_S = (0.3, 0.5, 0.8)
-"""Between two looks at a stack."""
+"""Pauses between the samples of a stack."""
 _OUT_OF_REACH = ("T", "Z", None)
 
 
 class StackSampler:
-    """The looks at one worker; all attributes grow while it is looked at.
+    """Samples the stacks of one worker.
 
     Args:
-        pid: Its process; None: it is gone.
-        page: Its control page.
-        dump: Where it writes its stacks.
+        pid: Its process id; None if it has ended.
+        page: Its shared page.
+        dump: The file of its stacks.
     """
 
     def __init__(self, pid: int | None, page: ReadablePage, dump: Path) -> None:
         self.pid = pid
         self.texts: list[str] = []
-        """Its stacks, one look after the other."""
+        """Its stacks, in order."""
         self.was_busy = False
-        """Whether it was at what takes long: then there are no further stacks."""
+        """Whether it was busy with long work, which ends the samples."""
         self._page = page
         self._dump = dump
 
     def look(self, deadline: float) -> None:
-        """Look until something is known, or the time is over; monotonic seconds."""
+        """Take samples until the deadline; monotonic seconds."""
         for pause_s in (0.0, *_PAUSES_S):
             time.sleep(pause_s)
             published = self._page.read()
@@ -567,7 +559,7 @@ class StackSampler:
 
 
 def look_at(workers: Sequence[StackSampler]) -> None:
-    """Look at all workers, each on a thread of its own; return when all is seen, or in time."""
+    """Sample all workers, each on a thread of its own; return when done, or at the deadline."""
     deadline = time.monotonic() + WITHIN_S
     threads = [
         threading.Thread(target=worker.look, args=(deadline,), name="stack", daemon=True)

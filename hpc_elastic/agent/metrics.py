@@ -1,12 +1,17 @@
-"""OpenMetrics of one node: a text file that is always written, and a port if one is asked for.
+"""OpenMetrics of one node: a text file, and a port if one is configured.
 
-    <run>/metrics/<task>.prom    replaced in one step every `EVERY_S`, where a server has the files
-                                 every `SELDOM_S`; as node_exporter's textfile collector reads it,
-                                 by a link into its folder
+    <run>/metrics/<task>.prom    replaced atomically every `EVERY_S`, on a network file system every
+                                 `SELDOM_S`; in the format of node_exporter's textfile collector,
+                                 which reads it by a link into its folder
     http://127.0.0.1:<port>/metrics   with `launcher.agent.metrics_port`
 
 Every metric has the labels run, task and node. All work is on a thread of its own: a file system
-that hangs delays the file, and nothing else. The names are documented in docs/reference/metrics.md.
+that hangs delays only the file. The names are documented in docs/reference/metrics.md.
+
+The load of a worker is the CPU time per step that its main thread used, or waited for while ready
+(proc(5), schedstat). It is the rank's own part of a step, since a rank that waits in a collective
+sleeps. It does not measure waits for a disk, a data loader or a GPU: there the CPU thread spins, on
+slow and on fast ranks alike.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ def _counter(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of a node at one moment; None: not known, and left out."""
+    """The values of a node at one moment; None for unknown values, which are left out."""
 
     step: float | None = _gauge("Optimizer steps done.")
     steps_per_second: float | None = _gauge("Over the last half minute or so.")
@@ -70,10 +75,10 @@ _PACE_S = 30.0
 
 
 class TaskCounters:
-    """What is added up over the rounds of one task (pure); monotonic seconds.
+    """Totals over the rounds of one task (pure); monotonic seconds.
 
     Args:
-        now: When the task was started.
+        now: Start of the task.
     """
 
     def __init__(self, now: float) -> None:
@@ -86,7 +91,7 @@ class TaskCounters:
         self._busy_s = self._busy_before_s = 0.0
 
     def new_round(self) -> None:
-        """The workers are new, and so are their pages."""
+        """Start a round with new workers and pages."""
         self._busy_before_s += self._busy_s
         self._busy_s, self._step, self._meter = 0.0, None, ThroughputMeter(_PACE_S)
 
@@ -95,10 +100,10 @@ class TaskCounters:
         return max(now - self._since, 1e-9)
 
     def look(self, worker: WorkerStatus, now: float) -> Sample:
-        """Return what is known now.
+        """Return the present values.
 
         Args:
-            worker: What the node's first worker has published.
+            worker: The page of the node's first worker.
             now: The time.
         """
         self._note_step(worker.step, now)
@@ -130,10 +135,10 @@ class Exporter:
     """Writes and serves one node's metrics, until it is closed.
 
     Args:
-        file: The text file; its folder is made.
+        file: The text file; its folder is created.
         labels: The values of `LABELS`.
-        look: Returns what is known now; called every `EVERY_S`, on another thread.
-        port: To serve on, at 127.0.0.1; None: none. One that is taken is logged, and is no error.
+        look: Returns the present values; called every `EVERY_S`, on another thread.
+        port: Port at 127.0.0.1; None for none. A port in use is logged, and is no error.
         is_local: Whether the file is on a file system of this node.
     """
 
@@ -163,7 +168,7 @@ class Exporter:
         return families(self._sample, self._labels)
 
     def close(self) -> None:
-        """Write the last state, and end; a file system that hangs is not waited for."""
+        """Write the last values, and end without waiting for a file system that hangs."""
         self._over.set()
         self._thread.join(1.0)
         if self._server is not None:
@@ -197,7 +202,7 @@ class Exporter:
 def families(
     sample: Sample, labels: tuple[str, str, str]
 ) -> list[GaugeMetricFamily | CounterMetricFamily]:
-    """Return a sample as metrics; what is not known is left out."""
+    """Return a sample as metrics, without unknown values."""
     made = []
     for item in fields(sample):
         value = getattr(sample, item.name)
@@ -214,14 +219,6 @@ def now_s() -> float:
     return time.monotonic()
 
 
-# ---- What one node tells of its workers: to the leader with each heartbeat, and as metrics
-# The load of a worker is the time that its main thread ran, or was ready to and found no CPU free
-# (proc(5), schedstat), a step. It is what this rank itself takes of a step: one that waits for
-# others in a collective sleeps. Nothing of that is measured where a rank waits for something else
-# (a disk, a data loader, a GPU: the CPU thread spins there, on slow ranks and on fast ones
-# alike).
-
-
 _FEWEST_STEPS = 3
 _SHORTEST_S = 4.0
 
@@ -233,8 +230,8 @@ class RoundWorkers:
     """The workers of a round.
 
     Attributes:
-        pages: Their control pages, by global rank, in order.
-        pids: Returns their processes by local rank.
+        pages: Their shared pages, by global rank, in order.
+        pids: Returns their process ids by local rank.
     """
 
     pages: Mapping[int, SharedPage]
@@ -242,18 +239,18 @@ class RoundWorkers:
 
 
 class Loads:
-    """How much of a step each worker itself takes, over one window after the other."""
+    """The load per step of each worker, over consecutive windows."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last window."""
+        """Number of the last window."""
         self.last: list[tuple[int, float, float]] = []
         """(rank, seconds of load a step, seconds a step)"""
         self._start: dict[int, tuple[int, float, float]] = {}
-        """By rank: step, load and time at which the window began."""
+        """Step, load and time at the start of the window, by rank."""
 
     def look(self, found: Mapping[int, tuple[int | None, float | None]], now: float) -> None:
-        """Take note of (step, seconds of load so far) of each rank."""
+        """Update with (step, seconds of load so far) of each rank."""
         known = {r: (s, b, now) for r, (s, b) in found.items() if s is not None and b is not None}
         if known.keys() != self._start.keys() or any(
             known[r][0] < self._start[r][0] for r in known
@@ -277,7 +274,7 @@ def _a_step(
 
 
 def load_of(pid: int) -> float | None:
-    """Return the seconds that a process's main thread ran or wanted to; None: not known."""
+    """Return the seconds that a process's main thread ran or was ready to run; None if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ran, waited, *_ = Path(f"/proc/{pid}/schedstat").read_text().split()
         return (int(ran) + int(waited)) / 1e9
@@ -285,10 +282,10 @@ def load_of(pid: int) -> float | None:
 
 
 class Observer:
-    """What one task knows of its workers, over all rounds.
+    """The measurements of one task's workers, over all rounds.
 
     Args:
-        rest: Returns what is not the workers': a `Sample` with those fields filled in.
+        rest: Returns a `Sample` with the fields that do not come from the workers.
     """
 
     def __init__(self, rest: Callable[[], Sample]) -> None:
@@ -299,26 +296,26 @@ class Observer:
         self._lock = threading.Lock()
 
     def watch(self, crew: RoundWorkers) -> None:
-        """The workers of another round are started (agent's thread)."""
+        """Start to measure the workers of another round (agent's thread)."""
         with self._lock:
             self._crew, self._loads = crew, Loads()
             self._tally.new_round()
 
     def progress(self) -> Message:
-        """Return what a heartbeat carries: of the first worker, and the loads of all."""
+        """Return the content of a heartbeat: values of the first worker, and the loads of all."""
         crew = self._crew
         if crew is None or not crew.pages:
             return {}
         first = crew.pages[min(crew.pages)].read()
-        told = {
+        progress = {
             "step": first.step, "total": first.total_steps, "loss": first.loss,
             "samples": first.samples, "blocked_s": round(first.blocked_s, 3),
         }  # fmt: skip
         loads = self._loads
-        return {**told, "loads": [loads.number, loads.last]} if loads.number else told
+        return {**progress, "loads": [loads.number, loads.last]} if loads.number else progress
 
     def look(self) -> Sample:
-        """Return what is known now, and measure the loads."""
+        """Return the present values, and measure the loads."""
         now = now_s()
         with self._lock:
             crew = self._crew

@@ -1,15 +1,15 @@
-"""Writes down when the output of this node was written, and lets other nodes see it soon.
+"""The time index of this node's output files, and their synchronisation to other nodes.
 
-One thread looks at the sizes only, a few times a second, so that neither the workers nor their
-files know of it, and the death of a worker loses nothing: what it has written is in its file. A
-look is one lseek a file. A stat would, on NFS, send the file's dirty pages to the server first.
+One thread polls only the sizes, several times a second. It does not touch the workers or the data,
+and the death of a worker loses nothing, since its output is in its file. A poll is one lseek per
+file. On NFS a stat would first send the file's dirty pages to the server.
 
-A client of NFS keeps what is written until the file is closed, which a worker does at its end, or
-for half a minute. So a second thread has it sent: an fdatasync sends what all processes of a node
-have written to a file. Only files that have grown are sent, and none of a local file system.
+An NFS client keeps written data until the file is closed, at the worker's end, or for half a
+minute. So a second thread synchronises it: an fdatasync sends the data of all processes of a node.
+It does so only for files that have grown, and not on a local file system.
 
-Neither fails the run, nor waits for the other. What can not be written is logged once; the times
-are less exact then, or others see the output late.
+Neither thread fails the run or waits for the other. Errors are logged once; then the times are less
+exact, or others see the output late.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from hpc_elastic.shared_files import Mount
 _log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Seconds between two looks, and so the exactness of the times."""
+"""Seconds between two polls: the precision of the times."""
 _RARELY_S = 2.0
-"""A file that is not there yet is looked for ever more rarely, down to this."""
+"""Longest interval between polls for a missing file; the interval doubles up to it."""
 SEND_S = 2.0
-"""Seconds between two times that what has grown is sent."""
+"""Seconds between two synchronisations."""
 _SEND_SHARE = 10
-"""A server that is slow is asked less often: at most a tenth of the time is spent on it."""
+"""A slow server is used less often: synchronisation takes at most a tenth of the time."""
 _SEND_AT_LEAST_S = 30.0
-"""About as often a client sends by itself."""
+"""About the interval at which a client sends by itself."""
 _JOIN_S = 1.0
-"""A file system that hangs does not keep the task from its end."""
+"""Longest wait at the end, in case the file system hangs."""
 
 
 class OutputTimes:
-    """Keeps the index of each file of a task; all methods return at once."""
+    """Writes the time index of each output file of a task; all methods return at once."""
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
-        """Make it, not yet started.
+        """Create it without starting it.
 
         Args:
             files: Files that grow as long as the task lives; they need not exist.
@@ -61,18 +61,18 @@ class OutputTimes:
         self._complaints: set[str] = set()
 
     def start(self) -> None:
-        """Begin to look, and to send."""
+        """Start both threads."""
         self._thread.start()
         self._sender.start()
 
     def new_round(self, files: Iterable[Path]) -> None:
-        """Look at the files of another round; those of the one before are seen one last time."""
+        """Watch the files of another round; those of the previous round are polled once more."""
         watched = [_Watched(file) for file in files]
         with self._lock:
             self._over, self._round = [*self._over, *self._round], watched
 
     def close(self) -> None:
-        """Look once more, and end."""
+        """Poll once more, and end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -96,7 +96,7 @@ class OutputTimes:
             try:
                 if not file.close():
                     self._close_later(file)
-            except OSError as e:  # where a quota is told of at the close (NFS)
+            except OSError as e:  # NFS reports an exceeded quota at the close
                 self._complain("the times of %s, and others, are less exact: %s", file, e)
 
     def _close_later(self, file: _Watched) -> None:
@@ -135,15 +135,15 @@ class _Watched:
         self._index: IndexWriter | None = None
         self._size = self._sent = 0
         self._is_kept = False
-        """Whether others see what is written only when it is sent."""
+        """Whether others see the data only after it is sent."""
         self._look_at, self._patience_s = 0.0, LOOK_S
         self._looking, self._sending = threading.Lock(), threading.Lock()
 
     def look(self) -> None:
-        """Write down how long the file is, if it has grown.
+        """Record the size of the file, if it has grown.
 
         Raises:
-            OSError: that failed; the next look tries again.
+            OSError: It failed; the next poll tries again.
         """
         with self._looking:
             if self._fd is None and not self._open():
@@ -158,16 +158,16 @@ class _Watched:
             self._size = size
 
     def send(self) -> None:
-        """Send what was seen to be written, and when; return when the server has it.
+        """Synchronise the recorded data and its index; return when the server has them.
 
         Raises:
-            OSError: it has not; the next time tries again.
+            OSError: It failed; the next call tries again.
         """
         with self._sending:
             if not self._is_kept or self._fd is None or self._size == self._sent:
                 return
             os.fdatasync(self._fd)
-            self.look()  # the index reaches as far as what is sent
+            self.look()  # the index covers the synchronised data
             assert self._index is not None
             size = self._size
             self._index.send()
@@ -187,10 +187,10 @@ class _Watched:
         return True
 
     def close(self) -> bool:
-        """Release what is open; return False, and do nothing, while it is being sent.
+        """Close the file and its index; return False, and do nothing, during a synchronisation.
 
         Raises:
-            OSError: what was written last has come to nothing.
+            OSError: The last data could not be written.
         """
         if not self._sending.acquire(blocking=False):
             return False

@@ -1,14 +1,15 @@
-"""Is this node fit to join? Looked at before it does, beside the imports, so that it costs no time.
+"""Health checks of a node before it joins, run beside the imports so that they cost no time.
 
-GPUs         as many as the task was given are there, none is lost, and none is half full of
-             somebody else's data (nvidia-smi, where there is one).
-Arithmetic   a product of matrices of whole numbers is right to the last bit: on the CPU, and on
-             each GPU in a process of its own (`gpu_check`), which holds no GPU memory afterwards.
-Space        in /dev/shm, where data loaders and control pages live, and where the logs go. The
-             latter is shared: that it is full is no fault of this node's, so it is only told.
-Clock        is not further from the shared file system's than `SKEW_S`.
+GPUs         All GPUs of the task are there, and other users' data fills less than half of each
+             (nvidia-smi, if installed).
+Arithmetic   A product of integer matrices is exact: on the CPU, and on each GPU in a process of its
+             own (`gpu_check`), which holds no GPU memory afterwards.
+Space        In /dev/shm, which data loaders and shared pages use, and in the folder of the logs.
+The
+             latter is shared, so a full one is only reported.
+Clock        It differs from the shared file system's by at most `SKEW_S`.
 
-A node that is not fit is avoided by the run's tasks (excluded.json), and goes back to the queue.
+The run's tasks avoid a node that fails (excluded.json), and its task goes back to the queue.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ _SHM_BYTES = 16 << 20
 _NVIDIA_SMI_S = 20.0
 _GPU_CHECK_S = 120.0
 _WAIT_S = 5.0
-"""For the checks that use no GPU, once everything is imported; those of GPUs have as much more."""
+"""Longest wait after the imports for checks without a GPU; those of GPUs get more."""
 _SIZE = 192
 _QUERY = ["--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a node is not fit.
+    """A failed check of a node.
 
     Attributes:
         check: ``gpus``, ``memory``, ``arithmetic``, ``space`` or ``clock``.
         reason: For people.
-        is_nodes: Whether it is this node's own; else it is told, and the node joins.
+        is_nodes: Whether it is this node's own; otherwise it is only reported, and the node joins.
     """
 
     check: str
@@ -72,14 +73,11 @@ class Gpu:
     used: int
 
 
-# ---- what is a problem (pure) -----------------------------------------------------------------
-
-
 def parse_gpus(answer: str) -> list[Gpu]:
-    """Return what nvidia-smi lists.
+    """Parse the output of nvidia-smi.
 
     Raises:
-        ValueError: a line is no GPU that works; it is the message.
+        ValueError: A line does not describe a working GPU; the line is the message.
     """
     found = []
     for line in filter(None, map(str.strip, answer.splitlines())):
@@ -92,29 +90,29 @@ def parse_gpus(answer: str) -> list[Gpu]:
 
 
 def judge_gpus(granted: Sequence[str], listed: Sequence[Gpu], *, shared: bool) -> Problem | None:
-    """Compare what was granted with what is there.
+    """Compare the granted GPUs with those of nvidia-smi.
 
     Args:
         granted: See `hpc_elastic.slurm.environment.granted_gpus`.
-        listed: What nvidia-smi lists, which may be more than is this task's.
+        listed: The GPUs of nvidia-smi, which may include those of other tasks.
         shared: Whether others may use the same GPUs.
     """
     whole = [name for name in granted if not name.startswith("MIG-")]
     if len(listed) < len(whole):
-        reason = f"{len(whole)} GPUs were granted, and nvidia-smi lists {len(listed)}"
+        reason = f"{len(whole)} GPUs were granted, but nvidia-smi lists {len(listed)}"
         return Problem("gpus", reason)
     if shared or len(whole) < len(granted):
         return None
     ours = [g for g in listed if g.index in granted or g.uuid in granted]
     for gpu in ours:
         if gpu.used > gpu.total / 2:
-            taken = f"{gpu.used} of its {gpu.total} MiB are taken by somebody else"
+            taken = f"{gpu.used} of its {gpu.total} MiB are used by others"
             return Problem("memory", f"GPU {gpu.index}: {taken}")
     return None
 
 
 def judge_clock(skew_s: float, took_s: float) -> Problem | None:
-    """Judge by how much the file system's clock is ahead, measured within so many seconds."""
+    """Check by how much the file system's clock is ahead, with the precision of the measurement."""
     if abs(skew_s) - took_s <= SKEW_S:
         return None
     ahead = "behind" if skew_s > 0 else "ahead of"
@@ -123,18 +121,15 @@ def judge_clock(skew_s: float, took_s: float) -> Problem | None:
 
 
 def judge_space(where: str, free: int, needed: int, *, is_nodes: bool) -> Problem | None:
-    """Judge the free space of a file system, in bytes."""
+    """Check the free space of a file system, in bytes."""
     if free >= needed:
         return None
     reason = f"{where} has {free >> 20} MiB free, and {needed >> 20} are needed"
     return Problem("space", reason, is_nodes=is_nodes)
 
 
-# ---- looking ------------------------------------------------------------------------------------
-
-
 def check_arithmetic() -> Problem | None:
-    """Multiply matrices of small whole numbers, and check the product exactly."""
+    """Multiply matrices of small integers, and check the product exactly."""
     import numpy as np
 
     a = (np.arange(_SIZE * _SIZE).reshape(_SIZE, _SIZE) % 7).astype(np.int64)
@@ -147,7 +142,7 @@ def check_arithmetic() -> Problem | None:
 
 
 def check_clock(folder: Path) -> Problem | None:
-    """Write a file, and compare its time with ours."""
+    """Write a file, and compare its time with this node's."""
     before = time.time()
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock.") as file:
         file.write(b"?")
@@ -159,19 +154,19 @@ def check_clock(folder: Path) -> Problem | None:
 
 
 def check_shm() -> Problem | None:
-    """Look how much space is left in /dev/shm."""
+    """Check the free space in /dev/shm."""
     free = shutil.disk_usage("/dev/shm").free
     return judge_space("/dev/shm", free, _SHM_BYTES, is_nodes=True)
 
 
 def check_logs(folder: Path) -> Problem | None:
-    """Look how much space is left where the logs go."""
+    """Check the free space in the folder of the logs."""
     free = shutil.disk_usage(folder).free
     return judge_space(str(folder), free, _LOG_BYTES, is_nodes=False)
 
 
 def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
-    """Ask nvidia-smi; nothing where there is none."""
+    """Check the GPUs by nvidia-smi; None without it."""
     if not granted or shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -182,15 +177,15 @@ def check_gpus(granted: Sequence[str], *, shared: bool) -> Problem | None:
     except subprocess.TimeoutExpired:
         reason = f"nvidia-smi does not answer for {_NVIDIA_SMI_S:.0f} s"
     except (OSError, ValueError) as e:
-        reason = f"nvidia-smi says: {e}"
+        reason = f"nvidia-smi reports: {e}"
     return Problem("gpus", reason)
 
 
 def check_gpu_arithmetic(granted: Sequence[str]) -> Problem | None:
-    """Let a process multiply matrices on each GPU.
+    """Multiply matrices on each GPU in a process of its own.
 
     Raises:
-        OSError: it can not be started, which says nothing of the GPUs.
+        OSError: The process cannot be started, which shows nothing about the GPUs.
     """
     if not granted:
         return None
@@ -230,9 +225,9 @@ class Preflight:
             thread.start()
 
     def problems(self) -> list[Problem]:
-        """Wait for the checks, and return what is wrong; the node's own first.
+        """Wait for the checks, and return the problems; the node's own first.
 
-        A check that does not end in time says nothing: the file system may hang for a while.
+        A check that does not end in time has no result: the file system may hang for a while.
         """
         deadline = time.monotonic() + self._wait_s
         for thread in self._threads:
@@ -242,8 +237,8 @@ class Preflight:
     def _run(self, check: Callable[[], Problem | None]) -> None:
         try:
             problem = check()
-        except Exception as e:  # a check that fails says nothing about the node
-            _log.warning("a check of this node failed itself: %s: %s", type(e).__name__, e)
+        except Exception as e:  # an error of the check shows nothing about the node
+            _log.warning("a check of this node could not run: %s: %s", type(e).__name__, e)
             return
         if problem is not None:
             self._problems.append(problem)
@@ -260,19 +255,19 @@ def _found(checks: Sequence[Callable[[], Problem | None]]) -> Iterator[Problem]:
 
 
 def begin(task: Task) -> Preflight:
-    """Begin to check a task's node (agent, before it imports torch)."""
+    """Start the checks of a task's node (agent, before it imports torch)."""
     granted = [] if task.spec.nproc_per_node == "cpu" else granted_gpus(os.environ) or []
     shared = task.spec.launcher == "local" or "SLURM_SHARDS_ON_NODE" in os.environ
     return Preflight(task.logs, granted, shared=shared)
 
 
 def keep_away(problem: Problem, task: Task, scheduler: Scheduler) -> bool:
-    """Have the run's tasks avoid this node, unless as many as it may have are avoided already.
+    """Let the run's tasks avoid this node, unless they avoid its maximum number of nodes already.
 
-    So many at once are no bad nodes: what they have in common is to be looked at.
+    A failure of so many nodes has a common cause, which is not the nodes.
 
     Returns:
-        Whether the task may go back to the queue, to start on another node.
+        Whether the task may be requeued, to start on another node.
     """
     host, why = task.slurm.node_name, f"preflight: {problem.reason}"
     if task.spec.launcher != "slurm" or len(excluded(task.run)) >= task.spec.max_nodes:

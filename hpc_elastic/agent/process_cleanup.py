@@ -1,10 +1,10 @@
-"""Ends what workers leave behind: data loaders, and whatever else they have started.
+"""Cleanup of the processes that workers leave behind: data loaders, and others that they started.
 
-torch's agent ends its workers, not their children; those of a worker that is killed live on, and
-hold GPU memory and files. Every worker is started in a session of its own, so a process descends
-from a worker if it descends from this agent and is in another session than it, also where it has
-put itself into yet another one. One whose parent has died is adopted by the agent (`adopt`), in
-place of process 1, where it could not be told from others.
+torch's agent ends its workers, not their children. Those of a killed worker live on, and hold GPU
+memory and files. Every worker has a session of its own. So a process descends from a worker if it
+descends from this agent and has another session, even if it has created yet another one. The agent
+adopts processes whose parent has died (`adopt`): with process 1 as parent they could not be
+identified.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _log = logging.getLogger(__name__)
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 _WAIT_S = 5.0
-"""One that hangs in the kernel is left behind after that."""
+"""Longest wait; a process that hangs in the kernel is left behind."""
 _POLL_S = 0.005
 _LOOKS = 2
-"""That find nothing: a look takes time, and misses what is adopted meanwhile."""
+"""Consecutive scans without a result: a scan misses processes that are adopted meanwhile."""
 _DEAD = ("Z", "X")
 
 
 class _Stat(NamedTuple):
-    """What Linux tells of a process (proc(5), stat)."""
+    """The state of a process (proc(5), stat)."""
 
     letter: str
     parent: int
@@ -44,38 +44,38 @@ def adopt() -> None:
 
 
 def end(keep: Collection[int] = ()) -> int:
-    """Kill everything that workers have started, and the workers.
+    """Kill the workers and all their descendants.
 
     Args:
-        keep: Ids of processes that stay, with all that descends from them: spares.
+        keep: Ids of processes that stay, with their descendants: warm workers.
 
     Returns:
-        How many there were.
+        The number of killed processes.
     """
     killed: list[psutil.Process] = []
     num_idle = 0
-    while num_idle < _LOOKS:  # one may start another meanwhile
+    while num_idle < _LOOKS:  # they may start others meanwhile
         found = [p for p in _strays(keep) if p not in killed]
         num_idle = 0 if found else num_idle + 1
         for process in found:
-            with contextlib.suppress(psutil.Error):  # gone, or another user's (sudo)
-                process.kill()  # looks whether it is still the same process
+            with contextlib.suppress(psutil.Error):  # ended, or another user's (sudo)
+                process.kill()  # checks that it is still the same process
         killed += found
     if killed:
         names = sorted({_name(process) for process in killed})
-        _log.info("%d processes that workers had left behind were ended: %s", len(killed), names)
+        _log.info("killed %d processes that workers had left behind: %s", len(killed), names)
     if alive := _wait_for(killed):
-        _log.error("processes that can not be ended: %s", [p.pid for p in alive])
+        _log.error("processes that cannot be killed: %s", [p.pid for p in alive])
     return len(killed)
 
 
 def reap(keep: Collection[int]) -> None:
-    """Let an adopted process that has ended go; called now and then (the thread of the workers).
+    """Reap an adopted process that has ended; called regularly (the thread of the workers).
 
     Args:
-        keep: Ids of processes that somebody else waits for: workers and spares.
+        keep: Ids of processes that others wait for: workers and warm workers.
     """
-    # a command of this agent's own is waited for by another thread: it may be gone at any moment
+    # another thread waits for the agent's own commands: they may be reaped at any moment
     with contextlib.suppress(ChildProcessError, ProcessLookupError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None or ended.si_pid in keep:
@@ -93,9 +93,9 @@ def _strays(keep: Collection[int]) -> list[psutil.Process]:
 
 
 def _look() -> dict[int, _Stat]:
-    """Return every process that may be looked at.
+    """Return every visible process.
 
-    psutil finds no children at all where others' processes may not be (proc(5), hidepid=1).
+    psutil finds no children at all if other users' processes are hidden (proc(5), hidepid=1).
     """
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - by the thousand
@@ -114,7 +114,7 @@ def _read_stat(pid: str) -> bytes:
 def _descendants(
     processes: Mapping[int, _Stat], agent: int, session: int, keep: Collection[int]
 ) -> list[int]:
-    """Return what descends from workers, and lives (pure)."""
+    """Return the living descendants of workers (pure)."""
     children: dict[int, list[int]] = {}
     for pid, stat in processes.items():
         if pid != agent:
@@ -129,9 +129,9 @@ def _descendants(
 
 
 def _wait_for(killed: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Wait until they are gone, for a while, and return those that are not.
+    """Wait for the end of killed processes; return those that are left after `_WAIT_S`.
 
-    psutil would wait in vain for a process that becomes this one's child only now.
+    psutil cannot wait for a process that becomes this one's child only now.
     """
     deadline = time.monotonic() + _WAIT_S
     while alive := [p for p in killed if not _is_gone(p)]:
@@ -152,7 +152,7 @@ def _lives(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # it has become another user's
+    except psutil.AccessDenied:  # it belongs to another user now
         return True
 
 

@@ -1,10 +1,10 @@
-"""The stacks of a worker's threads, taken from outside, whatever the worker is doing.
+"""The stacks of a worker's threads, taken from outside in any state of the worker.
 
-``py-spy`` is used where it is installed and may look. Else the worker itself writes its stacks: at
-its start it registers faulthandler on `ASK`, a signal that nothing else uses.
-The handler is C: it runs also while a thread holds the interpreter lock in a call that never
-returns, but not in a process that is stopped (SIGSTOP). The stacks go to a file in the node's
-memory; a worker that has not registered yet is not asked, since the signal would end it.
+``py-spy`` is used if it is installed and permitted. Otherwise the worker itself writes its stacks:
+at its start it registers faulthandler on `ASK`, a signal that nothing else uses. The handler is in
+C: it also runs while a thread holds the interpreter lock in a call that never returns, but not in a
+stopped process (SIGSTOP). The stacks go to a file in the node's memory. A worker that has not
+registered yet gets no signal, since that would kill it.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from pathlib import Path
 from hpc_elastic import _util
 
 ASK = signal.SIGRTMAX - 9
-"""Real-time signals have no meaning of their own; glibc uses the first two, below SIGRTMIN."""
+"""Real-time signals have no predefined meaning; glibc uses the first two, below SIGRTMIN."""
 _SETTLED_S = 0.05
 _WRITTEN_WITHIN_S = 2.0
 _PY_SPY_WITHIN_S = 5.0
 
 
 def stacks_file(control: Path, local_rank: int) -> Path:
-    """Return where a worker writes its stacks; in the node's memory."""
+    """Return the file of a worker's stacks, in the node's memory."""
     return control / f"worker-{local_rank}.stack"
 
 
 def offer(control: Path, local_rank: int) -> None:
-    """Write this process's stacks whenever its agent asks (worker, once it knows its rank)."""
-    file = stacks_file(control, local_rank).open("a")  # open for good: the handler writes to it
+    """Register the handler that writes this process's stacks (worker, once its rank is known)."""
+    file = stacks_file(control, local_rank).open("a")  # stays open: the handler writes to it
     faulthandler.register(ASK, file=file, all_threads=True, chain=False)
 
 
 def take(pid: int, file: Path) -> str | None:
-    """Return the stacks of a worker's threads; None if they can not be had (agent).
+    """Return the stacks of a worker's threads; None if they are not available (agent).
 
     Args:
         pid: The worker.
-        file: Where it writes them.
+        file: The file of its stacks.
     """
     return _by_py_spy(pid) or _by_faulthandler(pid, file)
 
 
 def process_state(pid: int) -> str | None:
-    """Return Linux's letter for what a process does, as in ps(1); None: there is none."""
+    """Return the state letter of a process, as in ps(1); None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -58,7 +58,7 @@ def process_state(pid: int) -> str | None:
 
 
 def has_gpu(pid: int) -> bool:
-    """Tell whether a process has an NVIDIA or AMD GPU open."""
+    """Return whether a process has an NVIDIA or AMD GPU open."""
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -92,7 +92,7 @@ def _by_faulthandler(pid: int, file: Path) -> str | None:
 
 
 def _listens(pid: int) -> bool:
-    """Tell whether a process has a handler for `ASK` (proc(5), SigCgt)."""
+    """Return whether a process has a handler for `ASK` (proc(5), SigCgt)."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
@@ -101,7 +101,7 @@ def _listens(pid: int) -> bool:
 
 
 def _settled(file: Path) -> str | None:
-    """Wait until the file is written, and grows no more."""
+    """Wait until the file is written and has stopped growing."""
     deadline = time.monotonic() + _WRITTEN_WITHIN_S
     size = -1
     while time.monotonic() < deadline:

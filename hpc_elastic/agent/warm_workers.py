@@ -1,22 +1,31 @@
-"""Spares: one process per worker slot of a node that has imported torch ahead of its use.
+"""Warm workers: one process per worker slot of a node that has imported torch in advance.
 
-A restart of the worker group costs an interpreter's start and `import torch` in every worker, which
-is most of it. A spare has done both: it is started with the worker's own command line, imports what
-`launcher.agent.warm_imports` names (`hpc_elastic.agent.warm_workers`), and then blocks in a read.
-To make it a worker, the agent sends it what a new process would inherit, and closes the socket:
+Most of a restart of the worker group is the start of an interpreter and `import torch` in every
+worker. A warm worker has done both: it is started with the worker's own command line, imports the
+modules of `launcher.agent.warm_imports`, and then blocks in a read. To make it a worker, the agent
+sends what a new process would inherit, and closes the socket:
 
-    spare to agent   {"failed": {module: why}, "holds_gpu": bool} in a line, when it has imported
-    agent to spare   {"env": {...}} as JSON up to the end of the stream, and with its first byte the
-                     descriptors of the worker's stdout and stderr
+    warm worker to agent   {"failed": {module: why}, "holds_gpu": bool} in a line, after the imports
+    agent to warm worker   {"env": {...}} as JSON up to the end of the stream, and with its first
+                           byte the descriptors of the worker's stdout and stderr
 
-The end of the stream with nothing before it means that the agent is gone or has no use for it. One
-that still imports when it is needed is used all the same: it is further along than a new process.
+The end of the stream without data means that the agent has ended or does not need the process. A
+warm worker that still imports when it is needed is used: it is ahead of a new process.
 
-What a process reads once, when it starts, can not be handed over: `prewarm.fits` says when a spare
-differs there, and a new process is started instead.
+Settings that a process reads only at its start cannot be sent: `fits` compares them, and if they
+differ a new process is started instead.
+
+Until then the process must leave no trace, as if it were started at that moment. Imports run in the
+main thread, since modules keep thread-local state. Their output is kept, and comes first in the
+worker's log. Imports must not slow the training down, but an ordinary user cannot undo a higher
+nice value or SCHED_IDLE (sched(7)). So a warm worker pauses between imports, and uses SCHED_BATCH,
+which wakes up without preempting others and can be undone.
+
+Before any training the agent imports torch, too, and is needed first. If no CPU is free meanwhile,
+a warm worker begins after it, or becomes a worker without any import, which costs nothing.
 
 All calls come from the agent's main thread: Linux ends a child with the *thread* that started it
-(PR_SET_PDEATHSIG, which every worker asks for).
+(PR_SET_PDEATHSIG, which every worker sets).
 """
 
 from __future__ import annotations
@@ -53,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02
 _END_S = 5.0
-"""A killed spare is waited for at most this long; one that hangs in the kernel is left behind."""
+"""Longest wait for a killed process; one that hangs in the kernel is left behind."""
 
 
 @dataclass
@@ -63,21 +72,21 @@ class _WarmWorker:
     env: dict[str, str]
     cwd: Path | None
     ready: bool = False
-    told: bytes = b""
+    received: bytes = b""
 
     def report(self) -> dict[str, Any] | None:
-        """Return what it tells when it has imported, once; None before and after."""
+        """Return its report after the imports, once; None before and after."""
         if self.ready:
             return None
         with contextlib.suppress(OSError):  # BlockingIOError: nothing new
-            self.told += self.channel.recv(1 << 16)
-        if not self.told.endswith(b"\n"):
+            self.received += self.channel.recv(1 << 16)
+        if not self.received.endswith(b"\n"):
             return None
         self.ready = True
-        return dict(json.loads(self.told))
+        return dict(json.loads(self.received))
 
     def send(self, env: Mapping[str, str], outputs: Sequence[int]) -> bool:
-        """Make it a worker; False if it can not take all at once, which would block the agent."""
+        """Make it a worker; return False if the message does not fit without blocking the agent."""
         message = json.dumps({"env": dict(env)}).encode()
         with self.channel:
             try:
@@ -86,7 +95,7 @@ class _WarmWorker:
                 return False
 
     def end(self) -> None:
-        """Kill it; it holds nothing that is worth a goodbye."""
+        """Kill it; it holds no state."""
         self.channel.close()
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -96,12 +105,12 @@ class _WarmWorker:
 
 
 class WarmWorkerPool:
-    """The spares of one node, by worker slot.
+    """The warm workers of one node, by worker slot.
 
     Args:
-        slots: Workers of the node; 0 keeps no spares.
+        slots: Number of workers of the node; 0 keeps no warm workers.
         command: The workers' whole command line.
-        num_warming: How many may import at a time while the workers train.
+        num_warming: Number of processes that may import at a time while the workers train.
     """
 
     def __init__(self, slots: int, command: Sequence[str], *, num_warming: int = 1) -> None:
@@ -111,15 +120,15 @@ class WarmWorkerPool:
         self._spares: dict[int, _WarmWorker] = {}
         self._missing: list[int] = []
         self._dead: list[int] = []
-        """Exit codes of those that nobody was told of."""
+        """Exit codes that `tend` has not returned yet."""
         self._warned: set[str] = set()
 
     def fill(self, *, paced: bool) -> None:
-        """Start a spare for every slot that has none.
+        """Start a warm worker for every slot without one.
 
         Args:
-            paced: The workers train: let them have the CPU, and start few at a time; `tend` starts
-                the others. Without it all start at once, at full speed.
+            paced: Whether the workers train: then few are started at a time, with little CPU, and
+                `tend` starts the others. Otherwise all start at once, at full speed.
         """
         self._missing = [slot for slot in range(self._slots) if slot not in self._spares]
         if paced:
@@ -129,10 +138,10 @@ class WarmWorkerPool:
             self._start(self._missing.pop(0), paced=False)
 
     def tend(self) -> list[int]:
-        """Hear what the spares tell, bury the dead, and start the next ones.
+        """Read the reports, remove processes that have ended, and start the next ones.
 
         Returns:
-            The exit codes of those that have ended by themselves since the last call.
+            The exit codes of processes that have ended by themselves since the last call.
         """
         self._look()
         dead, self._dead = self._dead, []
@@ -142,7 +151,9 @@ class WarmWorkerPool:
         for slot, spare in list(self._spares.items()):
             keep = self._hear(spare)
             if (code := spare.process.poll()) is not None:
-                _log.warning("the spare of slot %d ended by itself, with exit code %d", slot, code)
+                _log.warning(
+                    "the warm worker of slot %d ended by itself, with exit code %d", slot, code
+                )
                 self._dead.append(code)
             if not keep or code is not None:
                 self._spares.pop(slot).end()
@@ -152,13 +163,13 @@ class WarmWorkerPool:
             warming += 1
 
     def resize(self, slots: int) -> None:
-        """Keep spares for so many slots from now on."""
+        """Change the number of slots."""
         self._slots = slots
         for slot in [slot for slot in self._spares if slot >= slots]:
             self._spares.pop(slot).end()
 
     def await_imports(self, timeout_s: float) -> bool:
-        """Wait for so long at most; return whether all spares have imported, or died."""
+        """Wait until all have imported, or died; return False after the time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._look()
@@ -170,22 +181,22 @@ class WarmWorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the spares there are."""
+        """The process ids of the warm workers."""
         return [spare.process.pid for spare in self._spares.values()]
 
     def take(
         self, slot: int, command: Sequence[str], env: Mapping[str, str], outputs: Sequence[int]
     ) -> subprocess.Popen[bytes] | None:
-        """Make the spare of a slot a worker.
+        """Make the warm worker of a slot a worker.
 
         Args:
             slot: The worker's local rank.
             command: Its command line.
             env: Its whole environment.
-            outputs: Descriptors for its stdout and stderr; the spare gets copies.
+            outputs: Descriptors for its stdout and stderr; the process gets copies.
 
         Returns:
-            The worker's process; None where a new one must be started.
+            The worker's process; None if a new one must be started.
         """
         spare = self._spares.pop(slot, None)
         self._missing = [other for other in self._missing if other != slot]
@@ -198,12 +209,12 @@ class WarmWorkerPool:
             return spare.process
         if (code := spare.process.poll()) is not None:
             self._dead.append(code)
-        _log.info("slot %d: its spare can not be used, a new process is started", slot)
+        _log.info("slot %d: its warm worker cannot be used, a new process is started", slot)
         spare.end()
         return None
 
     def close(self) -> None:
-        """End all spares."""
+        """End all warm workers."""
         self._missing = []
         while self._spares:
             self._spares.popitem()[1].end()
@@ -214,12 +225,12 @@ class WarmWorkerPool:
         return lives and same and fits(spare.env, env)
 
     def _start(self, slot: int, *, paced: bool) -> None:
-        """Start a spare as torch starts a worker; one that can not be started is done without."""
+        """Start a warm worker as torch starts a worker; an error is only logged."""
         env, cwd = dict(os.environ), _cwd()
         try:
             ours, theirs = socket.socketpair()
         except OSError as e:
-            _log.warning("no spare for slot %d: %s", slot, e)
+            _log.warning("no warm worker for slot %d: %s", slot, e)
             return
         how = f"{theirs.fileno()} {'paced' if paced else 'at once'}"
         try:
@@ -231,7 +242,7 @@ class WarmWorkerPool:
             )
         except OSError as e:
             ours.close()
-            _log.warning("no spare for slot %d: %s", slot, e)
+            _log.warning("no warm worker for slot %d: %s", slot, e)
             return
         finally:
             theirs.close()
@@ -239,15 +250,15 @@ class WarmWorkerPool:
         self._spares[slot] = _WarmWorker(process, ours, env, cwd)
 
     def _hear(self, spare: _WarmWorker) -> bool:
-        """Log what a spare tells, each thing once; return whether it may be kept."""
+        """Log the report of a warm worker, each text once; return whether it may be kept."""
         report = spare.report()
         if report is None:
             return True
         for module, why in report["failed"].items():
-            self._warn(f"launcher.agent.warm_imports: {module} is not imported ahead: {why}")
+            self._warn(f"launcher.agent.warm_imports: {module} is not imported in advance: {why}")
         if report["holds_gpu"]:
             self._warn(
-                "launcher.agent.warm_imports: a module opens the GPU; such spares are not kept"
+                "launcher.agent.warm_imports: a module opens the GPU; such processes are not kept"
             )
         return not report["holds_gpu"]
 
@@ -258,7 +269,7 @@ class WarmWorkerPool:
 
 
 def ending(exit_code: int) -> str:
-    """Return how a process ended (pure): ``SIGKILL``, or ``exit code 1``."""
+    """Return the text for an exit code (pure): ``SIGKILL``, or ``exit code 1``."""
     return name_of(-exit_code) if exit_code < 0 else f"exit code {exit_code}"
 
 
@@ -270,39 +281,25 @@ def _cwd() -> Path | None:
         return None
 
 
-# ---- What a spare does until it becomes a worker: import ahead, then wait (see
-# `agent/warm_workers`) Nothing of it may show later: the worker goes on as a process that was
-# started just then. Imports run in the main thread, since modules keep thread-local state; their
-# output is kept, and comes first in the worker's log.
-#
-# Imports must not slow the training beside them, and an ordinary user can not take back a higher
-# nice value, nor SCHED_IDLE (sched(7)): a spare rests between imports, and is SCHED_BATCH, which
-# wakes up without pushing others aside and can be taken back.
-#
-# Before any training the agent imports torch too, and is needed first: where no CPU is free
-# meanwhile, a spare begins after it, or is a worker by then that has imported nothing, which
-# costs no more.
-
-
 _OUTPUTS = (1, 2)
 _REST = 2.0
-"""Seconds of rest for each second of CPU time."""
+"""Seconds of pause for each second of CPU time."""
 _SLICE_S = 0.005
 _WINDOW_S = 0.2
-"""Over so long a spare sees whether a CPU is free."""
+"""Interval over which a warm worker measures whether a CPU is free."""
 _ALONG = {"torch": ("torch._dynamo", "hpc_elastic.checkpoint.checkpointer")}
-"""The first optimizer of a process imports the former, which takes as long as torch itself."""
+"""The first optimizer of a process imports the first one, which takes as long as torch itself."""
 _READ_AT_START = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMPY_"),
     *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "TORCH", "PYTORCH_"),
 )
 _READ_LATER = ("TORCHELASTIC_", "TORCH_NCCL_")
-"""The agent sets such variables for each worker; they are read when a process group is made."""
+"""The agent sets such variables for each worker; a process group reads them at its creation."""
 
 
 def fits(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Tell whether a process started with one environment can take over another one."""
+    """Return whether a process started with one environment can take over another one."""
     return _read_at_start(before) == _read_at_start(now)
 
 
@@ -315,9 +312,9 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_late_variables(before: Mapping[str, str]) -> None:
-    """Name the variables that the script sets for its own `import torch`, which came before it.
+    """Warn of variables that the script sets for its `import torch`, which has happened already.
 
-    The choice of GPUs is in time: it is read when the first one is used.
+    The choice of GPUs is not too late: the first use of a GPU reads it.
     """
     was, now = _read_at_start(before), _read_at_start(os.environ)
     changed = {name for name in was.keys() | now.keys() if was.get(name) != now.get(name)}
@@ -333,11 +330,11 @@ def warn_of_late_variables(before: Mapping[str, str]) -> None:
 def wait_for_use(how: str, modules: list[str]) -> None:
     """Import the modules, then block until the agent makes this process a worker.
 
-    Ends the process if the agent has no use for it.
+    Ends the process if the agent does not need it.
 
     Args:
         how: The descriptor of the socket to the agent, and ``paced`` or ``at once``.
-        modules: What to import; one that can not be imported is told to the agent.
+        modules: The modules to import; failures are reported to the agent.
     """
     number, _, pace = how.partition(" ")
     channel = socket.socket(fileno=int(number))
@@ -346,7 +343,7 @@ def wait_for_use(how: str, modules: list[str]) -> None:
     with uncollected(), _in_the_background(channel) if pace == "paced" else _later(channel):
         failed = _import_ahead(modules, channel)
     with channel:
-        with contextlib.suppress(OSError):  # handed over before, and the socket closed since
+        with contextlib.suppress(OSError):  # made a worker before, and the socket closed
             report = {"failed": failed, "holds_gpu": _holds_gpu()}
             channel.sendall(json.dumps(report).encode() + b"\n")
         env, outputs = _receive(channel)
@@ -356,9 +353,9 @@ def wait_for_use(how: str, modules: list[str]) -> None:
 
 
 def _import_ahead(modules: list[str], channel: socket.socket) -> dict[str, str]:
-    """Import modules, until this process is needed; return why which of them can not be imported.
+    """Import modules until this process is needed; return the failures by module.
 
-    What is left then may be nothing that the user's script wants.
+    The user's script may not need the rest.
     """
     failed = {}
     for name in (each for module in modules for each in (module, *_ALONG.get(module, ()))):
@@ -383,9 +380,9 @@ def _holds_gpu() -> bool:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the collector from what is imported, here and later: its looks take a tenth of a second.
+    """Exclude imported objects from garbage collection, which would take 0.1 s each time.
 
-    All that there is then is taken for what lasts as long as the process (`gc.freeze`).
+    All objects at the end count as permanent (`gc.freeze`).
     """
     gc.disable()
     try:
@@ -397,9 +394,9 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _later(channel: socket.socket) -> Iterator[None]:
-    """Begin once a CPU is free, or the agent, which imports as well, does without; or at need."""
+    """Wait until a CPU is free, the agent has finished its imports, or this process is needed."""
     agent, cpus = os.getppid(), {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    with contextlib.suppress(OSError):  # a kernel that does not count
+    with contextlib.suppress(OSError):  # a kernel without these counters
         looked = time.monotonic(), _wanted_s(agent), _free_s(cpus)
         while not _is_needed(channel, _WINDOW_S):
             before, looked = looked, (time.monotonic(), _wanted_s(agent), _free_s(cpus))
@@ -410,13 +407,13 @@ def _later(channel: socket.socket) -> Iterator[None]:
 
 
 def _wanted_s(pid: int) -> float:
-    """Return how long a main thread has run, or was ready to (proc(5), schedstat)."""
+    """Return how long a main thread has run or was ready to run (proc(5), schedstat)."""
     ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     return (int(ran) + int(waited)) / 1e9
 
 
 def _free_s(cpus: Collection[str]) -> float:
-    """Return how long these CPUs were idle, or busy with niced processes (proc(5), stat)."""
+    """Return how long these CPUs were idle, or ran niced processes (proc(5), stat)."""
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *times = line.split()
@@ -427,7 +424,7 @@ def _free_s(cpus: Collection[str]) -> float:
 
 
 class _Rests(MetaPathFinder):
-    """Finds nothing, and rests before each import in proportion to what the last ones took."""
+    """Import hook that only pauses before each import, in proportion to the last ones' time."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -444,7 +441,7 @@ class _Rests(MetaPathFinder):
 
 @contextlib.contextmanager
 def _in_the_background(channel: socket.socket) -> Iterator[None]:
-    """Leave the CPU to others, until the agent needs this process."""
+    """Run in the background until the agent needs this process."""
     ordinary = os.sched_getscheduler(0) == os.SCHED_OTHER
     if ordinary:
         _set_policy(os.SCHED_BATCH)
@@ -459,7 +456,7 @@ def _in_the_background(channel: socket.socket) -> Iterator[None]:
 
 
 def _set_policy(policy: int) -> None:
-    """Set it for every thread: those that an import has started have their parent's."""
+    """Set the policy of every thread, since those of an import inherit the present one."""
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             os.sched_setscheduler(int(thread.name), policy, os.sched_param(0))
@@ -473,7 +470,7 @@ def _keep_output() -> None:
 
 
 def _go_on_in(descriptor: int, output: int) -> None:
-    """Turn stdout or stderr to the worker's, and write what was kept there."""
+    """Redirect stdout or stderr to the worker's, and write the kept output there."""
     kept = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.dup2(output, descriptor)
     os.close(output)
@@ -486,14 +483,14 @@ def _receive(channel: socket.socket) -> tuple[dict[str, str], list[int]]:
     if not first:
         os._exit(0)
     message = bytearray(first)
-    with contextlib.suppress(ConnectionResetError):  # closed before our report was read
+    with contextlib.suppress(ConnectionResetError):  # closed before the report was read
         for part in iter(partial(channel.recv, 1 << 16), b""):
             message += part
     return json.loads(message)["env"], outputs
 
 
 def _take_environment(env: dict[str, str]) -> None:
-    """Change what differs; the rest stays as C libraries may have seen it."""
+    """Change only what differs: C libraries may hold pointers to the rest."""
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     for name, value in env.items():
@@ -501,17 +498,12 @@ def _take_environment(env: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-# ---- What a task prepares before torch is imported: its workers' environment, and the first spares
-# The agent imports torch itself, which takes seconds. Spares that are started before that import
-# it at the same time, so a node is ready that much earlier.
-
-
 _OPEN_FILES = 65_536
 _THREADS = "OMP_NUM_THREADS"
 _GIVEN_THREADS = os.environ.get(_THREADS)
-"""The user's own, before anything is set here."""
+"""The user's own value, before anything is set here."""
 _CPUS_PER_SPARE = 8
-"""While the workers train, one spare may import at a time for each so many CPUs."""
+"""CPUs for each process that may import while the workers train."""
 
 
 def worker_command(task: Task) -> tuple[str, ...]:
@@ -520,7 +512,7 @@ def worker_command(task: Task) -> tuple[str, ...]:
 
 
 def first_spares(task: Task) -> WarmWorkerPool:
-    """Start the spares of a task, in the environment of its workers as far as they depend on it."""
+    """Start the warm workers of a task before the agent imports torch: both import in parallel."""
     wanted = task.spec.nproc_per_node
     num_workers = likely_workers(wanted, task.slurm.cpus_on_node, os.environ, _num_gpu_devices())
     prepare_environment(task, num_workers)
@@ -532,12 +524,12 @@ def first_spares(task: Task) -> WarmWorkerPool:
 
 
 def likely_workers(wanted: Nproc, cpus: int, env: Mapping[str, str], num_devices: int) -> int:
-    """Return how many workers a node will run, most likely, without asking torch (pure).
+    """Estimate the number of workers of a node without torch (pure).
 
     Args:
-        wanted: As for `supervise.num_workers`.
+        wanted: ``nproc_per_node``.
         cpus: The CPUs that Slurm gave the task on this node.
-        env: The task's environment, in which Slurm says which GPUs are its own.
+        env: The task's environment, with the GPUs that Slurm gave it.
         num_devices: GPUs of the machine.
     """
     if isinstance(wanted, int):
@@ -553,7 +545,7 @@ def _num_gpu_devices() -> int:
 
 
 def prepare_environment(task: Task, num_workers: int) -> None:
-    """Set what a process reads when it starts; may be repeated for another number of workers."""
+    """Set the variables that a process reads at its start, for a number of workers."""
     cpus = min(task.slurm.cpus_on_node, len(os.sched_getaffinity(0)))
     share = task.spec.agent.omp_num_threads or max(1, cpus // num_workers)
     os.environ[_THREADS] = _GIVEN_THREADS or str(share)
@@ -561,14 +553,14 @@ def prepare_environment(task: Task, num_workers: int) -> None:
 
 
 def allow_connections() -> None:
-    """Let this process have as many open files as a leader may need, within the hard limit."""
+    """Raise the limit of open files to what a leader may need, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def is_training(status: Path) -> bool:
-    """Tell whether a run has a group that trains, by what its leader last wrote."""
+    """Return whether a run has a group that trains, by its status."""
     try:
         return (read_json(status) or {}).get("phase") == "training"
     except (OSError, ValueError):

@@ -147,7 +147,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     [
         (f"printf '{GOOD}'", None),
         ("echo 'Unable to determine the device handle: GPU is lost' >&2; exit 15", "GPU is lost"),
-        ("printf '0, GPU-aa, 81559, 4\\n'", "2 GPUs were granted, and nvidia-smi lists 1"),
+        ("printf '0, GPU-aa, 81559, 4\\n'", "2 GPUs were granted, but nvidia-smi lists 1"),
         ("printf '0, GPU-aa, ERR!, 4\\n'", "ERR!"),
     ],
 )

@@ -380,7 +380,7 @@ def test_a_spare_that_can_not_be_started_is_done_without(node, caplog):
     """The round starts without it."""
     spares = WarmWorkerPool(1, ["/nonexistent/python"])
     spares.fill(paced=False)
-    assert "no spare for slot 0" in caplog.text
+    assert "no warm worker for slot 0" in caplog.text
     assert spares.take(0, ["/nonexistent/python"], {}, (1, 2)) is None
 
 
@@ -394,7 +394,7 @@ def test_a_spare_for_which_no_descriptor_is_left_is_done_without(node, monkeypat
     monkeypatch.setattr(socket, "socketpair", fails)
     spares = WarmWorkerPool(1, node.command)
     spares.fill(paced=True)
-    assert "no spare for slot 0" in caplog.text and not spares.pids
+    assert "no warm worker for slot 0" in caplog.text and not spares.pids
     monkeypatch.undo()
     (node.folder / "gone").mkdir()
     monkeypatch.chdir(node.folder / "gone")

@@ -12,6 +12,9 @@ pytest_plugins = ["hpc_elastic.testing.fake_slurm.fake", "slurm_sandbox.pytest_p
 # for the processes that tests start as well
 _STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="hpc-elastic-state-")
 
+# Two workers on two cores would otherwise wait for each other's threads most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A script that starts pytest in the background has SIGINT ignored by it, and by all that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,9 +9,11 @@ import select
 import shlex
 import signal
 import subprocess
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Literal, Protocol
 
 _REAP_S = 1.0
@@ -20,7 +22,7 @@ _REAP_S = 1.0
 def run(
     argv: Sequence[str],
     *,
-    timeout_s: float,
+    timeout_s: float | None,
     env: Mapping[str, str] | None = None,
     errors: Literal["replace", "surrogateescape"] = "replace",
 ) -> subprocess.CompletedProcess[str]:
@@ -32,7 +34,7 @@ def run(
 
     Args:
         argv: The command line.
-        timeout_s: How long it may take; the call lasts `_REAP_S` longer at most.
+        timeout_s: How long it may take; the call lasts `_REAP_S` longer at most. None: no limit.
         env: Its environment; None: this process's.
         errors: What becomes of bytes that are no UTF-8; to name files, ``surrogateescape``.
 
@@ -64,6 +66,30 @@ def _give_up(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt(*others: signal.Signals) -> Iterator[None]:
+    """Turn SIGTERM into KeyboardInterrupt, so that child processes are ended in one way.
+
+    By default SIGTERM ends Python at once, and its child processes continue.
+
+    Args:
+        others: Signals with the same effect, such as the SIGHUP of a lost terminal.
+    """
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGTERM, *others)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- Counts and lengths of time as people read them (pure)

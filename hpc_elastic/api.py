@@ -29,12 +29,12 @@ from hpc_elastic.errors import ConfigError
 
 @dataclass(frozen=True)
 class LaunchResult(Mapping[int, Any]):
-    """What a run came to: a mapping from global rank to return value.
+    """Result of a run: a mapping from global rank to return value.
 
     Attributes:
         by_rank: The return values by global rank; empty if the run was not waited for.
         run_dir: The run directory, with all logs.
-        restarts: Restarts that were spent on workers' failures.
+        restarts: Number of restarts spent on workers' failures.
     """
 
     by_rank: dict[int, Any]
@@ -42,7 +42,7 @@ class LaunchResult(Mapping[int, Any]):
     restarts: int = 0
 
     def __getitem__(self, rank: int) -> Any:
-        """Return what the worker with this global rank returned."""
+        """Return the return value of the worker with this global rank."""
         return self.by_rank[rank]
 
     def __iter__(self) -> Iterator[int]:
@@ -69,29 +69,32 @@ def launch(
     Args:
         fn: Called with ``args`` in every worker; at module level of a script or module.
         *args: JSON values.
-        nodes: How many, such as ``4`` or ``"1:4"``.
-        nproc_per_node: Workers of each node.
+        nodes: Number of nodes, such as ``4``, or a range, such as ``"1:4"``; at least 1.
+        nproc_per_node: Workers of each node: a number of at least 1, ``"gpu"`` (one per GPU),
+            ``"cpu"`` or ``"auto"``.
         launcher: Processes on this machine, or a Slurm job array.
-        ft: Each node is a replica group of its own, whose workers outlive the other nodes'; for
-            functions that train with `hpc_elastic.ft`.
-        run_dir: An empty or new folder, on the shared file system; None makes one in ``runs/``.
+        ft: Each node is a replica group of its own, whose workers outlive those of the other nodes;
+            for functions that train with `hpc_elastic.ft`.
+        run_dir: An empty or new folder on the shared file system; None makes one in ``runs/``.
         **settings: ``launcher.*`` as in the config: ``partition="gpu"``, ``max_restarts=0``,
             ``rendezvous={"join_timeout_s": 60}``.
 
     Returns:
-        The return values by global rank. With ``wait=False`` or ``dry_run=True`` there are none.
+        The return values by global rank; none with ``wait=False`` or ``dry_run=True``.
 
     Raises:
-        ConfigError: a setting, the function or an argument can not work.
-        SubmissionError: Slurm refused the job.
-        WorkerGroupError: the training failed; holds the first failure.
+        ConfigError: A setting, the function or an argument cannot work; names the remedy.
+        RunDirectoryError: ``run_dir`` cannot be written, or holds another run.
+        SubmissionError: Slurm refused the job, or does not answer.
+        WorkerGroupError: The training failed; holds the first failure.
         SystemExit: Ctrl-C or SIGTERM; what has become of the run was printed.
     """
     from hpc_elastic.config.resolve import resolve
-    from hpc_elastic.launcher import session
-    from hpc_elastic.launcher.plan import PlannedRun
-    from hpc_elastic.launcher.prepare import entry_of
-    from hpc_elastic.launcher.sweep import require_writable
+    from hpc_elastic.launcher.plan import RunRequest
+    from hpc_elastic.launcher.prepare import require_writable
+    from hpc_elastic.launcher.submit import ended_by_interrupt, is_awaited, submit
+    from hpc_elastic.launcher.user_code import entry_of
+    from hpc_elastic.launcher.wait import wait
 
     config = {
         "nodes": nodes,
@@ -103,26 +106,18 @@ def launch(
     entry = entry_of(fn, "function", _json_arguments(args))
     path = Path(run_dir).absolute() if run_dir else _new_run_dir(fn.__name__)
     require_writable(path)
-    source = Path(entry.script).parent if entry.script else Path(entry.cwd)
-    with session.ended_by_interrupt():
-        prepared = session.prepare_runs(
-            [PlannedRun(path, checked)], entry, sweep=path, name=fn.__name__, source=source
-        )
-        if checked.launcher.dry_run:
-            session.announce(prepared)
+    with ended_by_interrupt():
+        runs = submit([RunRequest(path, checked, entry)], sweep=path, name=fn.__name__)
+        if not is_awaited(checked.launcher):
             return LaunchResult({}, path)
-        submitted = session.submit(prepared)
-        if not checked.launcher.wait:
-            session.announce(prepared, submitted)
-            return LaunchResult({}, path)
-        (outcome,) = session.wait(submitted)
+        (outcome,) = wait(runs, poll_interval_s=checked.launcher.poll_interval_s)
     if outcome.error is not None:
         raise outcome.error
     return LaunchResult(outcome.values, path, outcome.restarts)
 
 
 def _json_arguments(args: tuple[Any, ...]) -> list[Any]:
-    """Return the arguments as JSON gives them back, which must be what was given."""
+    """Return the arguments after a round trip through JSON."""
     try:
         back: list[Any] = json.loads(json.dumps(args, allow_nan=False))
     except (TypeError, ValueError) as e:

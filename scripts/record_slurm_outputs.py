@@ -63,7 +63,7 @@ JOBS = {
     "array": ["--array=0-9:3%1", "-J", "a b='c'", "-x", "node3,node4", "-t", "1-0", "-w", "node1"],
     "held": ["--hold", "--no-requeue"],
     "steps": ["--hold", "--array=0-20:4"],
-    "gang": ["-N2", "-w", "node[3-4]"],
+    "coallocated": ["-N2", "-w", "node[3-4]"],
     "later": ["--begin=now+1hour"],
     "taken": ["-w", "node2"],
 }
@@ -105,7 +105,7 @@ def main() -> None:
     over = recorder.submit(["-w", "node1"], "true")
     recorder.wait(over, "COMPLETED")
     jobs = {name: recorder.submit(options) for name, options in JOBS.items()}
-    for name in ("array", "gang", "taken"):
+    for name in ("array", "coallocated", "taken"):
         recorder.wait(jobs[name], "RUNNING")
     time.sleep(1.5)
     for name, argv in COMMANDS.items():
@@ -150,12 +150,12 @@ def _steered(recorder: Recorder, jobs: dict[str, str]) -> None:
     later = "starttime=now+60"
     recorder.record("scancel-ended", ["scancel", jobs["over"]])
     recorder.record("update-ended", ["scontrol", "update", f"jobid={jobs['over']}", later])
-    recorder.record("update-running", ["scontrol", "update", f"jobid={jobs['gang']}", later])
+    recorder.record("update-running", ["scontrol", "update", f"jobid={jobs['coallocated']}", later])
     elements = f"jobid={jobs['array']}_[3,6]"
     recorder.record("update-elements", ["scontrol", "update", elements, later])
     recorder.record("requeue-requeued", ["scontrol", "requeue", jobs["taken"]])
-    recorder.slurm.run(["scontrol", "update", f"jobid={jobs['gang']}", "requeue=0"])
-    recorder.record("requeue-refused", ["scontrol", "requeue", jobs["gang"]])
+    recorder.slurm.run(["scontrol", "update", f"jobid={jobs['coallocated']}", "requeue=0"])
+    recorder.record("requeue-refused", ["scontrol", "requeue", jobs["coallocated"]])
 
 
 def _nowhere(recorder: Recorder) -> None:

@@ -1,8 +1,8 @@
 """The process that Slurm starts on each node of a run: ``python -m hpc_elastic.agent ARRAY``.
 
 ARRAY is ``<sweep>/.hpc_elastic/array-<k>.json``; the task finds its run there by its index in the
-job array, or by its node's id in a gang. A task that starts after its run has ended exits with 0 at
-once, before torch is imported.
+job array, or by its node's id in a co-allocated job. A task that starts after its run has ended
+exits with 0 at once, before torch is imported.
 
 Signals are caught before anything else is imported: one that ended this process would end its task.
 

@@ -21,7 +21,7 @@ class Task:
     slot: int
     slurm: SlurmEnvironment
 
-    in_gang: bool = False
+    is_coallocated: bool = False
     num_in_array: int = 1
     """How many tasks the array has, of all its runs."""
     superseded: bool = False
@@ -29,7 +29,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """``<array job id>_<index>``, as squeue prints it; ``<job id>.<node id>`` in a gang."""
+        """``<array job id>_<index>``; ``<job id>.<node id>`` in a co-allocated job."""
         return self.slurm.task_name
 
     @property
@@ -59,21 +59,21 @@ def find_task(array: Path, slurm: SlurmEnvironment) -> Task:
     require_readable(slurm)
     try:
         content = json.loads(array.read_text())
-        runs, in_gang = content["runs"], bool(content.get("gang"))
+        runs, is_coallocated = content["runs"], bool(content.get("coallocated"))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(f"{array}: not readable on {slurm.node_name}: {e}") from e
-    job_id, index = _place(slurm, in_gang=in_gang)
+    job_id, index = _place(slurm, is_coallocated=is_coallocated)
     if index >= len(runs):
         raise HpcElasticError(f"{array} has {len(runs)} tasks, not {index}")
     files = ArrayFiles.of(array)
     if files.job_id is None:  # submitted by hand
         files.submitted_as(str(job_id))
-    if in_gang:
-        scheduler.record_gang_nodes(files, slurm)
+    if is_coallocated:
+        scheduler.record_job_nodes(files, slurm)
     run = RunDir(Path(runs[index]["dir"]))
     spec = run.load()
     superseded = spec.generation > 0 and (files.number, index) not in spec.tasks
-    return Task(run, spec, int(runs[index]["slot"]), slurm, in_gang, len(runs), superseded)
+    return Task(run, spec, int(runs[index]["slot"]), slurm, is_coallocated, len(runs), superseded)
 
 
 def require_readable(slurm: SlurmEnvironment) -> None:
@@ -86,11 +86,11 @@ def require_readable(slurm: SlurmEnvironment) -> None:
     _ = slurm.step_id, slurm.end_time_s, slurm.hosts
 
 
-def _place(slurm: SlurmEnvironment, *, in_gang: bool) -> tuple[int, int]:
+def _place(slurm: SlurmEnvironment, *, is_coallocated: bool) -> tuple[int, int]:
     """Return (job id, index in the array file) of this task."""
-    if in_gang:
+    if is_coallocated:
         if slurm.array_job_id is not None:
-            raise HpcElasticError("not a gang's job: submit the script without --array")
+            raise HpcElasticError("not a co-allocated job: submit the script without --array")
         return slurm.job_id, slurm.node_id
     if slurm.array_task_id is None or slurm.array_job_id is None:
         raise HpcElasticError("not an array task: submit the script with its #SBATCH --array line")

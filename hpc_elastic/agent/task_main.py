@@ -70,8 +70,8 @@ def _run(task: Task, caught: SignalPipe, times: OutputTimes) -> int:
         from hpc_elastic.agent.node_agent import supervise
 
     exit_code = supervise(task, caught, spares, times, checks)
-    if task.in_gang:
-        _leave_gang(task)
+    if task.is_coallocated:
+        _leave_coallocated_job(task)
     return exit_code
 
 
@@ -87,7 +87,7 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
                     os.write(1, f"{task.run.path}: the run has ended\n".encode())
                     os._exit(0)
 
-    if not task.in_gang:  # its first nodes see to the end of the job
+    if not task.is_coallocated:  # its first nodes see to the end of the job
         threading.Thread(target=look, name="run's end", daemon=True).start()
     try:
         yield
@@ -95,17 +95,17 @@ def _unless_it_ends(task: Task) -> Iterator[None]:
         done.set()
 
 
-def _leave_gang(task: Task) -> None:
-    """See that the gang's job ends with its run, whatever became of the batch script."""
+def _leave_coallocated_job(task: Task) -> None:
+    """See that the co-allocated job ends with its run, whatever became of the batch script."""
     try:
         scheduler.mark_agent_ended(task.logs, task.slurm)
         has_result = is_there(task.run.result)
     except OSError as e:  # the run has ended as it has ended
-        logging.getLogger(__name__).warning("the job of the gang may outlive its run: %s", e)
+        logging.getLogger(__name__).warning("the co-allocated job may outlive its run: %s", e)
         return
     if 0 < task.slurm.node_id < scheduler.NUM_RECORDERS and has_result:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cancellation is sent to us as well
-        first = task_name(str(task.slurm.job_id), 0, gang=True)
+        first = task_name(str(task.slurm.job_id), 0, coallocated=True)
         scheduler.cancel_if_orphaned(
             task.name, task.run.attempt(first, task.attempt), SlurmClient()
         )

@@ -72,42 +72,37 @@ def cancel_run(run: Path, *, yes: bool, wait_s: float | None, as_json: bool) -> 
     Returns:
         0 if no task of it is left, else 1.
     """
-    from hpc_elastic.launcher import control
+    from hpc_elastic.launcher import cancel
+    from hpc_elastic.launcher.run_handle import read_result_status
 
-    standing = control.look(run)
-    done = control.nothing_to_do(standing)
+    target = cancel.CancelTarget.read(run)
+    done = cancel.nothing_to_do(target)
     if done is not None:
-        print(json.dumps(control.cancel_as_json(standing, None), indent=2) if as_json else done)
+        print(json.dumps(target.to_json(None), indent=2) if as_json else done)
         return 0
-    if not yes and sys.stdin.isatty() and not click.confirm(_question(standing), err=True):
+    question = f"Cancel {target.spec.run_id}: {target}?"
+    if not yes and sys.stdin.isatty() and not click.confirm(question, err=True):
         click.echo("not cancelled", err=True)
         if as_json:
-            print(json.dumps(control.cancel_as_json(standing, None), indent=2))
+            print(json.dumps(target.to_json(None), indent=2))
         return 1
-    bound = control.bound_s(standing.spec) if wait_s is None else wait_s
+    bound = cancel.time_limit_s(target.spec) if wait_s is None else wait_s
     if not as_json:
-        print(f"cancelling {standing.spec.run_id}: {standing}", flush=True)
-    left = control.cancel(standing, wait_s=bound, warn=lambda text: click.echo(text, err=True))
+        print(f"cancelling {target.spec.run_id}: {target}", flush=True)
+    left = cancel.cancel(target, wait_s=bound, warn=lambda text: click.echo(text, err=True))
     if as_json:
-        print(json.dumps(control.cancel_as_json(standing, left), indent=2))
+        print(json.dumps(target.to_json(left), indent=2))
         return 1 if left else 0
     if left:
         names = ", ".join(f"{task.task} ({task.state} {task.node})".strip() for task in left)
         click.echo(f"still there after {bound:g} s: {names}; they were told to end", err=True)
         return 1
-    result = control.read_result(standing.run)
+    result = read_result_status(target.run)
     if result is not None:
         print(f"its tasks are gone; it {result} before it was cancelled")
         return 0
     print(f"cancelled; to go on from its last checkpoint: hpc-elastic resume {quoted(run)}")
     return 0
-
-
-def _question(standing: object) -> str:
-    from hpc_elastic.launcher.control import CancelTarget
-
-    assert isinstance(standing, CancelTarget)
-    return f"Cancel {standing.spec.run_id}: {standing}?"
 
 
 # ---- ``hpc-elastic resume``: let a run that has stopped go on from its last checkpoint
@@ -155,7 +150,7 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     """Resume a run, and print how to watch it.
 
     Raises:
-        HpcElasticError: it was not resumed; see `hpc_elastic.launcher.control`.
+        HpcElasticError: it was not resumed; see `hpc_elastic.launcher.resume`.
     """
     from hpc_elastic.cli.submit import print_run
 
@@ -171,27 +166,28 @@ def resume_run(run: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 
 def _in_slurm(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from hpc_elastic.launcher.control import resume, resume_as_json
+    from hpc_elastic.launcher.resume import resume
 
-    resumption, submitted = resume(run, overrides)
-    return resume_as_json(resumption, submitted.handle.job_ids, log=None)
+    resumption, handle = resume(run, overrides)
+    return resumption.to_json(handle.jobs.job_ids, log=None)
 
 
 def _locally(run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from hpc_elastic.launcher import detach
 
     def work(tell: Callable[[dict[str, Any]], None]) -> None:
-        from hpc_elastic.launcher import session
-        from hpc_elastic.launcher.control import resume, resume_as_json
-        from hpc_elastic.launcher.local import terminated_as_interrupt
+        from hpc_elastic._util import sigterm_as_interrupt
+        from hpc_elastic.launcher.resume import resume
+        from hpc_elastic.launcher.submit import released_on_failure
+        from hpc_elastic.launcher.wait import wait
 
-        with terminated_as_interrupt():
-            resumption, submitted = resume(run, overrides)
-            with session.let_go_on_failure(submitted.handle):
-                log = detach.log_of(resumption.prepared.plan)
+        with sigterm_as_interrupt():
+            resumption, handle = resume(run, overrides)
+            with released_on_failure(handle.jobs):
+                log = detach.log_of(resumption.plan)
                 detach.leave_terminal(log)
-                tell(resume_as_json(resumption, submitted.handle.job_ids, log=log))
-            session.wait(submitted)
+                tell(resumption.to_json(handle.jobs.job_ids, log=log))
+            wait([handle], poll_interval_s=resumption.plan.launcher.poll_interval_s)
 
     told = detach.in_background(work)
     if "error" in told or not told:

@@ -77,10 +77,10 @@ def doctor_command(
 
     A check that failed makes runs fail, or not come back; a warning is a loss that can be avoided.
     """
+    from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.doctor import cluster, examine
     from hpc_elastic.doctor.findings import Verdict, worst_verdict
     from hpc_elastic.errors import ConfigError
-    from hpc_elastic.launcher.local import terminated_as_interrupt
 
     try:
         wanted = cluster.parse_settings(settings)
@@ -88,7 +88,7 @@ def doctor_command(
         raise click.UsageError(str(e)) from e
     found = examine.examine_login_node(wanted, folder)
     if probe:
-        ends = terminated_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
+        ends = sigterm_as_interrupt(signal.SIGHUP)  # as Ctrl-C does: the job is cancelled
         with ends, _progress(quiet=as_json) as report:
             found = examine.examine_nodes(
                 found, wanted, folder, num_nodes=nodes, timeout_s=wait_s, report=report

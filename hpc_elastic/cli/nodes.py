@@ -13,8 +13,7 @@ import click
 
 from hpc_elastic.cli import options
 from hpc_elastic.errors import HpcElasticError, RunDirectoryError, SlurmError, near_miss
-from hpc_elastic.launcher.control import read_result
-from hpc_elastic.launcher.wait import COMMANDS
+from hpc_elastic.launcher.run_handle import COMMANDS, read_result_status
 from hpc_elastic.run.directory import RunDir, RunSpec
 from hpc_elastic.run.events import Event, EventLog, read_events
 from hpc_elastic.run.registry import user
@@ -115,7 +114,7 @@ def require_goes_on(run: RunDir) -> None:
     Raises:
         RunDirectoryError: it has no node any more.
     """
-    result, mark = read_result(run), run.cancellation()
+    result, mark = read_result_status(run), run.cancellation()
     if result is not None:
         raise RunDirectoryError(f"{run.path} has ended: it {result}, and has no node any more")
     if mark is not None:
@@ -123,7 +122,7 @@ def require_goes_on(run: RunDir) -> None:
 
 
 def _states(spec: RunSpec) -> dict[str, TaskState]:
-    """Return the run's tasks, the nodes of a gang one by one."""
+    """Return the run's tasks, the nodes of a co-allocated job one by one."""
     queue = take_snapshot([spec])
     states = queue.tasks_of(spec)
     if states is None:
@@ -251,8 +250,8 @@ def kill_command(run: Path, node: str, wait_s: float | None, as_json: bool) -> i
     is done again. The node's task goes back to the queue, as that of a lost node does. The machine
     itself is left alone, and so are other jobs on it.
 
-    The nodes of a gang's job can not be killed one by one, and are refused; so is a run that has
-    ended. The exit code is 1 if the node is still there after the time.
+    The nodes of a co-allocated job cannot be killed one by one, and are refused; so is a run that
+    has ended. The exit code is 1 if the node is still there after the time.
     """
     return kill(find_node(run, node), _WAIT_S if wait_s is None else wait_s, as_json)
 

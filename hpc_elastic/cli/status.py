@@ -185,11 +185,11 @@ def _watch_page(
 ) -> int:
     from rich.live import Live
 
+    from hpc_elastic._util import sigterm_as_interrupt
     from hpc_elastic.cli.status_text import page
-    from hpc_elastic.launcher.local import terminated_as_interrupt
 
     has_ended = EndCheck()
-    with terminated_as_interrupt(), Live(console=console, auto_refresh=False) as live:
+    with sigterm_as_interrupt(), Live(console=console, auto_refresh=False) as live:
         while True:
             most = max(3, console.height - _AROUND_TASKS)
             live.update(page(details, console.width, most_tasks=most), refresh=True)

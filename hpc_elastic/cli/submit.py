@@ -21,16 +21,16 @@ import click
 from hpc_elastic._util import quoted
 from hpc_elastic.cli import options
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
+from hpc_elastic.launcher.run_handle import RunHandle, SubmittedJobs
 from hpc_elastic.launcher.run_view import label_of
-from hpc_elastic.launcher.wait import SubmittedTasks, TrackedRun
-from hpc_elastic.run.directory import SUBMISSION, RunDir, Submission
+from hpc_elastic.run.directory import SUBMISSION, RunDir, RunSpec, Submission
 from hpc_elastic.run.registry import user
 from hpc_elastic.shared_files import is_there
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.local_queue import LocalQueue
 
 if TYPE_CHECKING:
-    from hpc_elastic.launcher.wait import Outcome
+    from hpc_elastic.launcher.run_handle import Outcome
 
 
 _SUBMIT_EXAMPLES = """
@@ -135,7 +135,7 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
     script_ = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
     try:
         while script_.poll() is None:
-            told = detach.told(report)
+            told = detach.read_report(report)
             if told and told[-1]["launcher"] == "local":
                 return 0, told
             time.sleep(_POLL_INTERVAL_S)
@@ -143,7 +143,7 @@ def _run(script: str, arguments: Sequence[str], report: Path) -> tuple[int, list
         with suppress(subprocess.TimeoutExpired):
             script_.wait(_END_S)
         raise
-    return script_.returncode, detach.told(report)
+    return script_.returncode, detach.read_report(report)
 
 
 def _print_submission(entry: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _dry_run(script: str, arguments: Sequence[str]) -> subprocess.CompletedProce
 
 def rendered(output: str) -> list[Path]:
     """Return the paths of batch scripts that the output of a dry run names (pure)."""
-    from hpc_elastic.launcher.session import RENDERED
+    from hpc_elastic.launcher.submit import RENDERED
 
     lines = output.splitlines()
     return [Path(line.removeprefix(RENDERED)) for line in lines if line.startswith(RENDERED)]
@@ -295,41 +295,39 @@ def wait(sweep: Path, poll_interval_s: float, *, as_json: bool = False) -> int:
     Raises:
         RunDirectoryError: This is no sweep directory, or nothing was submitted from it.
     """
-    from hpc_elastic.launcher import session
+    from hpc_elastic.launcher import wait as launcher_wait
 
-    submission = find_submission(sweep.absolute())
-    job_ids = read_job_ids(submission)
-    runs, launcher = read_runs(submission, job_ids)
-    handle: SubmittedTasks
-    specs = [run.paths.load() for run in runs]
-    if launcher == "slurm":
-        from hpc_elastic.launcher.slurm import SlurmHandle
-        from hpc_elastic.slurm.client import SlurmClient
-
-        me = user()
-        is_own = all(spec.provenance.get("user", me) == me for spec in specs)
-        handle = SlurmHandle(list(job_ids.values()), submission.parent, SlurmClient(), is_own)
-    else:
-        handle = LocalView(submission, list(job_ids.values()))
-    run_ids = [spec.run_id for spec in specs]
+    runs = read_handles(find_submission(sweep.absolute()))
     out = sys.stderr if as_json else sys.stdout
-    outcomes = session.wait(session.Submitted(handle, runs, poll_interval_s), out)
+    outcomes = launcher_wait.wait(runs, poll_interval_s=poll_interval_s, out=out)
     failed = [outcome.error for outcome in outcomes if outcome.error]
     for error in failed:
         print(f"\n{error}", file=out)
     if as_json:
-        told = [_outcome_as_json(*pair) for pair in zip(run_ids, outcomes, strict=True)]
-        print(json.dumps(told, indent=2))
+        print(json.dumps([_outcome_as_json(outcome) for outcome in outcomes], indent=2))
     return 1 if failed else 0
 
 
-def _outcome_as_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
+def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
     values = json.loads(json.dumps(outcome.values), parse_constant=lambda _: None)
     return {
-        "run_id": run_id, "run": str(outcome.run.dir), "status": outcome.status,
-        "values": values, "restarts": outcome.restarts,
+        "run_id": outcome.run.paths.load().run_id, "run": str(outcome.run.dir),
+        "status": outcome.status, "values": values, "restarts": outcome.restarts,
         "error": None if outcome.error is None else str(outcome.error),
     }  # fmt: skip
+
+
+def _submitted_jobs(
+    submission: Path, job_ids: Sequence[str], specs: Sequence[RunSpec]
+) -> SubmittedJobs:
+    if specs[0].launcher == "local":
+        return LocalView(submission, job_ids)
+    from hpc_elastic.launcher.slurm import SlurmJobs
+    from hpc_elastic.slurm.client import SlurmClient
+
+    me = user()
+    is_own = all(spec.provenance.get("user", me) == me for spec in specs)
+    return SlurmJobs(job_ids, submission.parent, SlurmClient(), is_own)
 
 
 @dataclass(frozen=True)
@@ -339,17 +337,17 @@ class LocalView:
     submission: Path
     job_ids: Sequence[str]
 
-    def tasks(self) -> Mapping[str, TaskState]:
+    def list_tasks(self) -> Mapping[str, TaskState]:
         """Return the states of the launcher's tasks."""
         return LocalQueue(Submission(self.submission)).tasks(self.job_ids)
 
     def cancel(self) -> None:
         """Do nothing: the launcher ends its processes."""
 
-    def leave(self) -> str:
+    def release(self) -> str:
         """Return the command that waits for the runs again."""
         sweep = shlex.quote(str(self.submission.parent))
-        return f"The runs go on with their launcher.\n  wait: hpc-elastic wait {sweep}"
+        return f"The runs continue with their launcher.\n  wait: hpc-elastic wait {sweep}"
 
     def close(self) -> None:
         """Do nothing: the launcher ends its processes."""
@@ -369,12 +367,8 @@ def find_submission(folder: Path) -> Path:
     raise RunDirectoryError(f"{folder} is no sweep directory: {remedy}")
 
 
-def read_job_ids(submission: Path) -> dict[int, str]:
-    """Return the job id of each array that was submitted.
-
-    Raises:
-        RunDirectoryError: there is none.
-    """
+def _read_job_ids(submission: Path) -> dict[int, str]:
+    """Return the job id of each array that was submitted."""
     job_ids = Submission(submission).job_ids()
     if not job_ids:
         arrays = Submission(submission).arrays()
@@ -384,15 +378,16 @@ def read_job_ids(submission: Path) -> dict[int, str]:
     return job_ids
 
 
-def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[TrackedRun], str]:
-    """Return the runs of the submitted arrays, and their launcher.
+def read_handles(submission: Path) -> list[RunHandle]:
+    """Return the runs of a sweep that were submitted.
 
     Runs whose directories were removed are left out, and named.
 
     Raises:
-        RunDirectoryError: a file of the sweep is missing, or all its runs are.
+        RunDirectoryError: A file of the sweep is missing, all its runs are, or nothing was
+            submitted from it.
     """
-    runs, launcher = [], "slurm"
+    job_ids = _read_job_ids(submission)
     tasks = [path for k in job_ids for path in Submission(submission).array(k).run_dirs()]
     there = {path: is_there(path) for path in dict.fromkeys(tasks)}
     removed = [path.name for path, is_there in there.items() if not is_there]
@@ -400,8 +395,9 @@ def read_runs(submission: Path, job_ids: Mapping[int, str]) -> tuple[list[Tracke
         raise RunDirectoryError(f"{submission.parent} holds no run any more: they were removed")
     if removed:
         print(f"removed, and left out: {', '.join(removed)}", file=sys.stderr)
-    for path in (path for path in there if there[path]):
-        spec = RunDir(path).load()
-        launcher = spec.launcher
-        runs.append(TrackedRun(path, label_of(path), tuple(spec.task_names(job_ids)), submission))
-    return runs, launcher
+    specs = {path: RunDir(path).load() for path in there if there[path]}
+    jobs = _submitted_jobs(submission, list(job_ids.values()), list(specs.values()))
+    return [
+        RunHandle(path, label_of(path), tuple(spec.task_names(job_ids)), submission, jobs)
+        for path, spec in specs.items()
+    ]

@@ -188,7 +188,7 @@ def _validate(
     except SlurmCommandError as e:
         if e.exit_code is None:
             return "", str(e)
-        return "", str(refusal(e.stderr, settings, client))
+        return "", str(refusal(e, settings, client))
     except HpcElasticError as e:
         return "", str(e)
 

@@ -31,7 +31,7 @@ from hpc_elastic.doctor.probe_task import NodeFacts
 from hpc_elastic.doctor.signal_recorder import AGENT, ORPHANED, WORKER
 from hpc_elastic.errors import SlurmCommandError
 from hpc_elastic.launcher import batch_script
-from hpc_elastic.launcher.prepare import python_path, read_template
+from hpc_elastic.launcher.prepare import read_template
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, Submission
 from hpc_elastic.shared_files import is_there, refresh, write_atomic
 from hpc_elastic.slurm.client import SiteClient, time_limit_s
@@ -133,20 +133,19 @@ def submit_probe(
     Raises:
         HpcElasticError: sbatch refuses it, or the directory cannot be written to.
     """
-    from hpc_elastic.launcher.slurm import SbatchRefusedError, refusal, submit_script
+    from hpc_elastic.launcher.slurm import refusal, submit_script
 
     own = Path(tempfile.mkdtemp(dir=folder, prefix="hpc-elastic-doctor-"))
     launcher = replace(slurm_settings(settings), time=time_limit(settings, longest_s))
     try:
         script = _lay_out(launcher, own / SUBMISSION, num_nodes)
-        jobs = submit_script(script, num_nodes)
-    except SbatchRefusedError as e:
+        job_id = submit_script(script, num_nodes, client)
+    except SlurmCommandError as e:
         shutil.rmtree(own, ignore_errors=True)
-        raise refusal(e.stderr, launcher, client) from e
+        raise refusal(e, launcher, client) from e
     except BaseException:
         shutil.rmtree(own, ignore_errors=True)
         raise
-    job_id = str(jobs[0].job_id).partition("_")[0]
     return ProbeJob(job_id, num_nodes, ProbeFolder(own / SUBMISSION), client)
 
 
@@ -211,7 +210,7 @@ def render(
         array=0,
         python=sys.executable,
         cwd=Path.cwd(),
-        python_path=python_path(os.environ),
+        python_path=batch_script.python_path(os.environ),
         module=module,
     )
     return batch_script.render(script, read_template(launcher.template))

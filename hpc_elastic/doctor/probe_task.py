@@ -31,7 +31,7 @@ from hpc_elastic.doctor.probe_folder import POLL_S, ProbeFolder, ProbePlan, wait
 from hpc_elastic.doctor.probe_network import MeetingResult
 from hpc_elastic.doctor.signal_recorder import AGENT, SignalRecorder, start_worker
 from hpc_elastic.errors import ConfigError, SlurmCommandError
-from hpc_elastic.launcher.prepare import packages
+from hpc_elastic.launcher.user_code import packages
 from hpc_elastic.shared_files import Mount
 from hpc_elastic.slurm.client import SlurmClient, reachable
 from hpc_elastic.slurm.environment import SlurmEnvironment, granted_gpus

@@ -40,7 +40,8 @@ from submitit.helpers import Checkpointable
 from hpc_elastic._util import readable
 from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
 from hpc_elastic.launcher.batch_script import TASK_MODULE
-from hpc_elastic.launcher.wait import TrackedRun, read_outcome
+from hpc_elastic.launcher.run_handle import RunHandle
+from hpc_elastic.launcher.slurm import SlurmJobs
 from hpc_elastic.run.directory import ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.environment import SlurmEnvironment, as_array_task, outside
@@ -80,7 +81,7 @@ class ElasticTask(Checkpointable):
             array: The array's number k.
 
         Raises:
-            SubmissionError: Nothing was prepared there, or the run has coallocated nodes.
+            SubmissionError: Nothing was prepared there, or it is a co-allocated job.
         """
         file = Submission(Path(submission).absolute()).array(array).tasks
         try:
@@ -88,9 +89,9 @@ class ElasticTask(Checkpointable):
         except (OSError, ValueError) as e:
             remedy = "prepare it with launcher.dry_run=true"
             raise SubmissionError(f"{file} cannot be read ({e}): {remedy}") from e
-        if content.get("gang"):
+        if content.get("coallocated"):
             raise SubmissionError(
-                f"{file} is a gang: prepare the run with launcher.coallocate_min=false"
+                f"{file} is a co-allocated job: prepare the run with launcher.coallocate_min=false"
             )
         return [cls(str(file), index) for index in range(len(content["runs"]))]
 
@@ -109,7 +110,7 @@ class ElasticTask(Checkpointable):
             env=self._environment(os.environ),
         )
         exit_code = _wait(self._agent)
-        outcome = read_outcome(self._run())
+        outcome = self._run().read_outcome()
         if outcome is not None:
             if outcome.error is not None:
                 raise outcome.error
@@ -147,10 +148,12 @@ class ElasticTask(Checkpointable):
             raise SubmissionError(f"task {self.index} is not that element of a job array: {remedy}")
         return {**env, PARENT_REQUEUES: "1"}
 
-    def _run(self) -> TrackedRun:
+    def _run(self) -> RunHandle:
         runs = json.loads(Path(self.array_file).read_text())["runs"]
         path = Path(runs[self.index]["dir"])
-        return TrackedRun(path, "", (), Path(RunDir(path).load().submission))
+        submission = Path(RunDir(path).load().submission)
+        jobs = SlurmJobs([], submission.parent, SlurmClient())
+        return RunHandle(path, "", (), submission, jobs)
 
     def _is_requeued(self) -> bool:
         """Return whether the job is requeued, and not cancelled, after its signal."""

@@ -1,15 +1,18 @@
-"""Submission: from checked settings to a job array, and from there to the results (login node).
+"""Submission on the login node: from checked settings to a job array, and from there to results.
 
-In the order of a sweep's way:
+A run is a `RunRequest` (settings and entry), then a `RunSpec` (run.json), then a `RunHandle` (the
+submitted run). `submit.submit` and `wait.wait` are what `hpc_elastic.launch` and the Hydra launcher
+call.
 
-- `sweep`, `hydra_compose`  the jobs that Hydra hands over, each composed and frozen
-- `plan`                    runs laid out in arrays (pure)
-- `batch_script`            the text of the batch script, and sbatch's refusals explained (pure)
-- `prepare`                 all files written before anything is submitted: the user's function,
-                            where it comes from, a copy of its code
-- `slurm`                   submission through submitit
+- `sweep`, `hydra_compose`  the jobs of a Hydra sweep, composed and frozen as requests
+- `submit`                  requests -> handles
+- `plan`                    runs as tasks of job arrays (pure)
+- `batch_script`            the batch script, and sbatch's refusals explained (pure)
+- `prepare`                 every file, written before anything is submitted
+- `user_code`               the user's function, its origin, and a copy of it
+- `slurm`                   queries before a submission, sbatch, and the submitted jobs
 - `local`                   launcher=local: the same plan as processes
-- `wait`                    runs followed to their end: progress, outcomes
-- `session`                 what the Hydra launcher and `hpc_elastic.launch` share
-- `control`                 cancel and resume; `detach` goes on in the background
+- `run_handle`              a submitted run: its files, how it ended
+- `wait`, `progress`        polling until all runs have ended; the table meanwhile
+- `cancel`, `resume`        of one run; `detach`: submission in the background
 """

@@ -1,53 +1,49 @@
-"""The batch script of a job array or of a gang, complete, as text (pure).
+"""The batch script of a job array or co-allocated job, and sbatch's refusals explained (pure).
 
-Three grammars meet in it and each has its own quoting: the #SBATCH lines, which sbatch itself
-reads (`directive`); the command, which bash reads (`shlex`); and the lists of mounts, in which
-the container runtimes know no quoting at all, so that commas and colons are refused there.
+Three grammars meet in a script, each with its own quoting: the #SBATCH lines, which sbatch reads
+(`directive`); the command, which bash reads (`shlex`); and the lists of mounts, in which container
+runtimes have no quoting, so that commas and colons are refused there.
 
 Why the flags are what they are:
 
-- one node and one task each: every array task is one elastic agent, alone on its node;
-- ``--exclusive --mem=0`` where the user does not say which share of a node is wanted: otherwise
-  Slurm would put several tasks of a run on one machine. Alone, ``--exclusive`` gives all CPUs and
-  GPUs, but only as much memory as was asked for;
-- ``srun``: at a preemption Slurm signals the steps, not the batch script;
-- ``srun --cpus-per-task``: since Slurm 22.05 srun no longer takes it over from sbatch, and would
-  bind the agent and all its workers to a single CPU;
-- ``--requeue --open-mode=append``: a preempted task comes back and goes on in the same log;
-- a gang has several nodes, one agent each, and must outlive the loss of any of them:
-  ``--no-kill`` (the job and the step), ``--kill-on-bad-exit=0 --wait=0`` (srun would end the
-  other agents when one fails, or some time after the first has ended). Each of its tasks writes
-  its log itself: what goes through srun is lost with the node that srun runs on;
-- no ``--signal``: Slurm may send it a minute early, which is half of a short time limit. The agent
-  reads the end of its time from Slurm. One in ``launcher.sbatch`` reaches the agent, of the steps
-  as of the batch script (``B:USR2@300``);
-- the shell stays, and hands on what is sent to it alone (``scancel --batch``). ``scancel --full
-  --signal=TERM`` alone is no notice: it reaches srun, which kills the task at once.
+- One node and one task each: every array task is one elastic agent, alone on its node.
+- ``--exclusive --mem=0`` where the user names no share of a node: otherwise Slurm would put several
+  tasks of a run on one machine. ``--exclusive`` alone gives all CPUs and GPUs, but only the memory
+  that was asked for.
+- ``srun``: at a preemption Slurm signals the steps, not the batch script.
+- ``srun --cpus-per-task``: since Slurm 22.05 srun does not inherit it from sbatch, and would bind
+  the agent and all its workers to a single CPU.
+- ``--requeue --open-mode=append``: a preempted task comes back and continues the same log.
+- A co-allocated job has several nodes, one agent each, and must outlive the loss of any of them:
+  ``--no-kill`` (job and step), ``--kill-on-bad-exit=0 --wait=0`` (else srun ends the other agents
+  when one fails, or some time after the first has ended). Each of its tasks writes its own log:
+  output that passes through srun is lost with srun's node.
+- No ``--signal``: Slurm may send it a minute early, which is half of a short time limit. The agent
+  gets the end of its time from Slurm. A ``signal`` in ``launcher.sbatch`` reaches the agent, both
+  as a signal to the steps and to the batch script (``B:USR2@300``).
+- The shell stays and forwards signals that reach it alone (``scancel --batch``). ``scancel --full
+  --signal=TERM`` cannot be forwarded: it reaches srun, which kills the task at once.
 
-Nothing secret is in it: the variables of ``launcher.env`` travel in run.json.
+The script holds no secrets: the variables of ``launcher.env`` travel in run.json.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic._util import counted, duration
+from hpc_elastic import _util
+from hpc_elastic._util import counted
 from hpc_elastic.config.sbatch_flags import gpus_in_gres
-from hpc_elastic.config.schema import (
-    ContainerSettings,
-    LauncherSettings,
-    RunSettings,
-    SlurmSettings,
-)
+from hpc_elastic.config.schema import ContainerSettings, LauncherSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, HpcElasticError, SubmissionError, near_miss
 from hpc_elastic.run.directory import Submission
-from hpc_elastic.slurm.client import time_limit_s
-from hpc_elastic.slurm.parsing import NodeKind, Partition
+from hpc_elastic.slurm.parsing import NodeKind
 
 TASK_MODULE = "hpc_elastic.agent"
 
@@ -57,32 +53,32 @@ SHARE_FLAGS = frozenset(
         *("cores-per-socket", "oversubscribe"),
     ]
 )
-"""Flags in ``launcher.sbatch`` that say which share of a node is wanted."""
+"""Flags in ``launcher.sbatch`` that name a share of a node."""
 
 _CPUS = '"$SLURM_CPUS_ON_NODE"'
 _CPUS_OF_SMALLEST_NODE = (
     '"$(tr , "\\n" <<< "$SLURM_JOB_CPUS_PER_NODE" | sort -n | sed "s/(.*//;q")"'
 )
-"""Known on the nodes only, so they stand outside of quotes. Of several nodes: ``72(x3),36``."""
+"""Evaluated on the nodes, so outside of quotes. For several nodes the variable is ``72(x3),36``."""
 
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Script:
-    """What one batch script is made from.
+    """The contents of one batch script.
 
     Attributes:
         settings: ``launcher.*`` of the array's runs.
         job_name: Name in the queue.
-        num_tasks: Tasks of the array, or nodes of the gang.
+        num_tasks: Number of tasks of the array, or of nodes of the co-allocated job.
         submission: Absolute path of the sweep's ``.hpc_elastic``.
         array: Number k of the array in the sweep.
-        python: Interpreter outside of containers (``launcher.python`` goes before it).
+        python: Interpreter outside of containers (``launcher.python`` takes precedence).
         cwd: Directory of the submission; setup lines run there.
-        python_path: What PYTHONPATH must begin with for the agent to be importable.
-        gang: Whether it is one job of ``num_tasks`` nodes in place of an array.
-        module: What each task runs, with the path of ``array-<k>.json``.
+        python_path: First entries of PYTHONPATH, so that the agent can be imported.
+        coallocated: Whether it is one job of ``num_tasks`` nodes instead of an array.
+        module: Module that each task runs, with the path of ``array-<k>.json``.
     """
 
     settings: SlurmSettings
@@ -93,18 +89,17 @@ class Script:
     python: str
     cwd: Path
     python_path: tuple[str, ...] = ()
-    gang: bool = False
+    coallocated: bool = False
     module: str = TASK_MODULE
 
     @property
     def array_file(self) -> Path:
-        """Return the path of ``array-<k>.json``."""
+        """Path of ``array-<k>.json``."""
         return Submission(self.submission).array(self.array).tasks
 
     @property
     def logs(self) -> str:
-        """Return the folder of the tasks' logs, as it stands in a file name pattern of Slurm's."""
-        # % introduces a replacement symbol there: a path's own is doubled.
+        """Folder of the tasks' logs, as a file name pattern of Slurm: each % is doubled."""
         return str(Submission(self.submission).logs).replace("%", "%%")
 
 
@@ -112,12 +107,12 @@ def render(script: Script, template: str) -> str:
     """Return the text of the batch script.
 
     Args:
-        script: What goes into it.
-        template: Text of the Jinja2 template, ours or the user's.
+        script: Its contents.
+        template: Text of the Jinja2 template, packaged or the user's.
 
     Raises:
-        ConfigError: a value holds a line break or can not be written in its place, or the
-            template itself is wrong.
+        ConfigError: A value holds a line break or cannot be written in its place, or the template
+            is malformed.
     """
     import jinja2
 
@@ -132,7 +127,7 @@ def render(script: Script, template: str) -> str:
     try:
         text = environment.from_string(template).render(**variables)
     except jinja2.TemplateError as e:
-        remedy = f"the template can not be rendered: {e}"
+        remedy = f"the template cannot be rendered: {e}"
         raise ConfigError("launcher.template", script.settings.template, remedy) from e
     return text if text.endswith("\n") else text + "\n"
 
@@ -146,18 +141,32 @@ def _variables(script: Script) -> dict[str, object]:
         "settings": script.settings,
         "job_name": script.job_name,
         "num_tasks": script.num_tasks,
-        "gang": script.gang,
+        "coallocated": script.coallocated,
         "sweep": str(script.submission),
         "array_file": str(script.array_file),
         "task_argv": task_argv(script),
-        "notice": script.settings.preempt_signal,
+        "preempt_signal": script.settings.preempt_signal,
     }
+
+
+def python_path(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the PYTHONPATH with which a task finds this package and its dependencies.
+
+    It holds the package itself only if that is used from a clone (``python train.py`` in it), where
+    ``-m hpc_elastic...`` would not be found from another directory; and the entries of the present
+    PYTHONPATH, which may have torch.
+    """
+    root = Path(_util.__file__).resolve().parent.parent
+    installed = any(part in ("site-packages", "dist-packages") for part in root.parts)
+    given = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    entries = [*([] if installed else [str(root)]), *(str(Path(p).absolute()) for p in given)]
+    return tuple(dict.fromkeys(entries))
 
 
 def exports(script: Script) -> dict[str, str]:
     """Return the environment variables of the task; the values are quoted for the shell.
 
-    PYTHONPATH is extended: modules that were loaded by the setup lines may have set it.
+    PYTHONPATH is extended, since environment modules in the setup lines may set it.
     """
     if not script.python_path:
         return {}
@@ -166,17 +175,17 @@ def exports(script: Script) -> dict[str, str]:
 
 
 def directives(script: Script) -> list[str]:
-    """Return the sbatch flags, one for each #SBATCH line, quoted as sbatch reads them."""
+    """Return the sbatch flags, one per #SBATCH line, quoted as sbatch reads them."""
     settings = script.settings
     flags = {**_array_flags(script), **_resource_flags(settings), **settings.sbatch}
     return [directive(n, v) for n, v in flags.items() if v is not None and v is not False]
 
 
 def directive(name: str, value: object) -> str:
-    """Return one flag as it stands in a #SBATCH line.
+    """Return one flag as written in a #SBATCH line.
 
-    sbatch reads the line itself: it knows both quotes, and a backslash escapes the next
-    character everywhere, within single quotes too (unlike a shell).
+    sbatch parses the line: both quotes work, and a backslash escapes the next character everywhere,
+    within single quotes too (unlike a shell).
     """
     if value is True:
         return f"--{name}"
@@ -188,19 +197,19 @@ def directive(name: str, value: object) -> str:
 
 
 def _array_flags(script: Script) -> dict[str, object]:
-    num_nodes = script.num_tasks if script.gang else 1
+    num_nodes = script.num_tasks if script.coallocated else 1
     limit = script.settings.array_parallelism
     array = f"0-{script.num_tasks - 1}" + (f"%{limit}" if limit else "")
     return {
         "job-name": script.job_name,
-        "array": None if script.gang else array,
+        "array": None if script.coallocated else array,
         "nodes": num_nodes,
         "ntasks": num_nodes,
         "ntasks-per-node": 1,
-        "no-kill": script.gang,
+        "no-kill": script.coallocated,
         "requeue": True,
         "open-mode": "append",
-        "output": f"{script.logs}/{'%j' if script.gang else '%A_%a'}.log",
+        "output": f"{script.logs}/{'%j' if script.coallocated else '%A_%a'}.log",
         "chdir": script.cwd,
     }
 
@@ -220,7 +229,7 @@ def _resource_flags(settings: SlurmSettings) -> dict[str, object]:
 
 
 def _share_flags(settings: SlurmSettings) -> dict[str, object]:
-    """Return how much of a node a task gets: what the user says, or all of it."""
+    """Return the share of a node that a task gets: what the settings name, or all of it."""
     if settings.exclusive is None and wants_whole_node(settings):
         return {"mem": 0, "exclusive": True}
     return {"mem": settings.mem, "exclusive": settings.exclusive}
@@ -234,16 +243,16 @@ def wants_whole_node(settings: SlurmSettings) -> bool:
 
 
 def has_whole_nodes(settings: LauncherSettings) -> bool:
-    """Return whether no other task is on the node of a task."""
+    """Return whether each task has its node alone."""
     if not isinstance(settings, SlurmSettings):
         return False
     return wants_whole_node(settings) if settings.exclusive is None else settings.exclusive
 
 
 def gpus_asked(settings: SlurmSettings) -> int | None:
-    """Return how many GPUs of a node are asked for, of all types together; None: nothing is said.
+    """Return the number of GPUs asked for on a node, over all types; None if unspecified.
 
-    Either ``launcher.gpus_per_node`` says it or ``launcher.sbatch.gres``, which some sites want.
+    ``launcher.gpus_per_node`` gives it, or ``launcher.sbatch.gres``, which some sites require.
     """
     if settings.gpus_per_node is None:
         return gpus_in_gres(settings.sbatch.get("gres"))
@@ -259,11 +268,13 @@ def command(script: Script) -> str:
 
 
 def _srun_flags(script: Script) -> list[str]:
-    """Return our own flags of srun, quoted for bash."""
-    num_nodes = script.num_tasks if script.gang else 1
-    cpus = script.settings.cpus_per_node or (_CPUS_OF_SMALLEST_NODE if script.gang else _CPUS)
+    """Return the flags of srun that the launcher sets, quoted for bash."""
+    num_nodes = script.num_tasks if script.coallocated else 1
+    cpus = script.settings.cpus_per_node or (
+        _CPUS_OF_SMALLEST_NODE if script.coallocated else _CPUS
+    )
     flags = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", f"--cpus-per-task={cpus}"]
-    if not script.gang:
+    if not script.coallocated:
         return flags
     log = _one_line("hydra.sweep.dir", f"--output={script.logs}/%j.%n.log")
     lives = ["--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
@@ -299,13 +310,13 @@ def _image(container: ContainerSettings) -> str:
 
 
 def _mounts(script: Script) -> list[str]:
-    """Return the user's mounts, and the folders without which no task can run."""
+    """Return the user's mounts, and the folders that every task needs."""
     needed = [str(script.submission.parent), str(script.cwd)]
     needed += script.python_path
     ours = [f"{path}:{path}" for path in dict.fromkeys(needed)]
     for path in needed:
         if "," in path or ":" in path:
-            remedy = "a path that is mounted into a container may hold no ',' and no ':'"
+            remedy = "a path that is mounted into a container must not hold ',' or ':'"
             raise ConfigError("hydra.sweep.dir", path, remedy)
     given = script.settings.container.mounts
     own = [_one_line("launcher.container.mounts", mount) for mount in given]
@@ -314,51 +325,12 @@ def _mounts(script: Script) -> list[str]:
 
 def _one_line(key: str, value: str) -> str:
     if any(c in value for c in "\n\r\0"):
-        raise ConfigError(key, value, "a line break can not stand here; write one line an entry")
+        raise ConfigError(key, value, "a line break is not allowed here; write one line per entry")
     return value
 
 
-# ---- What sbatch refuses, as an error that names the key, the value and the remedy (pure)
-# sbatch says what is wrong and not which flag it was. The table maps its words (stable since
+# sbatch reports what is wrong, but not which flag it was. The tables map its messages (stable since
 # Slurm 20.02, `slurm_strerror`) to the setting behind them.
-
-
-def require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
-    """Refuse a run whose minimum of nodes its partitions do not have: sbatch takes it.
-
-    Args:
-        settings: Of the run.
-        partitions: Those in which its tasks may run; none if that is not known.
-
-    Raises:
-        ConfigError: the run would hold all their nodes, and never train.
-    """
-    least, total = settings.nodes.min, sum(partition.num_nodes for partition in partitions)
-    if not total or least <= total or not has_whole_nodes(settings.launcher):
-        return
-    names = ", ".join(partition.name for partition in partitions)
-    what = f"the minimum is {least}, and partition {names} has {counted(total, 'node')} in all"
-    remedy = f"give a minimum of {total} or less, or name another one (launcher.partition)"
-    raise ConfigError("nodes", least, f"{what}: {remedy}")
-
-
-def time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:
-    """Return what to say of a time limit above that of all partitions; None if nothing.
-
-    Slurm takes such tasks, and never starts them, unless a QOS permits longer ones.
-    """
-    limits = [partition.max_time_s for partition in partitions]
-    if settings.time is None or not limits or None in limits:
-        return None
-    longest = max(limit for limit in limits if limit is not None)
-    wanted_s = time_limit_s(settings.time)
-    if wanted_s is not None and wanted_s <= longest:
-        return None
-    names = ", ".join(partition.name for partition in partitions)
-    what = f"partition {names} allows {duration(longest)} at most"
-    then = "unless a QOS permits more, no task will start (PartitionTimeLimit)"
-    remedy = f"give launcher.time={longest // 60:.0f} or less, in minutes"
-    return f"launcher.time={settings.time}: {what}; {then}: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -399,7 +371,7 @@ _GENERAL = (
 
 _NO_SUCH_NODE = "node configuration is not available"
 _SHARES = ("gpus_per_node", "cpus_per_node", "mem", "constraint")
-"""What asks for nodes that have something."""
+"""Settings that restrict which nodes can be used."""
 _MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 
 
@@ -409,13 +381,13 @@ def explain(
     partitions: Iterable[str] = (),
     nodes: Sequence[NodeKind] = (),
 ) -> HpcElasticError:
-    """Return the error to raise for a submission that sbatch refused.
+    """Return the error to raise for a submission that sbatch refused, with key, value and remedy.
 
     Args:
-        stderr: What sbatch wrote.
+        stderr: The standard error of sbatch.
         settings: The settings of the refused array.
-        partitions: Names of the partitions that exist, as far as known.
-        nodes: The kinds of nodes of those that were asked for, as far as known.
+        partitions: Names of the cluster's partitions, as far as known.
+        nodes: The kinds of nodes of the partitions in question, as far as known.
     """
     text = " ".join(line.removeprefix("sbatch: error: ") for line in stderr.strip().splitlines())
     if _NO_SUCH_NODE in text.lower() or "gres" in text.lower() or "generic res" in text.lower():
@@ -438,7 +410,7 @@ def explain(
 
 
 def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> ConfigError | None:
-    """Return an error for the first setting that no node has as much of; None: there is none."""
+    """Return an error for the first setting that exceeds every node; None if there is none."""
     where = f"of partition {settings.partition}" if settings.partition else "of this cluster"
     for key, wanted, most, unit in _compared(settings, nodes):
         if wanted > most:
@@ -453,7 +425,7 @@ def _too_much(settings: SlurmSettings, nodes: Sequence[NodeKind], text: str) -> 
 def _compared(
     settings: SlurmSettings, nodes: Sequence[NodeKind]
 ) -> Iterator[tuple[str, int, int, str]]:
-    """Yield each setting with what it asks for, the most that a node has, and the unit."""
+    """Yield each setting with its request, the most that a node has, and the unit."""
     if not nodes:
         return
     if settings.gpus_per_node is not None:

@@ -1,9 +1,9 @@
-"""Submission that returns at once: what `hpc-elastic submit` and a launcher say to each other.
+"""Submission in the background: the launcher reports what it submitted, and the command returns.
 
-The command starts the user's script with a file's path in its environment, and the launcher, which
-alone knows what was submitted, appends to that file a line for each submission: see `prepare`.
-Slurm's runs go on by themselves. Those of ``launcher=local`` end with their launcher, so that one
-leaves the terminal: it goes on as a session of its own, with its output in the sweep directory.
+`hpc-elastic submit` starts the user's script with the path of a report file in the environment. The
+launcher appends a line to it for each submission. Runs in Slurm outlive the launcher. Runs of
+``launcher=local`` end with it, so that launcher leaves the terminal: it continues as a session of
+its own, with its output in the sweep directory. `hpc-elastic resume` uses `in_background`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -22,66 +22,64 @@ from hpc_elastic.launcher.prepare import Prepared
 from hpc_elastic.run.directory import Submission
 
 VARIABLE = "HPC_ELASTIC_REPORT"
-"""Path of the file in which a launcher tells what it has submitted."""
+"""Path of the file to which a launcher reports what it has submitted."""
 
 
 @cache
 def report_file() -> Path | None:
-    """Return where this process is to tell what it submits; None: it is to wait as usual.
+    """Return the file to report to; None if this process was not started by `hpc-elastic submit`.
 
-    The variable is taken out of the environment: no task is to see it.
+    The variable is removed from the environment, so that no task inherits it.
     """
     path = os.environ.pop(VARIABLE, None)
     return Path(path) if path else None
 
 
-def entry(prepared: Prepared, job_ids: list[str], *, log: Path | None = None) -> dict[str, Any]:
-    """Return what is told of a submission.
+def report_submission(file: Path, prepared: Prepared, job_ids: Sequence[str]) -> None:
+    """Report a submission; a launcher of local runs leaves its terminal first.
 
-    Args:
-        prepared: What was submitted.
-        job_ids: The job ids of its arrays.
-        log: Where the launcher's output goes; None: it does not go on.
+    It does so once: when a sweep's second batch is submitted the command has returned.
     """
-    plan = prepared.plan
+    plan, log = prepared.plan, None
+    if plan.backend == "local":
+        if os.getsid(0) == os.getpid():  # it has left the terminal already
+            return
+        log = log_of(plan)
+        leave_terminal(log)
     runs = [
         {"run_id": run_id, "run": str(run.dir)}
         for run_id, run in zip(prepared.run_ids, plan.runs, strict=True)
     ]
-    return {
+    entry = {
         "launcher": plan.backend,
         "sweep": str(plan.submission.parent),
-        "job_ids": job_ids,
+        "job_ids": list(job_ids),
         "log": None if log is None else str(log),
         "pid": os.getpid() if log is not None else None,
         "runs": runs,
     }
+    append_report(file, entry)
 
 
-def tell(file: Path, submitted: Mapping[str, Any]) -> None:
-    """Append what was submitted."""
+def append_report(file: Path, entry: Mapping[str, Any]) -> None:
+    """Append one submission to a report file."""
     with file.open("a") as f:
-        f.write(json.dumps(submitted) + "\n")
+        f.write(json.dumps(entry) + "\n")
 
 
-def told(file: Path) -> list[dict[str, Any]]:
-    """Return what launchers have told so far; a line that is being written is left out."""
+def read_report(file: Path) -> list[dict[str, Any]]:
+    """Return the submissions in a report file; a line that is being written is left out."""
     lines = file.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def log_of(plan: Plan) -> Path:
-    """Return where a launcher that has left its terminal writes."""
+    """Return the output file of a launcher that has left its terminal."""
     return Submission(plan.submission).path / f"launcher-{plan.arrays[0].number}.log"
 
 
-def has_left_terminal() -> bool:
-    """Return whether this process is a session of its own: no launcher is from its start."""
-    return os.getsid(0) == os.getpid()
-
-
 def leave_terminal(log: Path) -> None:
-    """Go on as a session of its own, which outlives the terminal (main thread, once)."""
+    """Continue as a session of its own, which outlives the terminal (main thread, once)."""
     os.setsid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -95,43 +93,42 @@ def leave_terminal(log: Path) -> None:
 
 
 def in_background(work: Callable[[Callable[[dict[str, Any]], None]], None]) -> dict[str, Any]:
-    """Call a function in a process of its own, and return what it tells first.
+    """Call a function in a process of its own, and return its report.
 
     Args:
-        work: Called there with a function to tell by, once; it may go on after that.
+        work: Called there with a function that sends the report; it may continue after that.
 
     Returns:
-        What it told; ``{"error": ...}`` if it failed before; nothing if it just ended.
+        The report; ``{"error": ...}`` if the function failed before it; empty if it ended without.
     """
     reads, writes = os.pipe()
     if os.fork() == 0:
         os.close(reads)
-        _call(work, writes)
+        _run_and_exit(work, writes)
     os.close(writes)
     with os.fdopen(reads) as answer:
         text = answer.read()
     return json.loads(text) if text else {}
 
 
-def _call(work: Callable[[Callable[[dict[str, Any]], None]], None], writes: int) -> None:
-    """Do the work and end this process, whatever happens."""
+def _run_and_exit(work: Callable[[Callable[[dict[str, Any]], None]], None], writes: int) -> None:
     from hpc_elastic.errors import HpcElasticError
 
-    open_ = True
+    is_open = True
 
-    def tell_once(what: dict[str, Any]) -> None:
-        nonlocal open_
-        if open_:
-            os.write(writes, json.dumps(what).encode())
+    def send_once(report: dict[str, Any]) -> None:
+        nonlocal is_open
+        if is_open:
+            os.write(writes, json.dumps(report).encode())
             os.close(writes)
-        open_ = False
+        is_open = False
 
     code = 1
     try:
-        work(tell_once)
+        work(send_once)
         code = 0
     except HpcElasticError as e:
-        tell_once({"error": str(e)})
+        send_once({"error": str(e)})
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
     except BaseException:

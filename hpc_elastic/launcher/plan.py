@@ -1,28 +1,29 @@
-"""What will be submitted: runs become tasks of job arrays (pure).
+"""Plan of a submission: the runs of a sweep as tasks of job arrays (pure).
 
 A run of up to n nodes is n array tasks, its *slots*. Runs that ask Slurm for the same resources
-share an array, so that a sweep is one sbatch call. The index of a task in its array is its place
+share an array, so that a sweep is one sbatch call. The index of a task in its array is its position
 in the queue, hence the two orders:
 
     queue_order=breadth_first  the min nodes of the first run, those of the second, and so on; then
                                the first further slot of every run, then the second
     queue_order=depth_first    all slots of the first run, then all of the second
 
-Below its min nodes a run can not train. If every run stood in the queue with its first node, a
-sweep of more runs than there are nodes would hold all of them, and no run could begin.
+Below its min nodes a run cannot train. If every run stood in the queue with its first node, a sweep
+of more runs than there are nodes would hold all nodes, and no run could start.
 
-Slurm numbers the tasks of an array from 0 to MaxArraySize - 1 at most: what does not fit goes to
-the next array, in the same order, and a run may lie across two.
+Slurm numbers the tasks of an array from 0 to MaxArraySize - 1. Further tasks go to the next array,
+in the same order; a run may lie across two arrays.
 
-A run with ``coallocate_min`` has its min nodes in one job of their own and an array for the others,
-which may start once that job has. With queue_order=breadth_first all gangs stand in the queue
-before any such array.
+A run with ``coallocate_min`` has its min nodes in one co-allocated job, and an array for the others
+that may start once that job has started. With breadth_first all co-allocated jobs stand in the
+queue before any array of such a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -30,35 +31,37 @@ from typing import Any, Literal
 from hpc_elastic._util import counted
 from hpc_elastic.config.schema import LauncherSettings, LocalSettings, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
+from hpc_elastic.run.directory import Entry, task_name
 
 SWEEP_WIDE = ("wait", "queue_order", "code_snapshot", "dry_run", "poll_interval_s")
 """Settings of the submission itself: one value for all runs of a sweep."""
 
-_OF_THE_RUN = {field.name for field in fields(LauncherSettings)} - {
-    "preempt_signal",
-    "signal_delay_s",
-}
+_IN_NO_DIRECTIVE = {f.name for f in fields(LauncherSettings)} - {"preempt_signal", "signal_delay_s"}
 """Settings that no #SBATCH line depends on: runs that differ in them may share an array."""
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """One run as it will be submitted.
+class RunRequest:
+    """One run to be submitted.
 
     Attributes:
         dir: Absolute path of the run directory.
-        settings: What was asked for, checked.
-        overrides: The user's overrides of this run, for people to recognise it by.
+        settings: The checked settings.
+        entry: The user's function.
+        overrides: The user's overrides of this run, its label in tables.
+        hydra_files: Name -> text of the files to write to ``.hydra/``.
     """
 
     dir: Path
     settings: RunSettings
+    entry: Entry
     overrides: tuple[str, ...] = ()
+    hydra_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One node of a run: the run's place in the plan, and which of its nodes."""
+    """One node of a run: position of the run in the plan, and number of the node."""
 
     run: int
     slot: int
@@ -66,20 +69,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class PlannedArray:
-    """One job array, or one gang.
+    """One job array, or one co-allocated job.
 
     Attributes:
-        number: Its number k in the sweep.
-        launcher: Its settings.
-        tasks: Its tasks by index in the array, or by node id in the gang.
-        gang: Whether it is one job of so many nodes.
-        after: Number of the gang that it may not start before; None if it need not wait.
+        number: Number k of the array in the sweep.
+        launcher: Settings of its runs.
+        tasks: Its tasks by index in the array, or by node id in the co-allocated job.
+        coallocated: Whether it is one job of ``len(tasks)`` nodes.
+        after: Number of the co-allocated job that has to start first; None if there is none.
     """
 
     number: int
     launcher: SlurmSettings | LocalSettings
     tasks: tuple[Slot, ...]
-    gang: bool = False
+    coallocated: bool = False
     after: int | None = None
 
 
@@ -94,78 +97,88 @@ class Plan:
     """
 
     submission: Path
-    runs: tuple[PlannedRun, ...]
+    runs: tuple[RunRequest, ...]
     arrays: tuple[PlannedArray, ...]
 
     @property
     def launcher(self) -> SlurmSettings | LocalSettings:
-        """Return the settings by which the submission itself goes (see `SWEEP_WIDE`)."""
+        """The settings of the submission itself (see `SWEEP_WIDE`)."""
         return self.runs[0].settings.launcher
 
     @property
     def backend(self) -> Literal["slurm", "local"]:
-        """Return which launcher the plan is for."""
+        """The launcher that the plan is for."""
         return "slurm" if isinstance(self.launcher, SlurmSettings) else "local"
 
+    @cached_property
     def tasks(self) -> list[list[tuple[int, int]]]:
-        """Return for each run the (array number, index) of each of its slots."""
+        """For each run the (array number, index) of each of its slots."""
         placed: list[dict[int, tuple[int, int]]] = [{} for _ in self.runs]
         for array in self.arrays:
             for index, task in enumerate(array.tasks):
                 placed[task.run][task.slot] = (array.number, index)
         return [[slots[slot] for slot in sorted(slots)] for slots in placed]
 
+    def task_names(self, job_ids: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return for each run the names of its tasks, by slot.
+
+        Args:
+            job_ids: Job id of each array.
+        """
+        job_id = dict(zip((array.number for array in self.arrays), job_ids, strict=True))
+        coallocated = {array.number for array in self.arrays if array.coallocated}
+        return [
+            tuple(task_name(job_id[k], index, coallocated=k in coallocated) for k, index in tasks)
+            for tasks in self.tasks
+        ]
+
     def array_file(self, array: PlannedArray) -> dict[str, Any]:
         """Return the content of ``array-<k>.json``: run directory and slot by index."""
         runs = [{"dir": str(self.runs[t.run].dir), "slot": t.slot} for t in array.tasks]
-        return {"gang": True, "runs": runs} if array.gang else {"runs": runs}
+        return {"coallocated": True, "runs": runs} if array.coallocated else {"runs": runs}
 
     def __str__(self) -> str:
-        """Return the plan in words, one line for each array."""
+        """Return a summary of the plan, one line for each array."""
         num_tasks = sum(len(array.tasks) for array in self.arrays)
         head = [counted(len(self.runs), "run"), counted(num_tasks, "task")]
-        num_gangs = sum(array.gang for array in self.arrays)
-        head += [counted(num_gangs, "gang")] if num_gangs else []
-        head.append(counted(len(self.arrays) - num_gangs, "array"))
+        num_jobs = sum(array.coallocated for array in self.arrays)
+        head += [counted(num_jobs, "co-allocated job")] if num_jobs else []
+        head.append(counted(len(self.arrays) - num_jobs, "array"))
         return "\n".join([", ".join(head), *(_describe(array) for array in self.arrays)])
 
 
 def make_plan(
-    runs: Sequence[PlannedRun],
-    submission: Path,
-    *,
-    max_array_size: int,
-    first_array: int = 0,
+    runs: Sequence[RunRequest], submission: Path, *, max_array_size: int, first_array: int = 0
 ) -> Plan:
     """Lay the runs of one submission out as job arrays.
 
     Args:
         runs: The runs in the order of the sweep, at least one.
         submission: Absolute path of the sweep's ``.hpc_elastic``.
-        max_array_size: Slurm's MaxArraySize: more tasks than this need another array.
-        first_array: Number of the first array; a sweep submitted in batches goes on counting.
+        max_array_size: Slurm's MaxArraySize, the most tasks of one array.
+        first_array: Number of the first array; a sweep submitted in batches continues counting.
 
     Raises:
-        ConfigError: a setting of the whole submission differs between runs.
+        ConfigError: A setting of the whole submission differs between runs.
     """
     _require_one_submission(runs)
     arrays: list[PlannedArray] = []
-    gangs: dict[int, int] = {}
-    for tasks, gang in _pieces(runs, max_array_size):
+    jobs: dict[int, int] = {}
+    for tasks, coallocated in _pieces(runs, max_array_size):
         number, first = first_array + len(arrays), tasks[0].run
         launcher = runs[first].settings.launcher
-        arrays.append(PlannedArray(number, launcher, tuple(tasks), gang, gangs.get(first)))
-        if gang:
-            gangs[first] = number
+        arrays.append(PlannedArray(number, launcher, tuple(tasks), coallocated, jobs.get(first)))
+        if coallocated:
+            jobs[first] = number
     return Plan(submission, tuple(runs), tuple(arrays))
 
 
-def has_gang(settings: RunSettings) -> bool:
-    """Return whether the min part of a run is one job."""
+def is_coallocated(settings: RunSettings) -> bool:
+    """Return whether the min nodes of a run are one job."""
     return isinstance(settings.launcher, SlurmSettings) and settings.launcher.coallocate_min
 
 
-def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
+def _require_one_submission(runs: Sequence[RunRequest]) -> None:
     first = runs[0].settings.launcher
     for other in (run.settings.launcher for run in runs[1:]):
         if type(other) is not type(first):
@@ -177,40 +190,38 @@ def _require_one_submission(runs: Sequence[PlannedRun]) -> None:
                 raise ConfigError(f"launcher.{name}", values, remedy)
 
 
-def _pieces(runs: Sequence[PlannedRun], size: int) -> Iterator[tuple[list[Slot], bool]]:
-    """Yield the tasks of each array or gang, and which of the two it is, in the queue's order."""
-    gangs_first = runs[0].settings.launcher.queue_order == "breadth_first"
-    if gangs_first:
-        gangs = (number for number, run in enumerate(runs) if has_gang(run.settings))
-        yield from ((_gang(number, runs), True) for number in gangs)
+def _pieces(runs: Sequence[RunRequest], size: int) -> Iterator[tuple[list[Slot], bool]]:
+    """Yield the tasks of each array or co-allocated job, and which of the two it is, in order."""
+    jobs_first = runs[0].settings.launcher.queue_order == "breadth_first"
+    if jobs_first:
+        jobs = (number for number, run in enumerate(runs) if is_coallocated(run.settings))
+        yield from ((_min_slots(number, runs), True) for number in jobs)
     for group in _same_resources(runs):
-        if not has_gang(runs[group[0]].settings):
+        if not is_coallocated(runs[group[0]].settings):
             yield from ((tasks, False) for tasks in _chunks(list(_in_order(group, runs)), size))
             continue
         for number in group:
-            if not gangs_first:
-                yield _gang(number, runs), True
+            if not jobs_first:
+                yield _min_slots(number, runs), True
             yield from ((tasks, False) for tasks in _chunks(list(_in_order([number], runs)), size))
 
 
-def _gang(number: int, runs: Sequence[PlannedRun]) -> list[Slot]:
+def _min_slots(number: int, runs: Sequence[RunRequest]) -> list[Slot]:
     return [Slot(number, slot) for slot in range(runs[number].settings.nodes.min)]
 
 
-def _same_resources(runs: Sequence[PlannedRun]) -> Iterable[list[int]]:
+def _same_resources(runs: Sequence[RunRequest]) -> Iterable[list[int]]:
     groups: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
-        groups.setdefault(_resources(run.settings.launcher), []).append(number)
+        launcher = run.settings.launcher
+        asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
+        key = repr({name: value for name, value in asked.items() if name not in _IN_NO_DIRECTIVE})
+        groups.setdefault(key, []).append(number)
     return groups.values()
 
 
-def _resources(launcher: SlurmSettings | LocalSettings) -> str:
-    asked = {f.name: getattr(launcher, f.name) for f in fields(launcher)}
-    return repr({name: value for name, value in asked.items() if name not in _OF_THE_RUN})
-
-
-def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot]:
-    """Return the slots of some runs that are no gang's, in the queue's order."""
+def _in_order(group: Sequence[int], runs: Sequence[RunRequest]) -> Iterator[Slot]:
+    """Return the array slots of some runs, in the queue's order."""
     slots = {run: _array_slots(runs[run].settings) for run in group}
     if runs[group[0]].settings.launcher.queue_order == "depth_first":
         yield from (Slot(run, slot) for run in group for slot in slots[run])
@@ -222,7 +233,7 @@ def _in_order(group: Sequence[int], runs: Sequence[PlannedRun]) -> Iterator[Slot
 
 
 def _array_slots(settings: RunSettings) -> range:
-    return range(settings.nodes.min if has_gang(settings) else 0, settings.nodes.max)
+    return range(settings.nodes.min if is_coallocated(settings) else 0, settings.nodes.max)
 
 
 def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
@@ -231,8 +242,8 @@ def _chunks(tasks: list[Slot], size: int) -> Iterator[list[Slot]]:
 
 def _describe(array: PlannedArray) -> str:
     runs = {task.run for task in array.tasks}
-    if array.gang:
-        return f"  array {array.number}: a gang, {counted(len(array.tasks), 'node')} at once"
+    if array.coallocated:
+        return f"  array {array.number}: {counted(len(array.tasks), 'node')}, co-allocated"
     tasks = counted(len(array.tasks), "task")
     after = "" if array.after is None else f", once array {array.after} has started"
     return f"  array {array.number}: {tasks} of {counted(len(runs), 'run')}{after}"

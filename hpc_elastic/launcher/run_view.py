@@ -22,6 +22,7 @@ from typing import Any
 
 from hpc_elastic._util import counted, quoted
 from hpc_elastic.errors import RunDirectoryError
+from hpc_elastic.launcher.cancel import time_limit_s
 from hpc_elastic.report.progress_log import Point
 from hpc_elastic.run.directory import Cancellation, RunDir, RunSpec
 from hpc_elastic.shared_files import is_there, read_json
@@ -203,7 +204,7 @@ class _Files:
         if why_unknown is not None:
             notes = (*notes, f"what the tasks do now is unknown: {why_unknown}")
         updated, submitted = number(status.get("updated")), _submitted(spec)
-        members = _members(status)
+        members = members_of(status)
         is_submitted = spec is not None and bool(current_names(spec))
         phase = phase_of(
             tasks,
@@ -250,7 +251,7 @@ def overrides_of(run: Path) -> list[str]:
 
 def label_of(run: Path) -> str:
     """Return the overrides of a run in one line."""
-    from hpc_elastic.launcher.session import overrides_label
+    from hpc_elastic.launcher.progress import overrides_label
 
     return overrides_label(overrides_of(run))
 
@@ -362,7 +363,8 @@ def _restarts(
     return int(number(spent) or 0), int(number(allowed) or 0)
 
 
-def _members(status: Mapping[str, Any]) -> list[tuple[str, int]]:
+def members_of(status: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return task and number of workers of each member in status.json; none if it is damaged."""
     try:
         return [(str(m["task"]), int(m["nproc"])) for m in status.get("members") or ()]
     except (TypeError, ValueError, KeyError):
@@ -448,6 +450,4 @@ def must_have_ended(spec: RunSpec, cancellation: Cancellation | None, now: float
         cancellation: Who cancelled it; None: nobody.
         now: Unix seconds.
     """
-    from hpc_elastic.launcher.control import bound_s
-
-    return cancellation is not None and now - cancellation.time > bound_s(spec)
+    return cancellation is not None and now - cancellation.time > time_limit_s(spec)

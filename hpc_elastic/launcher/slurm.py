@@ -1,42 +1,52 @@
-"""launcher=slurm: the plan as job arrays and gangs, and what Slurm says of their tasks."""
+"""launcher=slurm: what a submission needs to know of the cluster, sbatch, and the submitted jobs.
+
+Arrays are submitted by an executor of submitit (`ArrayExecutor`). submitit's own Slurm executor
+pickles a closure for each task, renders a script of its own, and sleeps between submissions. Here
+the payload of a task is the command that the batch script runs, and `SlurmClient.sbatch` submits
+the script.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit.core.core import Executor
+from submitit.core.utils import DelayedSubmission
 
-from hpc_elastic.config.schema import SlurmSettings
-from hpc_elastic.errors import HpcElasticError, SlurmCommandError, SubmissionError
-from hpc_elastic.launcher.batch_script import explain
-from hpc_elastic.launcher.prepare import Prepared
+from hpc_elastic._util import counted, duration
+from hpc_elastic.config.schema import RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, HpcElasticError, SlurmCommandError, SubmissionError
+from hpc_elastic.launcher.batch_script import TASK_MODULE, explain, has_whole_nodes
+from hpc_elastic.launcher.plan import Plan, RunRequest
+from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.run.directory import SUBMISSION, ArrayFiles, RunDir, Submission
 from hpc_elastic.slurm import requeue
-from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.environment import outside
+from hpc_elastic.slurm.client import SlurmClient, time_limit_s
 from hpc_elastic.slurm.job_state import TaskState
-from hpc_elastic.slurm.parsing import NodeKind
+from hpc_elastic.slurm.parsing import Partition, Preemption
 
 DEFAULT_MAX_ARRAY_SIZE = 1001
-"""Slurm's own default, for a machine without Slurm on which a script is only rendered."""
+"""Slurm's default, for a machine without Slurm on which a script is only rendered."""
+
+
+# ---- submit
 
 
 @dataclass(frozen=True)
-class SlurmHandle:
-    """Submitted arrays: they go on whatever becomes of this process.
+class SlurmJobs:
+    """The submitted arrays of a sweep; they outlive this process.
 
     Attributes:
-        job_ids: The job ids of the arrays and gangs.
-        sweep: The sweep directory, which `hpc-elastic wait` takes.
+        job_ids: Job ids of the arrays and co-allocated jobs.
+        sweep: The sweep directory.
         client: The caller of Slurm's commands.
         is_own: Whether this user has submitted them.
     """
@@ -46,8 +56,8 @@ class SlurmHandle:
     client: SlurmClient
     is_own: bool = True
 
-    def tasks(self) -> Mapping[str, TaskState]:
-        """Ask squeue once for all tasks of all runs; a replacement stands for the task before."""
+    def list_tasks(self) -> Mapping[str, TaskState]:
+        """Return all tasks of all runs from one call of squeue; replacements count as the task."""
         if not self.job_ids:
             return {}
         return requeue.list_followed(
@@ -60,67 +70,129 @@ class SlurmHandle:
             replacements = requeue.followed(self._submission).values()
             self.client.cancel([*self.job_ids, *replacements])
 
-    @property
-    def _submission(self) -> Submission:
-        return Submission(self.sweep / SUBMISSION)
-
-    def leave(self) -> str:
-        """Return how to come back to the runs, which go on."""
+    def release(self) -> str:
+        """Return how to come back to the runs, which continue."""
         jobs = f"job{'s' if len(self.job_ids) > 1 else ''} {' '.join(self.job_ids)}"
         sweep = shlex.quote(str(self.sweep))
         return (
-            f"The runs are in Slurm, as {jobs}, and go on without this command.\n"
+            f"The runs are in Slurm, as {jobs}, and continue without this command.\n"
             f"  wait:   hpc-elastic wait {sweep}\n"
             f"  cancel: hpc-elastic cancel RUN, for each run below {sweep}"
         )
 
     def close(self) -> None:
-        """Do nothing: tasks that are left over cancel themselves when their run has ended."""
+        """Do nothing: tasks that are left cancel themselves when their run has ended."""
+
+    @property
+    def _submission(self) -> Submission:
+        return Submission(self.sweep / SUBMISSION)
 
 
-def submit(prepared: Prepared, client: SlurmClient | None = None) -> SlurmHandle:
-    """Submit every array of the plan.
+def submit(plan: Plan, scripts: Sequence[Path], client: SlurmClient | None = None) -> SlurmJobs:
+    """Submit the batch script of every array of a plan.
 
     Raises:
         ConfigError: sbatch refused a setting; names the key.
-        SubmissionError: sbatch refused the job for another reason. In both cases the arrays that
-            were submitted before are cancelled.
-        KeyboardInterrupt: the same; its text says what has become of the runs.
+        SubmissionError: sbatch failed for another reason. In both cases the arrays that were
+            submitted before are cancelled.
+        KeyboardInterrupt: The same; its text states what has become of the runs.
     """
-    client = client or SlurmClient()
-    sweep = prepared.plan.submission.parent
+    client = client or SlurmClient(env=dict(os.environ))
+    sweep = plan.submission.parent
     ids: dict[int, str] = {}
-    for array, script in zip(prepared.plan.arrays, prepared.scripts, strict=True):
+    for array, script in zip(plan.arrays, scripts, strict=True):
         assert isinstance(array.launcher, SlurmSettings)
-        after = None if array.after is None else ids[array.after]
+        flags = [] if array.after is None else [f"--dependency=after:{ids[array.after]}"]
         try:
-            jobs = submit_script(script, len(array.tasks), after=after)
+            ids[array.number] = submit_script(script, len(array.tasks), client, flags)
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
-                ids |= _withdraw(prepared)
-            SlurmHandle(list(ids.values()), sweep, client).cancel()
+                ids |= _withdraw(plan)
+            SlurmJobs(list(ids.values()), sweep, client).cancel()
             if isinstance(e, KeyboardInterrupt):
                 what = f"no run was started, and {sweep} can be removed"
                 raise KeyboardInterrupt(f"interrupted during the submission: {what}") from e
-            if isinstance(e, SbatchRefusedError):
-                raise refusal(e.stderr, array.launcher, client) from e
+            if isinstance(e, SlurmCommandError):
+                raise refusal(e, array.launcher, client) from e
             raise
-        ids[array.number] = array_job_id(jobs)
-    return SlurmHandle(list(ids.values()), sweep, client)
+    return SlurmJobs(list(ids.values()), sweep, client)
 
 
-def _withdraw(prepared: Prepared) -> dict[int, str]:
-    """Let every task of the runs end; return the job ids of the arrays that have started.
+def submit_script(
+    script: Path, num_tasks: int, client: SlurmClient, flags: Sequence[str] = ()
+) -> str:
+    """Submit one array or co-allocated job; write its job id beside the script, and return it.
 
-    The interrupted sbatch may have submitted its job, whose id nobody knows. A task writes the id
-    down when it starts, and then ends where its run is marked as cancelled.
+    Args:
+        script: ``array-<k>.sbatch``, as rendered.
+        num_tasks: Number of its tasks.
+        client: The caller of Slurm's commands.
+        flags: Flags of sbatch beside those in the script.
+
+    Raises:
+        SlurmCommandError: sbatch refused the script, or is not installed.
     """
-    from hpc_elastic.launcher.wait import mark
+    files = ArrayFiles.of(script)
+    task = submitit.helpers.CommandFunction([sys.executable, "-m", TASK_MODULE, str(files.tasks)])
+    jobs = ArrayExecutor(script, client, flags).submit_array([task] * num_tasks)
+    job_id = jobs[0].job_id.partition("_")[0]
+    files.submitted_as(job_id)
+    return job_id
 
-    for run in prepared.plan.runs:
-        mark(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
-    started = Submission(prepared.plan.submission).job_ids()
-    return {a.number: started[a.number] for a in prepared.plan.arrays if a.number in started}
+
+class ArrayExecutor(Executor):
+    """Executor of submitit that submits one batch script as one job array.
+
+    Args:
+        script: ``array-<k>.sbatch``, as rendered.
+        client: The caller of Slurm's commands.
+        flags: Flags of sbatch beside those in the script.
+    """
+
+    job_class = submitit.SlurmJob
+
+    def __init__(self, script: Path, client: SlurmClient, flags: Sequence[str] = ()) -> None:
+        super().__init__(script.parent / "submitit")
+        self._script = script
+        self._client = client
+        self._flags = flags
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[submitit.core.core.Job[Any]]:
+        """Submit the script (the one method that submitit requires of an executor)."""
+        job_id = self._client.sbatch(self._script, self._flags)
+        names = (f"{job_id}_{index}" for index in range(len(delayed_submissions)))
+        return [submitit.SlurmJob(folder=self.folder, job_id=name) for name in names]
+
+
+def _withdraw(plan: Plan) -> dict[int, str]:
+    """Mark all runs as cancelled; return the job ids of the arrays that have started.
+
+    The interrupted sbatch may have submitted its job, whose id is unknown. A task records its job
+    id when it starts, and then exits because its run is marked.
+    """
+    for run in plan.runs:
+        mark_cancelled(RunDir(run.dir), lambda text: print(text, file=sys.stderr))
+    started = Submission(plan.submission).job_ids()
+    return {a.number: started[a.number] for a in plan.arrays if a.number in started}
+
+
+def refusal(
+    error: SlurmCommandError, settings: SlurmSettings, client: SlurmClient
+) -> HpcElasticError:
+    """Return the error to raise for a failed sbatch, with what the cluster has."""
+    if error.exit_code is None:
+        remedy = "submit from a login node, or use launcher=local on this machine"
+        return SubmissionError(f"{error} ({remedy})")
+    try:
+        partitions, nodes = client.partitions(), client.node_kinds(settings.partition)
+    except HpcElasticError:
+        partitions, nodes = [], []
+    return explain(error.stderr, settings, partitions, nodes)
+
+
+# ---- query the cluster before a submission
 
 
 def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
@@ -144,149 +216,65 @@ def max_array_size(*, dry_run: bool, client: SlurmClient | None = None) -> int:
         raise SubmissionError(f"{e} ({remedy})") from e
 
 
-def refusal(stderr: str, settings: SlurmSettings, client: SlurmClient) -> HpcElasticError:
-    """Return the error to raise for what sbatch refused, with what the cluster has."""
-    return explain(
-        stderr, settings, known_partitions(client), known_nodes(client, settings.partition)
-    )
+def query_partitions(
+    runs: Sequence[RunRequest], client: SlurmClient | None = None
+) -> list[Preemption]:
+    """Return how tasks of each run are preempted; check that its partitions can hold the run.
 
-
-def known_nodes(client: SlurmClient, partition: str | None) -> list[NodeKind]:
-    """Return what the nodes of a partition have; nothing where Slurm does not answer."""
-    try:
-        return client.node_kinds(partition)
-    except HpcElasticError:
-        return []
-
-
-def known_partitions(client: SlurmClient) -> list[str]:
-    """Return the names of the cluster's partitions; none where Slurm does not answer."""
-    try:
-        return list(client.partitions())
-    except HpcElasticError:
-        return []
-
-
-# ---- Submission through submitit's Slurm executor, with our script and no pickle
-# submitit pickles a closure for each task, renders its own script, and sleeps between
-# submissions. Here a task is a path and an index (`ArrayTask`), and the script is the one in
-# ``array-<k>.sbatch``, so these private parts of `submitit.SlurmExecutor` are overridden, and
-# only in this file; a test fails when submitit renames one:
-#
-#     _internal_process_submissions   submit_array() ends here: no pickles, no throttle
-#     _make_submission_file_text      our text
-#     _make_submission_command        our file, and not inside of another job's variables
-#
-# Used as they are: submit_array (public), _submit_command, _get_job_id_from_submission_command.
-
-
-OVERRIDDEN = (
-    "_internal_process_submissions",
-    "_make_submission_file_text",
-    "_make_submission_command",
-)
-USED = ("_submit_command", "_get_job_id_from_submission_command", "_submitit_command_str")
-
-
-class SbatchRefusedError(SubmissionError):
-    """sbatch did not take the job; ``stderr`` says why in its words."""
-
-    def __init__(self, stderr: str) -> None:
-        self.stderr = stderr
-        super().__init__(f"sbatch refused the job: {stderr.strip()}")
-
-
-@dataclass(frozen=True)
-class ArrayTask:
-    """The payload that submitit carries: where the task's description lies."""
-
-    array_file: str
-    index: int
-
-    def __call__(self) -> None:
-        """Refuse: the batch script runs the task, submitit never does."""
-        raise SubmissionError(f"{self.array_file}[{self.index}] is run by its batch script only")
-
-
-class ArrayExecutor(submitit.SlurmExecutor):
-    """Submits one batch script as one job array, or as one gang.
-
-    Args:
-        script: ``array-<k>.sbatch``, as rendered.
-        flags: Flags of sbatch beside those in the script.
-    """
-
-    def __init__(self, script: Path, flags: Sequence[str] = ()) -> None:
-        folder = script.parent / "submitit"
-        try:
-            super().__init__(folder)
-        except RuntimeError as e:
-            remedy = "submit from a login node, or use launcher=local on this machine"
-            raise SubmissionError(f"Slurm's commands are not installed here: {remedy}") from e
-        folder.mkdir(exist_ok=True)
-        self._script = script
-        self._flags = list(flags)
-
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[submitit.core.core.Job[Any]]:
-        first = self._submit_command(self._submitit_command_str)
-        names = (f"{first.job_id}_{i}" for i in range(len(delayed_submissions)))
-        return [submitit.SlurmJob(folder=self.folder, job_id=name, tasks=[0]) for name in names]
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._script.read_text()
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*without_outer_job(os.environ), "sbatch", *self._flags, str(self._script)]
-
-
-def without_outer_job(environ: Mapping[str, str]) -> list[str]:
-    """Return the prefix that hides a surrounding job from sbatch (pure).
-
-    Inside of an allocation (salloc, a job that submits jobs), SLURM_MEM_PER_CPU and others like
-    it would be taken over and contradict the flags of the script.
-    """
-    hidden = environ.keys() - outside(environ).keys()
-    return ["env", *(f"--unset={name}" for name in sorted(hidden))] if hidden else []
-
-
-def submit_script(script: Path, num_tasks: int, *, after: str | None = None) -> list[Any]:
-    """Submit one array or gang, and write its job id beside the script.
-
-    Args:
-        script: ``array-<k>.sbatch``, as rendered.
-        num_tasks: How many tasks it has.
-        after: Job id of the gang that has to start first.
-
-    Returns:
-        submitit's job of each task, by index; their ids are ``<array job id>_<index>``.
+    Slurm is queried once per partition, at the submission: when a preemption's grace runs down
+    there is no time for it, and all nodes of a partition would query at once. If Slurm does not
+    answer, its defaults are assumed. A time limit above the partitions' is printed as a note.
 
     Raises:
-        SbatchRefusedError: sbatch did not take it.
-        SubmissionError: there is no sbatch here, or its answer makes no sense.
+        ConfigError: A partition has fewer nodes than a run's minimum.
     """
-    files = ArrayFiles.of(script)
-    executor = ArrayExecutor(script, [f"--dependency=after:{after}"] if after else [])
-    tasks = [ArrayTask(str(files.tasks), index) for index in range(num_tasks)]
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):  # submitit prints what it also raises
-            jobs = executor.submit_array(tasks)
-    except FailedJobError as e:
-        raise SbatchRefusedError(_own_words(str(e))) from e
-    except FailedSubmissionError as e:
-        raise SubmissionError(str(e)) from e
-    files.submitted_as(array_job_id(jobs))
-    return list(jobs)
+
+    @cache
+    def query(partition: str | None) -> Preemption:
+        return (client or SlurmClient()).preemption(partition)
+
+    found: list[Preemption] = []
+    notes: dict[str, None] = {}
+    for run in runs:
+        assert isinstance(run.settings.launcher, SlurmSettings)
+        known = query(run.settings.launcher.partition)
+        _require_nodes(run.settings, known.partitions)
+        if note := _time_note(run.settings.launcher, known.partitions):
+            notes[note] = None
+        found.append(known)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return found
 
 
-def array_job_id(jobs: Sequence[Any]) -> str:
-    """Return the array job id that the tasks of one array share."""
-    return str(jobs[0].job_id).partition("_")[0]
+def _require_nodes(settings: RunSettings, partitions: Sequence[Partition]) -> None:
+    """Refuse a run with a higher minimum than its partitions have nodes, which sbatch accepts.
+
+    The run would hold all their nodes and never train.
+    """
+    least, total = settings.nodes.min, sum(partition.num_nodes for partition in partitions)
+    if not total or least <= total or not has_whole_nodes(settings.launcher):
+        return
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"the minimum is {least}, and partition {names} has {counted(total, 'node')} in all"
+    remedy = f"give a minimum of {total} or less, or name another one (launcher.partition)"
+    raise ConfigError("nodes", least, f"{what}: {remedy}")
 
 
-def _own_words(text: str) -> str:
-    """Return what sbatch wrote, out of submitit's message around it."""
-    lines = [line for line in text.splitlines() if line.startswith("sbatch: ")]
-    return "\n".join(lines) or text
+def _time_note(settings: SlurmSettings, partitions: Sequence[Partition]) -> str | None:
+    """Return a note on a time limit above that of all partitions; None if there is none.
+
+    Slurm accepts such tasks and never starts them, unless a QOS permits longer ones.
+    """
+    limits = [partition.max_time_s for partition in partitions]
+    if settings.time is None or not limits or None in limits:
+        return None
+    longest = max(limit for limit in limits if limit is not None)
+    wanted_s = time_limit_s(settings.time)
+    if wanted_s is not None and wanted_s <= longest:
+        return None
+    names = ", ".join(partition.name for partition in partitions)
+    what = f"partition {names} allows {duration(longest)} at most"
+    then = "unless a QOS permits more, no task will start (PartitionTimeLimit)"
+    remedy = f"give launcher.time={longest // 60:.0f} or less, in minutes"
+    return f"launcher.time={settings.time}: {what}; {then}: {remedy}"

@@ -332,7 +332,7 @@ class Discovery:
         return known[2]
 
     def _captured(self, tasks: Iterable[str]) -> Iterator[LogSource]:
-        """Yield what Slurm has captured of the tasks, and of a gang's batch script."""
+        """Yield what Slurm has captured of the tasks, and of a co-allocated job's batch script."""
         submission = Submission(Path(self._spec.submission))
         there = set(self._names(submission.logs))
         names = dict.fromkeys([*tasks, *current_names(self._spec)])

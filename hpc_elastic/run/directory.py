@@ -3,12 +3,12 @@
 Written by the submission (login node), read by every agent, worker and command. It lies on the
 shared file system; nothing in it is pickled. A sweep directory holds the run directories and one
 folder for the submission itself. What is handed to Slurm in one piece is an *array* there, number
-k of the sweep: a job array, one task a node; or a *gang*, one job of several nodes.
+k of the sweep: a job array, one task a node; or one *co-allocated job* of several nodes.
 
     <sweep>/.hpc_elastic/array-<k>.json   index in the array -> (run directory, slot)
     <sweep>/.hpc_elastic/array-<k>.sbatch the script as submitted
     <sweep>/.hpc_elastic/array-<k>.jobid  the array's job id, once known
-    <sweep>/.hpc_elastic/array-<k>.nodes  a gang's nodes as it was given them, by node id
+    <sweep>/.hpc_elastic/array-<k>.nodes  nodes of a co-allocated job, by node id
     <sweep>/.hpc_elastic/array-<k>.replaced/  job ids of tasks that replace others
     <sweep>/.hpc_elastic/local-tasks.json launcher=local: the states of its tasks
     <sweep>/.hpc_elastic/local-requests/  launcher=local: requests of agents and commands
@@ -138,9 +138,9 @@ class RunSpec:
         Args:
             job_ids: Job ids by array number.
         """
-        num_gang = self.min_nodes if self.coallocate_min else 0
+        num_coallocated = self.min_nodes if self.coallocate_min else 0
         return [
-            task_name(job_ids[k], index, gang=slot < num_gang)
+            task_name(job_ids[k], index, coallocated=slot < num_coallocated)
             for slot, (k, index) in enumerate(self.tasks)
             if k in job_ids
         ]
@@ -415,7 +415,7 @@ class ArrayFiles:
 
     @property
     def nodes(self) -> Path:
-        """A gang's nodes as it was given them."""
+        """Nodes of a co-allocated job."""
         return self.stem.with_suffix(".nodes")
 
     @property
@@ -448,7 +448,7 @@ class Submission:
         return self.path / "logs"
 
     def log(self, task: str) -> Path:
-        """Return what Slurm captures of a task; of a gang's job, by its id, the batch script's."""
+        """Return what Slurm captures of a task; of a co-allocated job, by its id, the script's."""
         return self.logs / f"{task}.log"
 
     @property
@@ -477,6 +477,6 @@ class Submission:
         return {number: job_id for number, job_id in ids.items() if job_id}
 
 
-def task_name(job_id: str, index: int, *, gang: bool = False) -> str:
-    """Return the name of a task: ``<array job id>_<index>``, in a gang ``<job id>.<node id>``."""
-    return f"{job_id}{'.' if gang else '_'}{index}"
+def task_name(job_id: str, index: int, *, coallocated: bool = False) -> str:
+    """Return a task's name: ``<array job id>_<index>``; if co-allocated ``<job id>.<node id>``."""
+    return f"{job_id}{'.' if coallocated else '_'}{index}"

@@ -16,10 +16,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from hpc_elastic import _util
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process
+from hpc_elastic.slurm.environment import for_commands, for_submission, of_this_process, outside
 from hpc_elastic.slurm.job_state import Phase, TaskState, job_of, queue_name
 from hpc_elastic.slurm.nodelist import compress, compress_indices
 from hpc_elastic.slurm.parsing import (
@@ -372,22 +373,44 @@ class SlurmClient:
         except ValueError as e:
             raise SlurmCommandError(argv, 0, str(e)) from e
 
-    def resubmit(self, script: str, index: int | None, *, exclude: Iterable[str] = ()) -> str:
-        """Submit a script once more, for one element of its array; return the new job id.
-
-        The job is not to start before it was released (`release`); should nobody live to do that,
-        it starts in ten minutes.
+    def sbatch(
+        self,
+        script: Path,
+        flags: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """Submit a batch script, and return the job id.
 
         Args:
-            script: Path of the batch script.
-            index: Which element; None where it is no array.
-            exclude: Nodes to keep away from, beside those that the script names.
+            script: The batch script.
+            flags: Flags of sbatch beside those in the script.
+            env: Environment that the job inherits; None: that of this process, without the
+                variables of a job around it.
+            timeout_s: Seconds until sbatch is killed; None waits for it. A killed sbatch may have
+                submitted its job.
         """
-        argv = ["sbatch", "--parsable", f"--begin=now+{_BEGIN_S}"]
-        argv += [] if index is None else [f"--array={index}"]
+        if env is None:
+            env = outside(os.environ if self._given is None else self._given)
+        argv = ["sbatch", "--parsable", *flags, str(script)]
+        return parse_job_id(call(argv, env=env, timeout_s=timeout_s))
+
+    def resubmit(self, script: Path, index: int | None, *, exclude: Iterable[str] = ()) -> str:
+        """Submit a script once more, for one element of its array; return the new job id.
+
+        The job does not start before `release`; without one it starts after ten minutes.
+
+        Args:
+            script: The batch script.
+            index: Index of the element; None for a co-allocated job.
+            exclude: Nodes to avoid, beside those that the script names.
+        """
+        flags = [f"--begin=now+{_BEGIN_S}"]
+        flags += [] if index is None else [f"--array={index}"]
         avoided = sorted(exclude)
-        argv += [f"--exclude={compress(avoided)}"] if avoided else []
-        return parse_job_id(call([*argv, script], env=self._outside(), timeout_s=self.timeout_s))
+        flags += [f"--exclude={compress(avoided)}"] if avoided else []
+        return self.sbatch(script, flags, env=self._outside(), timeout_s=self.timeout_s)
 
     def _update_waiting(self, task: str, what: str) -> None:
         """Change waiting tasks; elements that do not wait any more are no error."""
@@ -441,7 +464,7 @@ _DEAF = ["/bin/sh", "-c", f'trap "" {_NAMES}; exec "$@"', "sh"]
 _TRIES = 3
 
 
-def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> str:
+def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None) -> str:
     """Return what a command prints.
 
     One that does not answer is killed with all that it has started (`commands.run`).
@@ -457,7 +480,9 @@ def call(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> st
     return answer(argv, env=env, timeout_s=timeout_s)[0]
 
 
-def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> tuple[str, str]:
+def answer(
+    argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float | None
+) -> tuple[str, str]:
     """Return what a command prints, and what it writes to standard error; as `call` otherwise."""
     for _ in range(_TRIES):
         done = _run(argv, env, timeout_s)
@@ -469,14 +494,14 @@ def answer(argv: Sequence[str], *, env: Mapping[str, str], timeout_s: float) -> 
 
 
 def _run(
-    argv: Sequence[str], env: Mapping[str, str], timeout_s: float
+    argv: Sequence[str], env: Mapping[str, str], timeout_s: float | None
 ) -> subprocess.CompletedProcess[str]:
     try:
         if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
             raise FileNotFoundError(errno.ENOENT, "not found")
         return _util.run([*_DEAF, *argv], env=env, timeout_s=timeout_s)
     except subprocess.TimeoutExpired as e:
-        raise SlurmCommandError(argv, None, f"no answer within {timeout_s:g} s") from e
+        raise SlurmCommandError(argv, None, f"no answer within {e.timeout:g} s") from e
     except OSError as e:
         why = f"{e.strerror or e}; is Slurm installed here, and on PATH?"
         raise SlurmCommandError(argv, None, why) from e
@@ -534,7 +559,7 @@ class SiteClient(SlurmClient):
         """Send a signal to every process of a task's steps.
 
         Args:
-            task: As for `launcher.control`.
+            task: Its name, as in `scheduler`.
             name: Such as ``USR2``.
         """
         self._run(["scancel", f"--signal={name}", task])

@@ -305,13 +305,13 @@ def _keep_away(task: str, client: TaskQueue, run: RunDir | None) -> None:
 
 
 # ---- Another task in the place of one that Slurm will not requeue; and the nodes that a run avoids
-# Slurm refuses to requeue what was submitted with ``--no-requeue``, on a site's orders, once it
-# has ended. The same script is submitted again then, for the one element of its array (or for the
-# whole gang): the new task finds its run and its slot by its index, as the first one did, and has
-# a name of its own, hence logs of its own.
+# Slurm refuses to requeue what was submitted with ``--no-requeue``, on a site's orders, once it has
+# ended. The same script is submitted again then, for the one element of its array (or for the
+# co-allocated job): the new task finds its run and its slot by its index, as the first one did, and
+# has a name of its own, hence logs of its own.
 #
 #     <sweep>/.hpc_elastic/array-<k>.replaced/<index>.<n>   job id of the n-th task in that place
-#                                            /gang.<n>      the same for a gang
+#                                            /job.<n>       the same for a co-allocated job
 #     <run>/excluded.json                                   nodes that the run's tasks avoid
 #
 # Exactly one. Several peers may see that a task is lost. Each submits, with a start ten minutes
@@ -324,18 +324,18 @@ def _keep_away(task: str, client: TaskQueue, run: RunDir | None) -> None:
 # whichever comes first.
 
 
-_GANG = "gang"
+_JOB = "job"
 _SUBMIT_TRIES = 5
 _LAPSE_S = 0.2
 
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """What a job stands for: one element of an array, or a whole gang.
+    """What a job stands for: one element of an array, or a co-allocated job.
 
     Attributes:
         array: The array's number k in the sweep.
-        index: Which element; None for a gang.
+        index: Which element; None for a co-allocated job.
     """
 
     array: int
@@ -344,7 +344,7 @@ class TaskPlace:
     @property
     def label(self) -> str:
         """How its records are called."""
-        return _GANG if self.index is None else str(self.index)
+        return _JOB if self.index is None else str(self.index)
 
     def queue_name(self, job_id: str) -> str:
         """Return what squeue calls the task in this place that has this job id."""
@@ -373,10 +373,10 @@ def _number(record: Path) -> int:
 
 
 def places(spec: RunSpec) -> list[TaskPlace]:
-    """Return the place of each slot of a run; those of a gang's nodes are one and the same."""
-    num_gang = spec.min_nodes if spec.coallocate_min else 0
+    """Return the place of each slot of a run; co-allocated nodes have one and the same."""
+    num_coallocated = spec.min_nodes if spec.coallocate_min else 0
     return [
-        TaskPlace(k, None if slot < num_gang else index)
+        TaskPlace(k, None if slot < num_coallocated else index)
         for slot, (k, index) in enumerate(spec.tasks)
     ]
 
@@ -394,7 +394,9 @@ def current_names(spec: RunSpec) -> list[str]:
     """Return the names of the run's tasks by slot, replacements included, as far as submitted."""
     slots = zip(places(spec), spec.tasks, jobs_of(spec), strict=True)
     return [
-        task_name(job, index, gang=place.index is None) for place, (_, index), job in slots if job
+        task_name(job, index, coallocated=place.index is None)
+        for place, (_, index), job in slots
+        if job
     ]
 
 
@@ -423,7 +425,7 @@ def followed(submission: Submission) -> dict[str, str]:
     now: dict[str, str] = {}
     for number, job_id in submission.job_ids().items():
         for label, jobs in replacements(submission.array(number)).items():
-            place = TaskPlace(number, None if label == _GANG else int(label))
+            place = TaskPlace(number, None if label == _JOB else int(label))
             now[place.queue_name(job_id)] = place.queue_name(jobs[-1])
     return now
 
@@ -436,7 +438,7 @@ def list_followed(
     Args:
         client: How to reach Slurm; it is asked once.
         submission: The submission.
-        job_ids: The job ids of its arrays and gangs, as they were at first.
+        job_ids: The job ids of its arrays and co-allocated jobs, as they were at first.
         is_own: Whether this user has submitted it. Slurm is asked for each job of another one's.
 
     Raises:
@@ -476,7 +478,7 @@ def resubmit(run: RunDir, task: str, client: SlurmClient) -> str | None:
     if newer is not None:
         return place.queue_name(newer)
     files = Submission(Path(spec.submission)).array(place.array)
-    made = client.resubmit(str(files.script), place.index, exclude=excluded(run))
+    made = client.resubmit(files.script, place.index, exclude=excluded(run))
     try:
         job = _record(files, place, older, made)
     except OSError:

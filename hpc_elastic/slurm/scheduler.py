@@ -6,12 +6,13 @@ task restarts is decided in `exit_action`. The queue below it is a `SlurmClient`
 `local_queue.LocalQueue`; both have the operations of `requeue.TaskQueue`. `take_snapshot` lists the
 tasks of many runs.
 
-A **gang**, the minimum of a run as one job of several nodes, is one line in the queue. It is
-submitted with ``--no-kill``, so it outlives the loss of a node. Slurm then takes that node out of
-the job, and node i of the job's list is no longer the node with the id i. So the first agents of
-the gang record its nodes when they start. The batch script runs on the first node and may be lost
-with it. Then nothing ends the job after the other agents, and Slurm keeps its nodes until the time
-limit. So the agents of the next nodes cancel the job at the end of the run. (Measured on 22.05.)
+A **co-allocated job**, the minimum of a run as one job of several nodes, is one line in the queue.
+It is submitted with ``--no-kill``, so it outlives the loss of a node. Slurm then takes that node
+out of the job, and node i of the job's list is no longer the node with the id i. So the first
+agents of the job record its nodes when they start. The batch script runs on the first node and may
+be lost with it. Then nothing ends the job after the other agents, and Slurm keeps its nodes until
+the time limit. So the agents of the next nodes cancel the job at the end of the run. (Measured on
+22.05.)
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class Scheduler:
     def list_live_tasks(self) -> dict[str, TaskState]:
         """Return the tasks that have not ended, and those that they replaced, by queue name.
 
-        A gang is one task. Slurm is queried for each job alone: for several jobs it lists those of
-        the caller only, and root may cancel runs of other users.
+        A co-allocated job is one task. Slurm is queried for each job alone: for several jobs it
+        lists those of the caller only, and root may cancel runs of other users.
 
         Raises:
             RunDirectoryError: A task is a process on another machine.
@@ -290,14 +291,16 @@ class Scheduler:
 
 
 def require_killable(task: str) -> None:
-    """Refuse a node of a gang.
+    """Refuse a node of a co-allocated job.
 
     Raises:
-        RunDirectoryError: Slurm kills the nodes of a gang together only.
+        RunDirectoryError: Slurm kills the nodes of a co-allocated job together only.
     """
     if "." in task:
         remedy = "preempt it, which the others survive, or end the run with hpc-elastic cancel"
-        raise RunDirectoryError(f"{task} is a node of a gang, which Slurm kills as one: {remedy}")
+        raise RunDirectoryError(
+            f"{task} is a node of a co-allocated job, which Slurm kills as one: {remedy}"
+        )
 
 
 # ---- The tasks of many runs
@@ -378,12 +381,12 @@ def moved(spec: RunSpec) -> str:
     return f"{spec.submission} does not exist: {remedy}"
 
 
-# ---- Gangs
+# ---- Co-allocated jobs
 
 
 NUM_RECORDERS = 4
-"""Number of nodes of a gang, by their ids, that record its nodes and cancel its job. One may be
-lost."""
+"""Number of nodes of a co-allocated job, by their ids, that record its nodes and cancel it. One may
+be lost."""
 
 _ORPHANED_AFTER_S = 10.0
 _POLL_S = 0.2
@@ -391,60 +394,60 @@ _NODE_FAIL = "NODE_FAIL"
 
 
 @dataclass(frozen=True)
-class GangNodes:
-    """The nodes that a gang had in one attempt, by node id."""
+class JobNodes:
+    """The nodes that a co-allocated job had in one attempt, by node id."""
 
     attempt: int
     hosts: tuple[str, ...]
 
 
-def record_gang_nodes(files: ArrayFiles, slurm: SlurmEnvironment) -> None:
-    """Record the nodes of the gang (its first agents, when they start).
+def record_job_nodes(files: ArrayFiles, slurm: SlurmEnvironment) -> None:
+    """Record the nodes of the job (its first agents, when they start).
 
     Raises:
         SlurmEnvironmentError: The node list of the step is malformed.
     """
-    nodes = GangNodes(slurm.restart_count, tuple(slurm.hosts))
-    if slurm.node_id < NUM_RECORDERS and read_gang_nodes(files) != nodes:
+    nodes = JobNodes(slurm.restart_count, tuple(slurm.hosts))
+    if slurm.node_id < NUM_RECORDERS and read_job_nodes(files) != nodes:
         text = json.dumps({"attempt": nodes.attempt, "hosts": nodes.hosts})
         write_atomic(files.nodes, text + "\n")
 
 
-def read_gang_nodes(files: ArrayFiles) -> GangNodes | None:
-    """Return the nodes that were recorded of a gang's last attempt; None if unknown."""
+def read_job_nodes(files: ArrayFiles) -> JobNodes | None:
+    """Return the nodes that were recorded of a co-allocated job's last attempt; None if unknown."""
     try:
         raw = read_json(files.nodes) or {}
-        return GangNodes(int(raw["attempt"]), tuple(map(str, raw["hosts"])))
+        return JobNodes(int(raw["attempt"]), tuple(map(str, raw["hosts"])))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def run_states(spec: RunSpec, listed: Mapping[str, TaskState]) -> dict[str, TaskState]:
-    """Return the states of a run's tasks by the names of their agents, a gang's node by node.
+    """Return the states of a run's tasks by agent; those of a co-allocated job by node.
 
     Args:
         spec: The run.
         listed: What the queue lists, by queue name; also of other runs.
     """
-    gangs: dict[str, GangNodes] = {}
+    jobs: dict[str, JobNodes] = {}
     job = requeue.jobs_of(spec)[0] if spec.coallocate_min else None  # its slots are the first
     if job is not None:
-        nodes = read_gang_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
-        gangs = {job: nodes} if nodes else {}
-    return states_of(current_names(spec), listed, gangs)
+        nodes = read_job_nodes(Submission(Path(spec.submission)).array(spec.tasks[0][0]))
+        jobs = {job: nodes} if nodes else {}
+    return states_of(current_names(spec), listed, jobs)
 
 
 def states_of(
     tasks: Iterable[str],
     listed: Mapping[str, TaskState],
-    gangs: Mapping[str, GangNodes] | None = None,
+    jobs: Mapping[str, JobNodes] | None = None,
 ) -> dict[str, TaskState]:
-    """Return the states of tasks out of what the queue lists, where a gang is one line (pure).
+    """Return the states of tasks in the queue's list, where a co-allocated job is one line (pure).
 
     Args:
         tasks: Names of agents' tasks.
         listed: What the queue lists, by queue name.
-        gangs: The recorded nodes of gangs, by job id.
+        jobs: The recorded nodes of co-allocated jobs, by job id.
 
     Returns:
         State of each task that the queue lists, in the order given.
@@ -459,13 +462,13 @@ def states_of(
             states[task] = listed[job]
             continue
         if job not in split:
-            split[job] = _by_node(listed[job], (gangs or {}).get(job))
+            split[job] = _by_node(listed[job], (jobs or {}).get(job))
         nodes, at = split[job], int(node_id)
         states[task] = replace(nodes[at] if at < len(nodes) else listed[job], task=task)
     return states
 
 
-def _by_node(job: TaskState, given: GangNodes | None) -> list[TaskState]:
+def _by_node(job: TaskState, given: JobNodes | None) -> list[TaskState]:
     """Return the state of a job for each of its nodes, by node id; none while it has no node."""
     try:
         now = nodelist.expand(job.node) if job.node else []
@@ -490,14 +493,14 @@ def mark_agent_ended(logs: Path, slurm: SlurmEnvironment) -> None:
 def cancel_if_orphaned(
     task: str, first_logs: Path, client: SlurmClient, *, wait_s: float = _ORPHANED_AFTER_S
 ) -> bool:
-    """Cancel the job of a gang whose batch script was lost (its next nodes, after the run's end).
+    """Cancel a co-allocated job that has lost its batch script (its next nodes, after the end).
 
     The script counts as lost if the agent beside it does not end in time: Slurm reports the node
     after minutes only. If that agent alone was killed, the job has nothing left to do either.
 
     Args:
         task: The caller's task.
-        first_logs: Log folder of the gang's first task in this attempt.
+        first_logs: Log folder of the job's first task in this attempt.
         client: Runs Slurm's commands.
         wait_s: Seconds after which the other agents of the run have ended.
 

@@ -50,8 +50,8 @@ class QueuedRun:
     Attributes:
         name: What to call it.
         min_nodes: Its minimum.
-        tasks: Its tasks that Slurm lists, in the order of their slots; a gang's job is one of them.
-        num_gang: How many nodes its gang has; 0: it has none.
+        tasks: Its tasks that Slurm lists, by slot; a co-allocated job is one of them.
+        num_coallocated: Number of co-allocated nodes; 0 if none.
         has_started: Whether a task of it has ever run. Before that, a start that lies ahead was
             asked for by the user.
         avoids: Nodes on which no task of it starts.
@@ -62,7 +62,7 @@ class QueuedRun:
     name: str
     min_nodes: int
     tasks: Mapping[str, TaskState]
-    num_gang: int = 0
+    num_coallocated: int = 0
     has_started: bool = True
     avoids: frozenset[str] = frozenset()
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -108,12 +108,13 @@ class QueuedRun:
     def num_waiting(self) -> int:
         """How many nodes its tasks wait for that may start as soon as a node is free.
 
-        Of a run with a gang, only that counts: its other tasks may not start before the gang. Tasks
-        that a user holds, or that wait for something else that no free node brings, do not count.
+        Of a run with a co-allocated job, only that counts: its other tasks may not start before it.
+        Tasks that a user holds, or that wait for something else that no free node brings, do not
+        count.
         """
         away = self.away
         tasks = [n for n, s in self.tasks.items() if _waits_for_a_node(s) and n not in away]
-        return sum(self.size(n) for n in tasks if not self.num_gang or "_" not in n)
+        return sum(self.size(n) for n in tasks if not self.num_coallocated or "_" not in n)
 
     @property
     def is_limited(self) -> bool:
@@ -122,8 +123,8 @@ class QueuedRun:
         return any("Limit" in state.reason for state in waiting)
 
     def size(self, task: str) -> int:
-        """Return how many nodes one of its tasks has: one, or the gang's."""
-        return 1 if "_" in task else self.num_gang
+        """Return how many nodes one of its tasks has: one, or those of the co-allocated job."""
+        return 1 if "_" in task else self.num_coallocated
 
 
 def _waits_for_a_node(state: TaskState) -> bool:
@@ -398,12 +399,12 @@ class SweepQueue:
 
 
 def _tasks_of(array: ArrayFiles, job: str) -> Iterable[tuple[Path, int, str]]:
-    """Yield the run, the slot and the name in the queue of each task of an array or gang."""
+    """Yield the run, the slot and the name in the queue of each task of an array."""
     try:
         content = json.loads(array.tasks.read_text())
-        gang = bool(content.get("gang"))
+        coallocated = bool(content.get("coallocated"))
         for index, task in enumerate(content["runs"]):
-            name = job if gang else task_name(job, index)
+            name = job if coallocated else task_name(job, index)
             yield Path(task["dir"]), int(task["slot"]), name
     except (ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(f"{array.tasks}: not readable: {e}") from e

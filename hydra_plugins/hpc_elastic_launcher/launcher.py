@@ -1,15 +1,24 @@
-"""The Hydra launcher plugin, which the groups ``launcher=slurm`` and ``launcher=local`` choose.
+"""The Hydra plugins: the launcher, its config defaults, and the search path of its config groups.
 
-Hydra imports this module for every Hydra script on the machine, whether it uses us or not: so
-nothing but Hydra's own interface is imported before the first launch.
+Hydra imports every module of ``hydra_plugins`` for every Hydra script on the machine, whether it
+uses this launcher or not. So a user's script need not import anything, and this module imports
+nothing but Hydra's interface and the defaults before the first launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from hpc_elastic._util import folder
+from hpc_elastic.config.schema import LauncherSettings, LocalSettings, SlurmSettings
 
 if TYPE_CHECKING:
     from hydra.core.utils import JobReturn
@@ -17,6 +26,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from hpc_elastic.launcher.sweep import Sweep
+
+BACKENDS: dict[str, type[LauncherSettings]] = {"slurm": SlurmSettings, "local": LocalSettings}
 
 
 class ElasticLauncher(Launcher):
@@ -29,13 +40,13 @@ class ElasticLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what Hydra gives, and see that the sweep directory can be written to."""
-        from hpc_elastic.errors import ConfigError, RunDirectoryError
+        """Keep Hydra's arguments, and check that the sweep directory is writable."""
+        from hpc_elastic.errors import HpcElasticError
+        from hpc_elastic.launcher.prepare import require_writable
         from hpc_elastic.launcher.sweep import (
             Sweep,
-            compact,
+            hide_traceback,
             require_sweep_dir,
-            require_writable,
             share_composition,
         )
 
@@ -44,8 +55,8 @@ class ElasticLauncher(Launcher):
         try:
             require_sweep_dir(config)
             require_writable(self._sweep.dir)
-        except (ConfigError, RunDirectoryError) as e:
-            raise compact(e) from e.__cause__
+        except HpcElasticError as e:
+            raise hide_traceback(e) from e
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -54,7 +65,7 @@ class ElasticLauncher(Launcher):
         from hydra.core.utils import configure_log, setup_globals
 
         from hpc_elastic.errors import HpcElasticError
-        from hpc_elastic.launcher.sweep import compact, launch_sweep
+        from hpc_elastic.launcher.sweep import hide_traceback, launch_sweep
 
         assert self._sweep is not None, "Hydra calls setup first"
         setup_globals()
@@ -63,4 +74,38 @@ class ElasticLauncher(Launcher):
         try:
             return launch_sweep(self._sweep, job_overrides, initial_job_idx)
         except HpcElasticError as e:
-            raise compact(e) from e.__cause__
+            raise hide_traceback(e) from e
+
+
+class HpcElasticSearchPath(SearchPathPlugin):
+    """Appends the packaged config groups, so that the user's groups of the same name come first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the folder by path: ``pkg://`` finds it in a wheel only, not in a clone."""
+        search_path.append("hpc_elastic", folder("conf").as_uri())
+
+
+def register_defaults() -> None:
+    """Store the defaults of every setting in Hydra's ConfigStore; may be called again.
+
+    They are stored in Hydra's own group ``hydra/launcher``, which ``launcher=slurm`` and
+    ``launcher=local`` choose. Hydra merges that group before the user's config.yaml, wherever
+    ``launcher=slurm`` stands, even appended. A default in the ``launcher`` group itself would
+    replace the value in the user's config.yaml.
+    """
+    store = ConfigStore.instance()
+    for backend, settings in BACKENDS.items():
+        # not a struct: `hpc_elastic.config` refuses unknown keys with the nearest known key
+        launcher = OmegaConf.create(asdict(settings()), flags={"struct": False})
+        node = {
+            "hydra": {"launcher": {"_target_": f"{__name__}.ElasticLauncher"}},
+            "nodes": 1,
+            "nproc_per_node": "auto",
+            "ft": False,
+            "launcher": launcher,
+        }
+        name = f"hpc_elastic_{backend}"
+        store.store(name=name, group="hydra/launcher", node=node, package="_global_")
+
+
+register_defaults()

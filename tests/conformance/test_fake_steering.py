@@ -1,4 +1,4 @@
-"""A gang that ended without a result is followed to its end, and resumed, on the fake."""
+"""A co-allocated job that ended without a result is waited for, and resumed, on the fake."""
 
 import json
 import os
@@ -53,14 +53,14 @@ def runs(tmp_path) -> Iterator[Runs]:
         yield Runs(tmp_path, slurm)
 
 
-def test_a_gang_that_was_cancelled_by_hand_is_seen_to_be_lost_and_resumed(runs):
-    """By scancel: nobody is left to write a result. It goes on as a smaller gang, then as none."""
+def test_a_coallocated_job_that_was_cancelled_by_hand_is_seen_to_be_lost_and_resumed(runs):
+    """By scancel: no process is left to write a result. It is resumed as a smaller one."""
     runs.call(
         COMMAND, "submit", "train.py", "launcher=slurm", "nodes=2:3",
         "launcher.coallocate_min=true",
         "pause_s=0.1", "epochs=40", "save_every_s=2", "hydra.sweep.dir=sweep",
     )  # fmt: skip
-    eventually(runs.newest, "the gang has saved")
+    eventually(runs.newest, "the job has saved")
     assert "still has tasks" in runs.call(COMMAND, "resume", "last", code=1)
     jobs = {*runs.call("squeue", "-h", "-o", "%A").split()}
     runs.call("scancel", *jobs)

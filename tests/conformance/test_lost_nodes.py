@@ -69,15 +69,15 @@ def test_a_task_that_may_not_be_requeued_fails_with_its_node(backend):
     assert (ended.state, ended.restarts) == ("NODE_FAIL", 0)
 
 
-GANG = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--exclusive"]
+COALLOCATED = ["--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--exclusive"]
 LIVES = "--no-kill --kill-on-bad-exit=0 --wait=0"
 
 
 @pytest.mark.parametrize("which", [0, 2])
-def test_a_gang_that_asks_for_it_outlives_its_nodes(backend, tmp_path, which):
+def test_a_coallocated_job_that_asks_for_it_outlives_its_nodes(backend, tmp_path, which):
     """The others run on, also where the batch script died; the lost node leaves the job's list."""
     beat = f"while :; do date +%s%N > {tmp_path}/$SLURM_NODEID; sleep 0.1; done"
-    job = backend.submit(f"srun -N3 -n3 {LIVES} sh -c '{beat}'", *GANG, "--no-kill")
+    job = backend.submit(f"srun -N3 -n3 {LIVES} sh -c '{beat}'", *COALLOCATED, "--no-kill")
     eventually(lambda: len(list(tmp_path.iterdir())) == 3)
     hosts = nodelist.expand(backend.state(job).node)
     assert len(hosts) == 3
@@ -90,10 +90,10 @@ def test_a_gang_that_asks_for_it_outlives_its_nodes(backend, tmp_path, which):
     assert not beats(tmp_path / str(which))
 
 
-def test_a_gang_that_does_not_is_requeued_as_a_whole(backend, tmp_path):
+def test_a_coallocated_job_that_does_not_is_requeued_as_a_whole(backend, tmp_path):
     """The tasks on the other nodes are ended."""
     beat = f"while :; do date +%s%N > {tmp_path}/$SLURM_NODEID; sleep 0.1; done"
-    job = backend.submit(f"srun sh -c '{beat}'", *GANG)
+    job = backend.submit(f"srun sh -c '{beat}'", *COALLOCATED)
     eventually(lambda: len(list(tmp_path.iterdir())) == 3)
     backend.cluster.kill_node(nodelist.expand(backend.state(job).node)[1])
     back = eventually(lambda: backend.state(job), lambda s: s.state == "PENDING")

@@ -13,7 +13,7 @@ OF_A_STEP = {
 }
 
 
-def test_each_task_of_a_gang_is_told_its_place(backend, tmp_path):
+def test_each_task_of_a_coallocated_job_is_told_its_place(backend, tmp_path):
     """Node id, rank and host list agree on all nodes; each task is on a node of its own."""
     line = (
         f"srun -N3 -n3 --ntasks-per-node=1 --cpus-per-task=8 sh -c 'env > {tmp_path}/$SLURM_PROCID'"

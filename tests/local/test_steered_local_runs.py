@@ -32,8 +32,8 @@ FOLLOWING = (
 """What goes on until the run has ended; no result is written when it is cancelled."""
 AS_NOBODY = f"""
 import os, sys
-import hpc_elastic.cli.control, hpc_elastic.cli.control, hpc_elastic.cli.control
-import hpc_elastic.checkpoint.store, hpc_elastic.launcher.control, hpc_elastic.launcher.control
+import hpc_elastic.cli.control
+import hpc_elastic.checkpoint.store, hpc_elastic.launcher.cancel, hpc_elastic.launcher.resume
 import hpc_elastic.launcher.detach
 from hpc_elastic.cli.main import main
 os.setgid({NOBODY}); os.setuid({NOBODY})

@@ -106,8 +106,8 @@ def test_tasks_that_are_no_job_array_are_refused(monkeypatch):
             task._environment(env)
 
 
-def test_a_gang_is_refused(tmp_path):
+def test_a_coallocated_job_is_refused(tmp_path):
     """It is one job of several nodes, which submitit lays out in another way."""
-    (tmp_path / "array-0.json").write_text('{"gang": true, "runs": []}')
+    (tmp_path / "array-0.json").write_text('{"coallocated": true, "runs": []}')
     with pytest.raises(SubmissionError, match="coallocate_min=false"):
         ElasticTask.of(tmp_path)

@@ -14,12 +14,12 @@ from arrays import GONE, run_of, write_table
 
 import hpc_elastic
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.submit import LocalView, find_submission, read_job_ids, read_runs
+from hpc_elastic.cli.submit import LocalView, find_submission, read_handles
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError, WorkerGroupError
 from hpc_elastic.launcher import local
-from hpc_elastic.launcher.plan import PlannedRun, make_plan
-from hpc_elastic.launcher.prepare import prepare
+from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.launcher.prepare import write
 from hpc_elastic.run import registry
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 
@@ -179,9 +179,10 @@ def test_wait_wants_a_sweep_directory(tmp_path, capsys):
 def sweep(tmp_path):
     """A local sweep of two runs that was submitted by another process."""
     settings = RunSettings(NodeRange(1, 2), 1, LocalSettings())
-    planned = [PlannedRun(tmp_path / name, settings) for name in "01"]
+    entry = Entry("function", "main", module="x")
+    planned = [RunRequest(tmp_path / name, settings, entry) for name in "01"]
     plan = make_plan(planned, tmp_path / ".hpc_elastic", max_array_size=1000)
-    prepare(plan, Entry("function", "main", module="x"), name="train")
+    write(plan, "train")
     (tmp_path / ".hpc_elastic" / "array-0.jobid").write_text("7\n")
     return tmp_path
 
@@ -190,9 +191,8 @@ def test_wait_finds_the_runs_and_their_tasks(sweep):
     """All that is needed lies in the sweep directory."""
     (sweep / "0" / ".hydra").mkdir()
     (sweep / "0" / ".hydra" / "overrides.yaml").write_text("[launcher=local, lr=0.1]\n")
-    submission = sweep / ".hpc_elastic"
-    runs, launcher = read_runs(submission, read_job_ids(submission))
-    assert launcher == "local"
+    runs = read_handles(sweep / ".hpc_elastic")
+    assert isinstance(runs[0].jobs, LocalView)
     assert [(run.dir.name, run.label, run.tasks) for run in runs] == [
         ("0", "lr=0.1", ("7_0", "7_2")),
         ("1", "", ("7_1", "7_3")),
@@ -208,7 +208,7 @@ def test_wait_for_a_sweep_with_a_file_missing(sweep):
     """A half-deleted sweep directory is told as such."""
     (sweep / ".hpc_elastic" / "array-0.json").unlink()
     with pytest.raises(RunDirectoryError, match=r"array-0\.json"):
-        read_runs(sweep / ".hpc_elastic", {0: "7"})
+        read_handles(sweep / ".hpc_elastic")
 
 
 def test_wait_leaves_out_runs_that_were_removed(sweep, capsys):
@@ -301,11 +301,11 @@ def test_a_foreign_local_launch_is_looked_at_and_left_alone(sweep):
     }
     write_table(Submission(sweep / ".hpc_elastic"), **tasks)
     view = LocalView(sweep / ".hpc_elastic", ["7"])
-    assert {name: state.state for name, state in view.tasks().items()} == {
+    assert {name: state.state for name, state in view.list_tasks().items()} == {
         "7_0": "RUNNING",
         "7_1": "FAILED",
     }
-    assert "hpc-elastic wait" in view.leave()
+    assert "hpc-elastic wait" in view.release()
 
 
 def test_wait_ends_though_the_launcher_was_killed(tmp_path, capsys):

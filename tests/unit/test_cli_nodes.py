@@ -60,7 +60,7 @@ def test_a_sweep_that_was_moved_meanwhile_is_not_taken_for_lost(run, tmp_path, c
     for command in (["cancel", "--yes"], ["kill"], ["preempt"]):
         node = [] if command[0] == "cancel" else ["local-0"]
         assert main([*command, there, *node]) == 1
-        assert "not known" in (text := capsys.readouterr().err) and "move it back" in text
+        assert "known" in (text := capsys.readouterr().err) and "move it back" in text
 
 
 def test_a_run_without_nodes_has_none_to_take(run, tmp_path, capsys):
@@ -166,12 +166,12 @@ def test_a_killed_node_that_does_not_come_back_is_told_of(
     assert says in capsys.readouterr().out
 
 
-def test_a_node_of_a_gang_is_not_killed(run, capsys):
+def test_a_node_of_a_coallocated_job_is_not_killed(run, capsys):
     """Slurm would kill all of them. Nothing is said to be killed, nor written down so."""
-    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
+    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a co-allocated job"):
         Scheduler(run, run.load()).kill_task("7.1")
     found = replace(killing.find_node(run.path, "local-1"), task="7.1")
-    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a gang"):
+    with pytest.raises(RunDirectoryError, match=r"7\.1 is a node of a co-allocated job"):
         killing.kill(found, 5.0, as_json=False)
     assert capsys.readouterr().out == "" and not read_events(run.event_logs)
 

@@ -242,8 +242,8 @@ def test_a_task_that_does_not_move_has_ended_for_good():
     assert not m.run.wants_slurm
 
 
-def test_a_node_of_a_gang_that_failed_is_not_brought_back_alone():
-    """The gang's job is one, and runs on."""
+def test_a_node_of_a_coallocated_job_that_failed_is_not_brought_back_alone():
+    """The co-allocated job is one, and runs on."""
     m = lost()
     for now in (10.0, 12.0):
         assert says(m, TaskState("9.1", "NODE_FAIL", restarts=0), now) == []

@@ -76,7 +76,7 @@ def test_who_submits_is_told_what_to_do_next(call, tmp_path):
     done = call("-m", "hpc_elastic", "submit", "train.py", "-m", "lr=1,2")
     assert done.returncode == 0, done.stderr
     began, *runs = done.stdout.split("\n\n")
-    found = re.fullmatch(r"started .* by process (\d+), whose output is in (\S+)", began)
+    found = re.fullmatch(r"started .* by process (\d+); its output is in (\S+)", began)
     assert found and (tmp_path / found[2]).exists()
     assert len(runs) == 2
     for number, run in enumerate(runs):

@@ -17,36 +17,37 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf, base
 
-from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError, RunDirectoryError
 from hpc_elastic.launcher.hydra_compose import SharingLoader, SweepComposer
-from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.plan import RunRequest, make_plan
 from hpc_elastic.launcher.prepare import (
-    Grace,
     Prepared,
-    chosen_environment,
-    entry_of,
-    git_state,
+    lay_out,
     make_run_id,
     next_array,
-    overlapping,
-    parse_git_status,
-    prepare,
     remove_rendered,
-    search_path,
-    several_at_once,
+    require_writable,
     with_free_numbers,
+    write,
+    write_concurrently,
 )
 from hpc_elastic.launcher.sweep import (
     SharedSections,
+    cached_grammar,
     freeze,
     freeze_job,
-    remembered_grammar,
-    require_writable,
     to_yaml,
-    write_hydra_files,
+)
+from hpc_elastic.launcher.user_code import (
+    entry_of,
+    git_state,
+    parse_git_status,
+    provenance,
+    search_path,
 )
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
+from hpc_elastic.slurm.parsing import Preemption
 
 ENTRY = Entry("function", "main", script="/code/train.py")
 
@@ -86,8 +87,8 @@ def test_references_into_hydra_are_resolved_for_the_user(sweep):
     """The frozen config stands alone: the worker has no ``hydra`` node beside it."""
     loader, master = sweep
     config = loader.load_sweep_config(master, ["+file=${hydra.runtime.output_dir}/x"])
-    job = freeze_job(config, 3)
-    assert job.task["file"] == f"{job.dir}/x"
+    job = freeze_job(config, 3, ENTRY)
+    assert job.task["file"] == f"{job.request.dir}/x"
 
 
 def test_mandatory_values_stay_missing():
@@ -104,7 +105,7 @@ def test_texts_that_look_like_interpolations_stay_texts():
 def test_texts_are_parsed_once():
     """The same text has the same tree; its value is looked up anew."""
     parse = base.parse
-    with remembered_grammar():
+    with cached_grammar():
         assert [frozen(f"{{a: '${{k}}-${{k}}', k: {n}}}")["a"] for n in (1, 2)] == ["1-1", "2-2"]
         assert base.parse.cache_info().hits == 1
     assert base.parse is parse
@@ -188,17 +189,17 @@ def test_a_job_is_frozen_with_what_hydras_launchers_set(sweep):
     composer = SweepComposer(loader, master)
     for n in range(4):
         composer.compose([f"lr={n}"])
-    jobs = [freeze_job(composer.compose([f"lr={n}"]), n) for n in range(4)]
+    jobs = [freeze_job(composer.compose([f"lr={n}"]), n, ENTRY) for n in range(4)]
     names = [job.task["name"].split("-") for job in jobs]
     assert [(first, last) for first, _, last in names] == [(str(n), str(n)) for n in range(4)]
     for number, job in enumerate(jobs):
         assert (job.hydra["job"]["num"], job.hydra["job"]["id"]) == (number, str(number))
-        assert job.hydra["runtime"]["output_dir"] == str(job.dir)
+        assert job.hydra["runtime"]["output_dir"] == str(job.request.dir)
         assert "${now" not in to_yaml(job.hydra["sweep"])
         hydra = OmegaConf.create(to_yaml({"hydra": job.hydra})).hydra
-        assert hydra.job_logging.handlers.file.filename.startswith(f"{job.dir}/")
-        assert job.overrides == (f"lr={number}",)
-        assert job.settings.nodes == NodeRange(1, 4)
+        assert hydra.job_logging.handlers.file.filename.startswith(f"{job.request.dir}/")
+        assert job.request.overrides == (f"lr={number}",)
+        assert job.request.settings.nodes == NodeRange(1, 4)
         assert job.task["launcher"]["max_restarts"] == 1
 
 
@@ -206,10 +207,10 @@ def test_hydra_files_are_those_of_hydra(sweep, tmp_path):
     """A worker finds config.yaml, hydra.yaml and overrides.yaml as after a run of Hydra's own."""
     loader, master = sweep
     config = SweepComposer(loader, master).compose([f"hydra.sweep.dir={tmp_path}/s", "lr=7"])
-    job = freeze_job(config, 0)
-    job.dir.mkdir(parents=True)
-    write_hydra_files(job)
-    folder = RunDir(job.dir).hydra
+    job = freeze_job(config, 0, ENTRY)
+    plan = make_plan([job.request], tmp_path / "s" / ".hpc_elastic", max_array_size=9)
+    write(plan, "train")
+    folder = RunDir(job.request.dir).hydra
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert OmegaConf.load(folder / "config.yaml").lr == 7
     assert OmegaConf.load(folder / "hydra.yaml").hydra.runtime.output_dir == f"{tmp_path}/s/0"
@@ -224,9 +225,9 @@ def test_sections_that_jobs_share_are_written_as_any_other(sweep, tmp_path):
         overrides = [f"hydra.sweep.dir={tmp_path}", f"lr={number}", "hydra.mode=MULTIRUN"][
             number % 3 :
         ]
-        with remembered_grammar():
-            job = freeze_job(composer.compose(overrides), number, shared)
-        alone = freeze_job(loader.load_sweep_config(master, overrides), number)
+        with cached_grammar():
+            job = freeze_job(composer.compose(overrides), number, ENTRY, shared)
+        alone = freeze_job(loader.load_sweep_config(master, overrides), number, ENTRY)
         assert (job.task, job.hydra) == (alone.task, alone.hydra)
         text = shared.yaml(job.hydra, top="hydra")
         assert text == to_yaml({"hydra": alone.hydra})
@@ -246,14 +247,14 @@ def test_sections_that_only_look_equal_are_told_apart(top):
 def test_hydra_can_compose_after_the_sweep(sweep):
     """Freezing leaves no global state behind."""
     loader, master = sweep
-    freeze_job(loader.load_sweep_config(master, ["lr=1"]), 0)
+    freeze_job(loader.load_sweep_config(master, ["lr=1"]), 0, ENTRY)
     assert compose("config").lr == 0.1
 
 
 def test_entry_of_a_module_function():
     """A function of a module is found by its dotted name."""
     entry = entry_of(parse_git_status, "function", [1, "a"])
-    assert (entry.module, entry.script) == ("hpc_elastic.launcher.prepare", None)
+    assert (entry.module, entry.script) == ("hpc_elastic.launcher.user_code", None)
     assert (entry.qualname, entry.args) == ("parse_git_status", [1, "a"])
 
 
@@ -263,7 +264,7 @@ def test_entry_of_a_main_function(tmp_path, as_module):
     (tmp_path / "package").mkdir()
     script = tmp_path / "package" / "train.py"
     script.write_text(
-        "from hpc_elastic.launcher.prepare import entry_of\ndef main(): pass\n"
+        "from hpc_elastic.launcher.user_code import entry_of\ndef main(): pass\n"
         "import json, dataclasses\nif __name__ == '__main__':\n"
         "    print(json.dumps(dataclasses.asdict(entry_of(main, 'hydra'))))\n"
     )
@@ -292,7 +293,7 @@ def test_a_script_that_would_submit_itself_again_is_refused(tmp_path, last, refu
     """A worker imports it. The message names the line, and what to write."""
     script = tmp_path / "train.py"
     script.write_text(
-        "from hpc_elastic.launcher.prepare import entry_of\n"
+        "from hpc_elastic.launcher.user_code import entry_of\n"
         f"def main():\n    print(entry_of(main, 'hydra'))\n{last}\n"
     )
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -319,10 +320,12 @@ def test_search_path_leaves_out_what_every_interpreter_has():
     assert not [p for p in search_path() if p.endswith("site-packages")]
 
 
-def test_only_named_variables_are_recorded():
+def test_only_named_variables_are_recorded(monkeypatch):
     """The environment holds tokens; none is written down."""
-    environ = {"VIRTUAL_ENV": "/venv", "AWS_SECRET_ACCESS_KEY": "secret"}
-    assert chosen_environment(environ) == {"VIRTUAL_ENV": "/venv"}
+    monkeypatch.setenv("VIRTUAL_ENV", "/venv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    found = provenance(ENTRY)["environment"]
+    assert found["VIRTUAL_ENV"] == "/venv" and "AWS_SECRET_ACCESS_KEY" not in found
 
 
 def test_git_state_tells_commit_and_dirt(tmp_path):
@@ -346,13 +349,13 @@ def test_git_may_be_absent(tmp_path, monkeypatch):
 def plan_in(sweep_dir: Path, *, launcher: SlurmSettings | None = None, runs: int = 1):
     """Return a plan for runs in a sweep directory."""
     settings = RunSettings(NodeRange(1, 2), 1, launcher or SlurmSettings())
-    planned = [PlannedRun(sweep_dir / str(number), settings) for number in range(runs)]
+    planned = [RunRequest(sweep_dir / str(number), settings, ENTRY) for number in range(runs)]
     return make_plan(planned, sweep_dir / ".hpc_elastic", max_array_size=100)
 
 
 def test_prepare_writes_all_that_a_task_needs(tmp_path):
     """A script that is never submitted by us finds everything in its place."""
-    prepared = prepare(plan_in(tmp_path, runs=2), ENTRY, name="train", provenance={"user": "me"})
+    prepared = write(plan_in(tmp_path, runs=2), "train", provenance={"user": "me"})
     specs = [RunDir(tmp_path / n).load() for n in "01"]
     assert [spec.tasks for spec in specs] == [[(0, 0), (0, 2)], [(0, 1), (0, 3)]]
     assert specs[0].run_id != specs[1].run_id
@@ -374,7 +377,8 @@ def test_what_the_agents_go_by_is_in_the_run_description(tmp_path):
         signal_delay_s=60.0, preempt_signal="USR1", max_failed_rounds=5,
         max_requeues=7,
     )  # fmt: skip
-    prepare(plan_in(tmp_path, launcher=launcher), ENTRY, name="train", graces=[Grace(90, 30)])
+    known = [Preemption(grace_s=60, kill_wait_s=30)]
+    write(plan_in(tmp_path, launcher=launcher), "train", preemptions=known)
     spec = RunDir(tmp_path / "0").load()
     assert (spec.signal_delay_s, spec.preempt_signal, spec.preempt_grace_s, spec.kill_wait_s) == (
         60.0, "USR1", 90, 30,
@@ -400,7 +404,7 @@ def test_a_file_system_without_hard_links_is_noticed_at_submission(tmp_path, mon
 
     monkeypatch.setattr("os.link", refuse)
     with pytest.raises(RunDirectoryError) as refused:
-        prepare(plan_in(tmp_path), ENTRY, name="train")
+        write(plan_in(tmp_path), "train")
     message = str(refused.value)
     assert message.startswith(f"{tmp_path / '.hpc_elastic'}: no hard links")
     assert message.count("hydra.sweep.dir") == 1
@@ -409,9 +413,9 @@ def test_a_file_system_without_hard_links_is_noticed_at_submission(tmp_path, mon
 
 def test_a_run_directory_is_used_once(tmp_path):
     """A second sweep into the same folder would take the first one's results for its own."""
-    prepare(plan_in(tmp_path), ENTRY, name="train")
+    write(plan_in(tmp_path), "train")
     with pytest.raises(RunDirectoryError, match="holds a run already"):
-        prepare(plan_in(tmp_path), ENTRY, name="train")
+        write(plan_in(tmp_path), "train")
 
 
 def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
@@ -422,7 +426,7 @@ def test_what_a_dry_run_has_rendered_is_rendered_anew(tmp_path):
     def render(**settings: bool) -> Prepared:
         remove_rendered(dirs, submission)
         plan = plan_in(tmp_path, launcher=SlurmSettings(**settings), runs=2)
-        return prepare(plan, ENTRY, name="train")
+        return write(plan, "train")
 
     before = render(dry_run=True)
     remove_rendered(dirs[:1], submission)
@@ -445,7 +449,8 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
     together = threading.Barrier(8)
 
     def submit(number: int) -> Prepared:
-        run = PlannedRun(tmp_path / str(number), RunSettings(NodeRange(1, 2), 1, SlurmSettings()))
+        settings = RunSettings(NodeRange(1, 2), 1, SlurmSettings())
+        run = RunRequest(tmp_path / str(number), settings, ENTRY)
         waits = [together]
 
         def prepare_anew() -> Prepared:
@@ -456,7 +461,7 @@ def test_submissions_at_the_same_moment_have_arrays_of_their_own(tmp_path):
             plan = make_plan(
                 [run], tmp_path / ".hpc_elastic", max_array_size=100, first_array=first
             )
-            return prepare(plan, ENTRY, name="train")
+            return write(plan, "train")
 
         return with_free_numbers(prepare_anew)
 
@@ -485,7 +490,7 @@ def test_a_sweep_directory_that_can_not_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for attempt in (
         lambda: require_writable(tmp_path / "file" / "sweep"),
-        lambda: prepare(plan_in(tmp_path / "file" / "sweep"), ENTRY, name="train"),
+        lambda: write(plan_in(tmp_path / "file" / "sweep"), "train"),
     ):
         with pytest.raises(RunDirectoryError, match=r"file/sweep.*hydra\.sweep\.dir"):
             attempt()
@@ -496,17 +501,31 @@ def test_of_many_runs_the_one_that_can_not_be_written_is_named(tmp_path):
     (tmp_path / "bad" / "7").parent.mkdir()
     (tmp_path / "bad" / "7").touch()
     with pytest.raises(RunDirectoryError, match=rf"{tmp_path}/bad/7.*hydra\.sweep\.dir"):
-        prepare(plan_in(tmp_path / "bad", runs=40), ENTRY, name="train")
-    prepare(plan_in(tmp_path / "good", runs=40), ENTRY, name="train")
+        write(plan_in(tmp_path / "bad", runs=40), "train")
+    write(plan_in(tmp_path / "good", runs=40), "train")
     runs = [RunDir(tmp_path / "good" / str(number)) for number in range(40)]
     assert len({run.load().run_id for run in runs}) == 40
     assert all(run.settings.exists() for run in runs)
 
 
-def test_two_runs_with_one_directory_are_noticed():
+def requests(*dirs: str, **launcher) -> list[RunRequest]:
+    """Return runs of up to five nodes on this machine."""
+    settings = RunSettings(NodeRange(1, 5), 1, LocalSettings(**launcher))
+    return [RunRequest(Path("/s", name), settings, ENTRY) for name in dirs]
+
+
+def test_two_runs_with_one_directory_are_refused(tmp_path):
     """A hydra.sweep.subdir that does not depend on the job would mix two runs."""
-    assert overlapping([Path("a"), Path("b"), Path("a")]) == Path("a")
-    assert overlapping([Path("a"), Path("b")]) is None
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.subdir='/s/a'"):
+        lay_out(requests("a", "b", "a"), tmp_path)
+    assert lay_out(requests("a", "b"), tmp_path).runs
+
+
+def test_more_workers_than_samples_in_a_global_batch_are_refused(tmp_path):
+    """At the submission, with what would fit."""
+    assert lay_out(requests("a", global_batch=5), tmp_path).runs
+    with pytest.raises(ConfigError, match=r"launcher\.global_batch=4: 5 nodes .* at least 5"):
+        lay_out(requests("a", global_batch=4), tmp_path)
 
 
 def test_run_ids_are_unique_and_readable():
@@ -527,7 +546,7 @@ def test_run_ids_are_unique_and_readable():
 )
 def test_a_run_knows_its_time_limit_where_it_is_sure(tmp_path, launcher, time_s):
     """Then no task asks Slurm for it; a script that is submitted by hand may be given another."""
-    prepare(plan_in(tmp_path, launcher=SlurmSettings(**launcher)), ENTRY, name="train")
+    write(plan_in(tmp_path, launcher=SlurmSettings(**launcher)), "train")
     assert RunDir(tmp_path / "0").load().time_s == time_s
 
 
@@ -536,7 +555,7 @@ def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monke
     together = threading.Barrier(3)
     writers = []
 
-    def write(number):
+    def write_one(number):
         writers.append(threading.current_thread())
         if number and slow_s < 0:
             together.wait(60)  # or it raises: the others do not come
@@ -544,5 +563,5 @@ def test_files_of_several_runs_are_written_at_a_time_where_each_takes_long(monke
     for slow_s in (-1.0, 60.0):
         monkeypatch.setattr("hpc_elastic.launcher.prepare._SLOW_S", slow_s)
         writers.clear()
-        several_at_once(write, range(4))
+        write_concurrently(write_one, range(4))
         assert len(set(writers)) == (4 if slow_s < 0 else 1)

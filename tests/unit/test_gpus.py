@@ -5,7 +5,8 @@ import pytest
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError
 from hpc_elastic.launcher import local
-from hpc_elastic.launcher.plan import PlannedRun
+from hpc_elastic.launcher.plan import RunRequest
+from hpc_elastic.run.directory import Entry
 
 
 @pytest.fixture
@@ -17,10 +18,10 @@ def nvidia_smi(tmp_path, monkeypatch):
         command.write_text(f"#!/bin/sh\ncat <<'END'\n{answer}\nEND\n")
         command.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        local._count.cache_clear()
+        local._num_gpus.cache_clear()
 
     yield install
-    local._count.cache_clear()
+    local._num_gpus.cache_clear()
 
 
 def test_what_is_visible_is_all_there_is(nvidia_smi):
@@ -50,7 +51,7 @@ def test_every_node_gets_gpus_of_its_own(num_gpus, num_nodes, shares):
     """Equal shares in order, whichever nodes run at the time."""
     devices = [str(n) for n in range(num_gpus)]
     made = [
-        local.variables(devices, "auto", slot=slot, num_nodes=num_nodes)
+        local.gpu_variables(devices, "auto", slot=slot, num_nodes=num_nodes)
         for slot in range(num_nodes)
     ]
     assert made == [{"CUDA_VISIBLE_DEVICES": share} for share in shares]
@@ -58,18 +59,20 @@ def test_every_node_gets_gpus_of_its_own(num_gpus, num_nodes, shares):
 
 def test_without_gpus_nothing_is_set():
     """A laptop's environment stays as it is."""
-    assert local.variables([], "auto", slot=0, num_nodes=2) == {}
+    assert local.gpu_variables([], "auto", slot=0, num_nodes=2) == {}
 
 
 def test_workers_for_cpus_get_no_gpu():
     """Scripts that use CUDA where it is available would meet on GPU 0."""
-    made = local.variables(["0"], "cpu", slot=1, num_nodes=2)
+    made = local.gpu_variables(["0"], "cpu", slot=1, num_nodes=2)
     assert made == {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def planned(tmp_path, nodes: NodeRange, nproc) -> list[PlannedRun]:
+def planned(tmp_path, nodes: NodeRange, nproc) -> list[RunRequest]:
     """Return one run as it would be submitted."""
-    return [PlannedRun(tmp_path, RunSettings(nodes, nproc, LocalSettings()))]
+    return [
+        RunRequest(tmp_path, RunSettings(nodes, nproc, LocalSettings()), Entry("function", "f"))
+    ]
 
 
 @pytest.mark.parametrize("nproc", ["auto", "gpu", 1])
@@ -79,7 +82,7 @@ def test_more_nodes_than_gpus_are_refused(tmp_path, nproc):
     with pytest.raises(
         ConfigError, match=r"^nodes='1:3'.* 3 nodes .* has 2 GPUs.*nproc_per_node=cpu"
     ):
-        local.require_enough(runs, ["0", "1"])
-    local.require_enough(runs, ["0", "1", "2"])
-    local.require_enough(runs, [])
-    local.require_enough(planned(tmp_path, NodeRange(1, 3), "cpu"), ["0"])
+        local.require_gpus(runs, ["0", "1"])
+    local.require_gpus(runs, ["0", "1", "2"])
+    local.require_gpus(runs, [])
+    local.require_gpus(planned(tmp_path, NodeRange(1, 3), "cpu"), ["0"])

@@ -136,7 +136,7 @@ def test_a_last_attempt_that_can_not_tell_slurm_ends_all_the_same(run, client, c
     assert when_back(run, client, 100) == RID_S
 
 
-def test_a_node_of_a_gang_is_avoided_by_its_job(run, client):
+def test_a_node_of_a_coallocated_job_is_avoided_by_its_job(run, client):
     """Slurm knows the job only."""
     requeue.avoid(run, "7.1", "n3", client)
     assert [file.name for file in run.avoided.iterdir()] == ["7@n3"]

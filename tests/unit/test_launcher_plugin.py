@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
-from hpc_elastic.errors import ConfigError, WorkerGroupError
-from hpc_elastic.launcher.sweep import compact
+from hpc_elastic.errors import ConfigError, HpcElasticError, WorkerGroupError
+from hpc_elastic.launcher.sweep import hide_traceback
 
 ROOT = Path(__file__).parents[2]
 FAKE_TASK = str(Path(__file__).parent / "fake_task.py")
@@ -167,12 +168,12 @@ def test_other_hydra_scripts_do_not_pay_for_us(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ConfigError("a", 1, "b"), WorkerGroupError("x", {"rank": 1})])
-def test_compact_errors_stay_what_they_are(error):
-    """Hydra prints them without a traceback; whoever catches them sees no difference."""
-    own, text, attributes = type(error), str(error), dict(vars(error))
-    same = compact(compact(error))
-    assert same is error and isinstance(same, own)
-    assert (str(same), vars(same)) == (text, attributes)
+def test_an_error_for_hydra_has_the_text_and_the_error_itself(error):
+    """Hydra prints it without a traceback; code that catches it has the cause."""
+    hidden = hide_traceback(error)
+    assert isinstance(hidden, CompactHydraException) and isinstance(hidden, HpcElasticError)
+    assert (str(hidden), hidden.__cause__) == (str(error), error)
+    assert hide_traceback(hidden) is hidden
 
 
 def test_a_directory_that_hydra_would_ignore_is_refused(app, tmp_path):

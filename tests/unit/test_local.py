@@ -17,9 +17,11 @@ import hpc_elastic
 from ended import is_gone
 from hpc_elastic.config.schema import AgentSettings, LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import ConfigError, SubmissionError
-from hpc_elastic.launcher import control, local, session
-from hpc_elastic.launcher.plan import PlannedRun, make_plan
-from hpc_elastic.launcher.prepare import Prepared, prepare
+from hpc_elastic.launcher import local, resume
+from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.launcher.run_handle import Outcome, RunHandle
+from hpc_elastic.launcher.submit import submit
+from hpc_elastic.launcher.wait import wait
 from hpc_elastic.run.directory import Entry, RunDir, Submission
 
 FAKE_TASK = Path(__file__).parent / "fake_task.py"
@@ -42,11 +44,20 @@ def settings(nodes: int, **launcher) -> RunSettings:
     )
 
 
-def prepared(sweep: Path, *runs: RunSettings) -> Prepared:
-    """Return a plan with its files written."""
-    planned = [PlannedRun(sweep / str(number), run) for number, run in enumerate(runs)]
-    plan = make_plan(planned, sweep / ".hpc_elastic", max_array_size=1000)
-    return prepare(plan, Entry("function", "main", module="x"), name="train")
+def requests(sweep: Path, *runs: RunSettings) -> list[RunRequest]:
+    """Return runs to submit."""
+    entry = Entry("function", "main", module="x")
+    return [RunRequest(sweep / str(number), run, entry) for number, run in enumerate(runs)]
+
+
+def submitted(sweep: Path, *runs: RunSettings) -> list[RunHandle]:
+    """Submit runs, and return them."""
+    return submit(requests(sweep, *runs), sweep=sweep, name="train")
+
+
+def outcomes_of(runs: list[RunHandle]) -> list[Outcome]:
+    """Wait for runs, and return how they ended."""
+    return wait(runs, poll_interval_s=0.05)
 
 
 def until(condition) -> None:
@@ -64,10 +75,10 @@ def listed(sweep: Path) -> dict:
 
 def test_runs_go_through_and_return_values(tmp_path):
     """Every run ends by itself; output, task states and job id lie where the agents look."""
-    submitted = session.submit(prepared(tmp_path, settings(1), settings(1)))
-    outcomes = session.wait(submitted)
+    runs = submitted(tmp_path, settings(1), settings(1))
+    outcomes = outcomes_of(runs)
     assert [outcome.values for outcome in outcomes] == [{0: 0.5, 1: 1.5}] * 2
-    (job_id,) = submitted.handle.job_ids
+    (job_id,) = runs[0].jobs.job_ids
     assert (tmp_path / ".hpc_elastic" / "array-0.jobid").read_text() == f"{job_id}\n"
     assert set(listed(tmp_path)) == {f"{job_id}_0", f"{job_id}_1"}
     assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
@@ -76,16 +87,16 @@ def test_runs_go_through_and_return_values(tmp_path):
 
 def test_tasks_of_a_run_that_has_ended_are_not_started(tmp_path):
     """With one place, the second node's turn comes when there is nothing left to do."""
-    submitted = session.submit(prepared(tmp_path, settings(3, max_agents=1)))
-    session.wait(submitted)
-    states = sorted(task.state for task in submitted.handle.tasks().values())
+    (run,) = submitted(tmp_path, settings(3, max_agents=1))
+    outcomes_of([run])
+    states = sorted(task.state for task in run.jobs.list_tasks().values())
     assert states == ["CANCELLED", "CANCELLED", "COMPLETED"]
 
 
 def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
     """No result and no task left: the states and the log are in the error."""
     monkeypatch.setattr("hpc_elastic.launcher.wait.GRACE_S", 0.0)
-    (outcome,) = session.wait(session.submit(prepared(tmp_path, settings(1, env={"PLOT": "die"}))))
+    (outcome,) = outcomes_of(submitted(tmp_path, settings(1, env={"PLOT": "die"})))
     assert outcome.status == "lost"
     assert "FAILED (exit code 1)" in str(outcome.error)
     assert "the interpreter is broken" in str(outcome.error)
@@ -93,16 +104,16 @@ def test_a_task_that_dies_alone_makes_the_run_lost(tmp_path, monkeypatch):
 
 def test_ctrl_c_ends_every_process(tmp_path, capsys, monkeypatch):
     """The launcher takes its agents along, the pending ones included."""
-    submitted = session.submit(prepared(tmp_path, settings(2, max_agents=1, env={"PLOT": "hang"})))
+    runs = submitted(tmp_path, settings(2, max_agents=1, env={"PLOT": "hang"}))
     until(lambda: "RUNNING" in str(listed(tmp_path)))
     (pid,) = [task["pid"] for task in listed(tmp_path).values() if task["pid"]]
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpc_elastic.launcher.wait.Waiter.look", interrupt)
+    monkeypatch.setattr("hpc_elastic.launcher.wait.Waiter.poll_runs", interrupt)
     with pytest.raises(SystemExit) as ended:
-        session.wait(submitted)
+        outcomes_of(runs)
     assert ended.value.code == 130
     assert not psutil.pid_exists(pid)
     told = capsys.readouterr().out
@@ -131,7 +142,7 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
 @pytest.fixture
 def processes(monkeypatch):
     """The agents that were started: the second is so at the second try only, as when fork fails."""
-    spawn, made, tries = local.LocalHandle._spawn, [], []
+    spawn, made, tries = local.LocalJobs._spawn, [], []
 
     def sometimes(self, task):
         tries.append(task)
@@ -140,7 +151,7 @@ def processes(monkeypatch):
         made.append(spawn(self, task))
         return made[-1]
 
-    monkeypatch.setattr(local.LocalHandle, "_spawn", sometimes)
+    monkeypatch.setattr(local.LocalJobs, "_spawn", sometimes)
     yield made
     for process in made:
         process.kill()
@@ -149,9 +160,9 @@ def processes(monkeypatch):
 
 def test_a_task_that_can_not_be_started_now_is_started_later(tmp_path, processes, caplog):
     """The queue outlives a failure, and tells of it once."""
-    submitted = session.submit(prepared(tmp_path, *[settings(1, max_agents=1)] * 3))
-    until(lambda: all(run.paths.result.exists() for run in submitted.runs))
-    submitted.handle.close()
+    runs = submitted(tmp_path, *[settings(1, max_agents=1)] * 3)
+    until(lambda: all(run.paths.result.exists() for run in runs))
+    runs[0].jobs.close()
     assert len(processes) == 3
     (told,) = [r.message for r in caplog.records if "Resource temporarily" in r.message]
     assert "tried again" in told
@@ -160,7 +171,7 @@ def test_a_task_that_can_not_be_started_now_is_started_later(tmp_path, processes
 def test_a_start_that_fails_leaves_no_process(tmp_path, processes):
     """Those that had been started would train without a launcher."""
     with pytest.raises(SubmissionError, match="Resource temporarily unavailable"):
-        session.submit(prepared(tmp_path, settings(2, env={"PLOT": "hang"})))
+        submitted(tmp_path, settings(2, env={"PLOT": "hang"}))
     assert [process.poll() for process in processes] == [-15]
     assert {task["state"] for task in listed(tmp_path).values()} == {"ENDED"}
 
@@ -196,7 +207,7 @@ def test_a_disk_that_is_full_does_not_end_the_wait(tmp_path, monkeypatch):
     full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
     monkeypatch.setattr(sys, "stdout", full)
     try:
-        outcomes = session.wait(session.submit(prepared(tmp_path, settings(1))))
+        outcomes = outcomes_of(submitted(tmp_path, settings(1)))
         with pytest.raises(OSError, match="No space left"):
             print("who writes by himself is told", flush=True)
     finally:
@@ -208,7 +219,7 @@ def test_a_disk_that_is_full_does_not_end_the_wait(tmp_path, monkeypatch):
 def test_a_launcher_without_standard_output_waits_as_well(tmp_path, monkeypatch):
     """It was started by a program that has closed it."""
     monkeypatch.setattr(sys, "stdout", None)
-    outcomes = session.wait(session.submit(prepared(tmp_path, settings(1))))
+    outcomes = outcomes_of(submitted(tmp_path, settings(1)))
     assert [outcome.status for outcome in outcomes] == ["succeeded"]
 
 
@@ -219,12 +230,11 @@ def test_what_fails_after_the_start_leaves_no_process(tmp_path, monkeypatch, cap
         raise RuntimeError("planted")
 
     monkeypatch.setattr("hpc_elastic.run.registry.add", fail)
-    plan = prepared(tmp_path, settings(1, env={"PLOT": "hang"}))
     with pytest.raises(RuntimeError, match="planted"):
-        session.submit(plan)
-    monkeypatch.setattr(control, "_note", fail)
+        submitted(tmp_path, settings(1, env={"PLOT": "hang"}))
+    monkeypatch.setattr(resume, "_record", fail)
     with pytest.raises(RuntimeError, match="planted"):
-        control.resume(tmp_path / "0", [])
+        resume.resume(tmp_path / "0", [])
     assert capsys.readouterr().err.count("the runs were ended") == 2
     assert [task["state"] for task in listed(tmp_path).values()] == ["ENDED"] * 2
     assert all(is_gone(task["pid"]) for task in listed(tmp_path).values())
@@ -247,24 +257,24 @@ class Ending:
         return before
 
 
-def queue_of(folder: Path, *tasks: local.LocalTask, places: int = 1) -> local.LocalHandle:
+def queue_of(folder: Path, *tasks: local.LocalTask, places: int = 1) -> local.LocalJobs:
     """Return a queue that was not started."""
     Submission(folder).logs.mkdir()
     command = local.task_command
-    return local.LocalHandle(tasks, folder, max_agents=places, stop_after_s=1, command=command)
+    return local.LocalJobs(tasks, folder, max_agents=places, stop_after_s=1, command=command)
 
 
 def test_no_task_starts_in_a_run_that_ends_at_this_moment(tmp_path, monkeypatch):
     """The place of its last agent is free only once its result is seen."""
     agent = Ending()
     first, second = (
-        local.LocalTask(f"7_{i}", 7, i, tmp_path / "array-0.json", agent, cpus=1) for i in range(2)
+        local.LocalTask(7, i, tmp_path / "array-0.json", agent, cpus=1) for i in range(2)
     )
     first.process = agent
-    monkeypatch.setattr(local.LocalHandle, "_spawn", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(local.LocalJobs, "_spawn", lambda *_: pytest.fail("it was started"))
     queue = queue_of(tmp_path, first, second)
-    queue._tick()
-    queue._tick()
+    queue.run_queue_once()
+    queue.run_queue_once()
     assert second.skipped
 
 
@@ -272,43 +282,35 @@ def test_what_was_started_is_written_down_though_the_next_can_not_be(tmp_path, p
     """Whoever cancels the run at this moment finds it."""
     run = RunDir(tmp_path / "0")
     array = tmp_path / "array-0.json"
-    tasks = [local.LocalTask(f"7_{i}", 7, i, array, run, cpus=1) for i in range(2)]
+    tasks = [local.LocalTask(7, i, array, run, cpus=1) for i in range(2)]
     with pytest.raises(BlockingIOError):
-        queue_of(tmp_path, *tasks, places=2)._tick()
+        queue_of(tmp_path, *tasks, places=2).run_queue_once()
     table = json.loads((tmp_path / "local-tasks.json").read_text())
     assert [table[task.name]["pid"] for task in tasks] == [processes[0].pid, None]
 
 
 def test_a_table_that_could_not_be_written_is_written_later(tmp_path, monkeypatch):
     """Also if nothing has changed since: whoever cancels the run has nothing else."""
-    queue = queue_of(tmp_path, local.LocalTask("7_0", 7, 0, tmp_path, None, cpus=1))
+    queue = queue_of(tmp_path, local.LocalTask(7, 0, tmp_path, None, cpus=1))
     with monkeypatch.context() as patch:
         patch.setattr(local, "write_atomic", lambda *_: (_ for _ in ()).throw(OSError("full")))
-        queue._write()
-    queue._write()
+        queue.write_table()
+    queue.write_table()
     assert "7_0" in json.loads((tmp_path / "local-tasks.json").read_text())
 
 
 def test_the_environment_is_that_of_an_array_task(tmp_path):
     """SLURM_* are made up and nothing of a surrounding job shows through; gloo uses loopback."""
-    task = local.LocalTask("7_3", 7, 3, tmp_path / "array-0.json", None, cpus=2)
+    task = local.LocalTask(7, 3, tmp_path / "array-0.json", None, cpus=2)
     environ = {"SLURM_JOB_ID": "99", "SLURM_MEM_PER_CPU": "1", "HOME": "/home/me"}
-    made = local.task_environment(environ, task)
+    made = task.environment(environ)
     assert (made["SLURM_ARRAY_JOB_ID"], made["SLURM_ARRAY_TASK_ID"]) == ("7", "3")
     assert (made["HOME"], made["GLOO_SOCKET_IFNAME"]) == ("/home/me", "lo")
     task.gpus = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    seen = local.task_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, task)
+    seen = task.environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert seen["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SLURM_MEM_PER_CPU" not in made
-    assert (
-        local.task_environment({"GLOO_SOCKET_IFNAME": "eth0"}, task)["GLOO_SOCKET_IFNAME"] == "eth0"
-    )
-
-
-def test_places_are_filled_in_order():
-    """At most max_agents run at a time over all runs."""
-    assert local.next_to_start(iter("abc"), num_running=1, max_agents=3) == ["a", "b"]
-    assert local.next_to_start(iter("abc"), num_running=3, max_agents=3) == []
+    assert task.environment({"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 @pytest.mark.parametrize(
@@ -321,25 +323,22 @@ def test_places_are_filled_in_order():
 )
 def test_the_number_of_places(tmp_path, runs, num_cpus, limit):
     """Twice the CPUs, the largest run at least; or what launcher.max_agents says."""
-    planned = [PlannedRun(tmp_path / str(number), run) for number, run in enumerate(runs)]
+    planned = requests(tmp_path, *runs)
     assert local.agent_limit(make_plan(planned, tmp_path, max_array_size=99), num_cpus) == limit
 
 
 def test_each_node_gets_its_share_of_the_gpus(tmp_path, monkeypatch):
     """By its slot in its own run; a run that wants more nodes than GPUs leaves nothing behind."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    plan = prepared(tmp_path, settings(2), settings(1)).plan
-    shares = {(t.run.path.name, t.gpus["CUDA_VISIBLE_DEVICES"]) for t in local._queue(plan)}
+    plan = make_plan(requests(tmp_path, settings(2), settings(1)), tmp_path, max_array_size=9)
+    shares = {(t.run.path.name, t.gpus["CUDA_VISIBLE_DEVICES"]) for t in local.queue_of(plan)}
     assert shares == {("0", "4"), ("0", "5"), ("1", "4,5,6")}
-    too_many = PlannedRun(tmp_path / "new" / "0", settings(4))
     with pytest.raises(ConfigError, match="nodes='1:4'"):
-        session.prepare_runs(
-            [too_many], Entry("function", "f"), sweep=tmp_path / "new", name="x", source=tmp_path
-        )
+        submitted(tmp_path / "new", settings(4))
     assert not (tmp_path / "new").exists()
 
 
 def test_not_waiting_is_refused(tmp_path):
     """Nobody would start what waits in the queue, and nobody end it."""
     with pytest.raises(ConfigError, match=r"launcher\.wait=False"):
-        session.submit(prepared(tmp_path, settings(1, wait=False)))
+        submitted(tmp_path, settings(1, wait=False))

@@ -54,12 +54,12 @@ class Queue:
         self.run.create(self.spec)
         tasks = [
             local.LocalTask(
-                f"7_{n}", 7, n, submission.array(0).tasks, self.run, cpus=1, slot=n,
+                7, n, submission.array(0).tasks, self.run, cpus=1, slot=n,
                 max_requeues=self.spec.max_requeues,
             )
             for n in range(num_tasks)
         ]  # fmt: skip
-        self.handle = local.LocalHandle(
+        self.handle = local.LocalJobs(
             tasks, submission.path, max_agents=places, stop_after_s=1,
             command=lambda _: [sys.executable, "-c", TASK, str(folder), plot],
         )  # fmt: skip
@@ -226,12 +226,12 @@ def test_a_launcher_that_ends_its_runs_is_no_preemption(queue):
     q.attempt(0)
     ends = threading.Thread(target=q.handle.cancel)
     q.handle._stop_after_s = 60
-    q.handle._settle = lambda: None  # as long as its process has not ended
+    q.handle._reap_tasks = lambda: None  # as long as its process has not ended
     (task,) = q.handle._tasks
     task.is_leaving = True
-    q.handle._write()
+    q.handle.write_table()
     assert depart("7_0", q.queue, attempt=0, run=q.run) is ExitAction.EXIT
-    del q.handle._settle
+    del q.handle._reap_tasks
     ends.start()
     ends.join()
     assert q.state().phase is Phase.ENDED
@@ -262,7 +262,7 @@ def test_a_launcher_that_stands_still_is_not_waited_for_without_end(queue):
     q.handle._stop_queue()
     with pytest.raises(LocalQueueError, match=r"not answered for 0\.2 s"):
         LocalQueue(Submission(q.folder / ".hpc_elastic"), timeout_s=0.2).requeue("7_0")
-    q.handle._tick()
+    q.handle.run_queue_once()
     assert q.state().phase is Phase.RUNNING
 
 

@@ -6,16 +6,17 @@ import pytest
 
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
 from hpc_elastic.errors import ConfigError
-from hpc_elastic.launcher.plan import Plan, PlannedRun, make_plan
+from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
+from hpc_elastic.run.directory import Entry
 
 
-def run(name: str, nodes: int, launcher=None, *, low: int = 1) -> PlannedRun:
+def run(name: str, nodes: int, launcher=None, *, low: int = 1) -> RunRequest:
     """Return a run of up to so many nodes."""
     settings = RunSettings(NodeRange(low, nodes), 1, launcher or SlurmSettings())
-    return PlannedRun(Path("/sweep", name), settings)
+    return RunRequest(Path("/sweep", name), settings, Entry("function", "f", "f.py"))
 
 
-def plan(*runs: PlannedRun, size: int = 1001, first: int = 0) -> Plan:
+def plan(*runs: RunRequest, size: int = 1001, first: int = 0) -> Plan:
     """Return the plan for these runs."""
     return make_plan(runs, Path("/sweep/.hpc_elastic"), max_array_size=size, first_array=first)
 
@@ -68,7 +69,7 @@ def test_an_array_has_at_most_max_array_size_tasks():
     """The highest index is MaxArraySize - 1; a run may lie across two arrays."""
     planned = plan(run("a", 3), run("b", 2), size=2)
     assert [order(planned, k) for k in range(3)] == [[(0, 0), (1, 0)], [(0, 1), (1, 1)], [(0, 2)]]
-    assert planned.tasks() == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1)]]
+    assert planned.tasks == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1)]]
 
 
 def test_a_second_batch_goes_on_counting_arrays():
@@ -88,42 +89,42 @@ def test_array_file_names_run_and_slot_by_index():
     }
 
 
-GANG = SlurmSettings(coallocate_min=True)
+COALLOCATED = SlurmSettings(coallocate_min=True)
 
 
 def laid_out(planned: Plan) -> list[tuple[int, bool, int | None, list[tuple[int, int]]]]:
-    """Return (number, gang, after, tasks) of all arrays."""
+    """Return (number, coallocated, after, tasks) of all arrays."""
     return [
-        (array.number, array.gang, array.after, order(planned, at))
+        (array.number, array.coallocated, array.after, order(planned, at))
         for at, array in enumerate(planned.arrays)
     ]
 
 
-def test_a_gang_run_is_one_job_and_an_array_for_the_other_nodes():
-    """The array waits until the gang has started: below min nodes nothing is held."""
-    planned = plan(run("a", 5, GANG, low=3), first=4)
+def test_min_nodes_are_one_job_and_an_array_for_the_other_nodes():
+    """The array waits until the job has started: below min nodes nothing is held."""
+    planned = plan(run("a", 5, COALLOCATED, low=3), first=4)
     assert laid_out(planned) == [
         (4, True, None, [(0, 0), (0, 1), (0, 2)]),
         (5, False, 4, [(0, 3), (0, 4)]),
     ]
-    assert planned.tasks() == [[(4, 0), (4, 1), (4, 2), (5, 0), (5, 1)]]
-    assert planned.array_file(planned.arrays[0])["gang"] is True
-    assert "gang" not in planned.array_file(planned.arrays[1])
+    assert planned.tasks == [[(4, 0), (4, 1), (4, 2), (5, 0), (5, 1)]]
+    assert planned.array_file(planned.arrays[0])["coallocated"] is True
+    assert "coallocated" not in planned.array_file(planned.arrays[1])
     assert str(planned).splitlines() == [
-        "1 run, 5 tasks, 1 gang, 1 array",
-        "  array 4: a gang, 3 nodes at once",
+        "1 run, 5 tasks, 1 co-allocated job, 1 array",
+        "  array 4: 3 nodes, co-allocated",
         "  array 5: 2 tasks of 1 run, once array 4 has started",
     ]
 
 
-def test_a_gang_of_all_nodes_has_no_array():
+def test_a_job_of_all_nodes_has_no_array():
     """min == max leaves nothing for one."""
-    assert laid_out(plan(run("a", 2, GANG, low=2))) == [(0, True, None, [(0, 0), (0, 1)])]
+    assert laid_out(plan(run("a", 2, COALLOCATED, low=2))) == [(0, True, None, [(0, 0), (0, 1)])]
 
 
-def test_breadth_first_every_gang_stands_before_any_further_node():
-    """And runs without a gang keep their shared array."""
-    planned = plan(run("a", 2, GANG), run("b", 3), run("c", 2, GANG), run("d", 1))
+def test_breadth_first_every_coallocated_job_stands_before_any_further_node():
+    """And runs without one keep their shared array."""
+    planned = plan(run("a", 2, COALLOCATED), run("b", 3), run("c", 2, COALLOCATED), run("d", 1))
     assert laid_out(planned) == [
         (0, True, None, [(0, 0)]),
         (1, True, None, [(2, 0)]),
@@ -133,19 +134,19 @@ def test_breadth_first_every_gang_stands_before_any_further_node():
     ]
 
 
-def test_depth_first_a_gang_and_its_array_stand_together():
+def test_depth_first_a_job_and_its_array_stand_together():
     """All nodes of a run are queued before those of the next."""
     by_nodes = SlurmSettings(coallocate_min=True, queue_order="depth_first")
     planned = plan(run("a", 2, by_nodes), run("b", 2, by_nodes))
-    assert [(gang, after) for _, gang, after, _ in laid_out(planned)] == [
+    assert [(coallocated, after) for _, coallocated, after, _ in laid_out(planned)] == [
         *[(True, None), (False, 0)],
         *[(True, None), (False, 2)],
     ]
 
 
-def test_the_array_of_a_gang_is_split_at_max_array_size_as_well():
-    """Both parts wait for the gang, which has no index set and is never split."""
-    planned = plan(run("a", 6, GANG, low=3), size=2)
+def test_the_array_beside_a_job_is_split_at_max_array_size_as_well():
+    """Both parts wait for the job, which has no index set and is never split."""
+    planned = plan(run("a", 6, COALLOCATED, low=3), size=2)
     assert [(after, len(tasks)) for _, _, after, tasks in laid_out(planned)] == [
         *[(None, 3), (0, 2), (0, 1)]
     ]

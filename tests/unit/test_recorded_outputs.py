@@ -55,9 +55,9 @@ def test_three_releases_were_recorded():
 
 
 def test_every_task_has_its_state(recorded, jobs):
-    """Of arrays that wait, of gangs, and of jobs that have ended."""
+    """Of arrays that wait, of co-allocated jobs, and of jobs that have ended."""
     tasks = parsing.parse_squeue(recorded("squeue"), now=0.0)
-    array, gang = jobs["array"], jobs["gang"]
+    array, job = jobs["array"], jobs["coallocated"]
     steps = {f"{jobs['steps']}_{i}" for i in (0, 4, 8, 12, 16)}  # and 20, see below
     alone = set(jobs.values()) - {array, jobs["steps"]}
     assert set(tasks) == {*(f"{array}_{i}" for i in (0, 3, 6, 9)), *steps, *alone}
@@ -65,11 +65,11 @@ def test_every_task_has_its_state(recorded, jobs):
         name: task.phase for name, task in tasks.items() if task.phase is not Phase.PENDING
     } == {
         f"{array}_0": Phase.RUNNING,
-        gang: Phase.RUNNING,
+        job: Phase.RUNNING,
         jobs["taken"]: Phase.RUNNING,
         jobs["over"]: Phase.ENDED,
     }
-    assert (tasks[gang].node, tasks[f"{array}_9"].reason) == ("node[3-4]", "JobArrayTaskLimit")
+    assert (tasks[job].node, tasks[f"{array}_9"].reason) == ("node[3-4]", "JobArrayTaskLimit")
     assert tasks[f"{array}_9"].time_left_s == 86400 > tasks[f"{array}_0"].time_left_s > 86000
     assert tasks[jobs["held"]].reason == "JobHeldUser" and not tasks[jobs["held"]].is_held
     assert tasks[jobs["later"]].is_held

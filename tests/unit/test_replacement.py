@@ -123,7 +123,7 @@ def test_more_than_nine_replacements_are_in_order(tmp_path):
     assert requeue.current_names(run.load()) == ["110_0"]
 
 
-def test_a_gang_is_replaced_as_a_whole(tmp_path):
+def test_a_coallocated_job_is_replaced_as_a_whole(tmp_path):
     """Its nodes keep their ids; the array beside it is left alone."""
     run = run_of(tmp_path, "70", [(0, 0), (0, 1), (1, 0)], coallocate_min=True)
     client = Client()

@@ -11,9 +11,9 @@ from hpc_elastic.cli.list import listed
 from hpc_elastic.cli.options import find_run
 from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings
 from hpc_elastic.errors import RunDirectoryError, SubmissionError
-from hpc_elastic.launcher import control
-from hpc_elastic.launcher.plan import PlannedRun, make_plan
-from hpc_elastic.launcher.prepare import prepare
+from hpc_elastic.launcher import resume
+from hpc_elastic.launcher.plan import Plan, RunRequest, make_plan
+from hpc_elastic.launcher.prepare import write
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.log_entry import reopen
 from hpc_elastic.run import registry
@@ -74,37 +74,39 @@ def test_an_account_without_a_home_directory_costs_the_list_only(monkeypatch):
     assert list(registry.newest_first()) == []
 
 
+def written_plan(sweep: Path) -> Plan:
+    """Return the plan of a local run whose files are written."""
+    settings = RunSettings(NodeRange(1, 1), 1, LocalSettings())
+    request = RunRequest(sweep / "0", settings, Entry("function", "main", module="x"))
+    plan = make_plan([request], sweep / ".hpc_elastic", max_array_size=9)
+    write(plan, "train")
+    return plan
+
+
 def test_a_resumption_is_told_also_where_the_list_can_not_be_read(tmp_path, monkeypatch):
     """Its tasks are in the queue by then."""
 
     def fail():
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    settings = RunSettings(NodeRange(1, 1), 1, LocalSettings())
-    plan = make_plan([PlannedRun(tmp_path / "0", settings)], tmp_path / ".hpc_elastic",
-                     max_array_size=9)  # fmt: skip
-    prepared = prepare(plan, Entry("function", "main", module="x"), name="train")
+    plan = written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    resumption = control.Resumption(run, run.load(), settings, prepared, 1, None)
+    resumption = resume.Resumption(run, run.load(), plan.runs[0].settings, plan, (), None)
     monkeypatch.setattr(registry, "newest_first", fail)
-    submitted = control._note(resumption, SimpleNamespace(job_ids=["7"]))
-    assert [tracked.tasks for tracked in submitted.runs] == [("7_0",)]
+    assert resume._record(resumption, SimpleNamespace(job_ids=["7"])).tasks == ("7_0",)
 
 
 def test_of_two_who_resume_a_run_at_once_the_later_one_is_refused(tmp_path, monkeypatch):
     """Its look at the tasks was before the other had submitted any."""
-    settings = RunSettings(NodeRange(1, 1), 1, LocalSettings())
-    planned = [PlannedRun(tmp_path / "0", settings)]
-    plan = make_plan(planned, tmp_path / ".hpc_elastic", max_array_size=9)
-    prepare(plan, Entry("function", "main", module="x"), name="train")
+    written_plan(tmp_path)
     run = RunDir(tmp_path / "0")
-    read = control.stored
+    read = resume.read_settings
 
     def another_resumes(files):
         DecisionLog(run.rdzv, run.secret.read_bytes()).create(reopen(1, None, 1))
         return read(files)
 
-    monkeypatch.setattr(control, "stored", another_resumes)
-    monkeypatch.setattr(control, "_hand_over", lambda prepared: pytest.fail("it is submitted"))
-    with pytest.raises(SubmissionError, match="is being resumed by somebody else"):
-        control.resume(run.path, [])
+    monkeypatch.setattr(resume, "read_settings", another_resumes)
+    monkeypatch.setattr(resume, "start", lambda *_: pytest.fail("it is submitted"))
+    with pytest.raises(SubmissionError, match="is being resumed by another process"):
+        resume.resume(run.path, [])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.cli import status
-from hpc_elastic.launcher import wait
+from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.launcher.run_view import EndDetector, must_have_ended, phase_of, read_view
 from hpc_elastic.run.directory import Cancellation, Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
@@ -73,7 +73,7 @@ def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, 
     """After a while, for its result may be on its way; Slurm is not asked at each look."""
     run, slurm = made(tmp_path), Scheduler(*states)
     if is_cancelled:
-        wait.mark(run, print)
+        mark_cancelled(run, print)
     detector = EndDetector(run, slurm, slurm.clock)
     assert poll(detector, slurm, 5.0) is None
     end = poll(detector, slurm, 60.0)
@@ -87,7 +87,7 @@ def test_a_run_without_a_task_has_ended(tmp_path, states, is_cancelled, status, 
 def test_a_run_with_a_task_goes_on_even_if_it_is_cancelled(tmp_path, state):
     """It saves a checkpoint, and says so in its logs."""
     run = made(tmp_path)
-    wait.mark(run, print)
+    mark_cancelled(run, print)
     assert followed(run, Scheduler(state), 120.0) is None
 
 
@@ -120,7 +120,7 @@ def test_of_a_silent_slurm_a_cancelled_run_is_waited_for_as_long_as_it_may_take(
     run, slurm = made(tmp_path), Scheduler(silent="no answer within 30 s")
     assert followed(run, slurm, 600.0) is None
     assert "Slurm does not answer: no answer within 30 s" in read_view(run.path, slurm).describe()
-    wait.mark(run, print)
+    mark_cancelled(run, print)
     assert followed(run, slurm, 600.0) is None
     mark = {"user": "ada", "host": "login1", "time": time.time() - 3600}
     run.cancelled.write_text(json.dumps(mark))
@@ -157,7 +157,7 @@ def test_a_run_that_was_not_submitted_yet_is_waited_for(tmp_path):
 def test_a_cancelled_run_is_told_from_a_lost_one(tmp_path):
     """And one that is being cancelled from both."""
     run = made(tmp_path)
-    wait.mark(run, print)
+    mark_cancelled(run, print)
     view = read_view(run.path, Scheduler(HAS_ENDED))
     assert view.phase == view.ended.status == "cancelled"
     assert f"on {socket.gethostname()}" in view.ended.why

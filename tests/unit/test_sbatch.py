@@ -66,7 +66,7 @@ CASES = {
     "plain": PLAIN,
     "full": replace(PLAIN, settings=FULL, job_name="digits", array=3),
     "awkward": AWKWARD,
-    "gang": replace(PLAIN, num_tasks=3, gang=True),
+    "coallocated": replace(PLAIN, num_tasks=3, coallocated=True),
     "pyxis": replace(PLAIN, settings=SlurmSettings(container=PYXIS)),
     "apptainer": replace(
         PLAIN, settings=SlurmSettings(container=APPTAINER, gpus_per_node=2), python_path=("/clone",)
@@ -114,13 +114,13 @@ def test_bash_runs_exactly_the_command_that_was_meant(tmp_path):
     ]
 
 
-def test_a_gang_asks_for_the_cpus_that_its_smallest_node_has(tmp_path):
+def test_a_coallocated_job_asks_for_the_cpus_that_its_smallest_node_has(tmp_path):
     """One srun starts an agent on every node; a number that one of them has not, it refuses."""
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_CPUS_PER_NODE": "72(x3),36,128(x2)"}
-    script = replace(AWKWARD, num_tasks=3, gang=True)
+    script = replace(AWKWARD, num_tasks=3, coallocated=True)
     done = subprocess.run(
         ["bash", "-s"], input=rendered(script), env=env, text=True, capture_output=True, check=True
     )
@@ -181,14 +181,14 @@ def test_line_breaks_are_refused(settings):
 def test_a_container_can_not_mount_a_path_with_a_comma():
     """The lists of mounts know no quoting: better an error than a wrong mount."""
     settings = SlurmSettings(container=APPTAINER)
-    with pytest.raises(ConfigError, match="may hold no ','"):
+    with pytest.raises(ConfigError, match="must not hold ','"):
         rendered(replace(PLAIN, settings=settings, cwd=Path("/a,b")))
 
 
 def test_users_template_gets_the_documented_variables():
     """Every name that the packaged template documents can be used."""
     names = (
-        "directives setup exports command settings job_name num_tasks gang sweep array_file "
+        "directives setup exports command settings job_name num_tasks coallocated sweep array_file "
         "task_argv"
     )
     head = read_template(None).split("#}")[0]

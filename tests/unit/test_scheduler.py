@@ -80,7 +80,7 @@ def test_a_run_sees_its_own_tasks_over_all_its_arrays(tmp_path):
     assert client.cancelled == ["70_1", "70_3", "80_0"]
 
 
-def test_a_gang_is_seen_by_its_nodes(tmp_path):
+def test_a_coallocated_job_is_seen_by_its_nodes(tmp_path):
     """One job of squeue's is the first slots of the run."""
     submitted(tmp_path, a0="70", a1="80")
     (tmp_path / "array-0.nodes").write_text('{"attempt": 1, "hosts": ["n1", "n2"]}')
@@ -99,7 +99,7 @@ def test_a_gang_is_seen_by_its_nodes(tmp_path):
     assert client.postponed == [(["80_0"], 30)]
 
 
-def test_a_gang_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path):
+def test_a_coallocated_job_that_was_replaced_is_seen_by_the_nodes_that_it_has_now(tmp_path):
     """By its agents, and by whoever looks from outside."""
     submitted(tmp_path, a0="70")
     run = spec(tmp_path, [(0, 0), (0, 1)], coallocate_min=True)
@@ -303,7 +303,7 @@ def test_nothing_comes_back_to_a_run_that_has_its_result(tmp_path):
     assert (client.requeued, client.submitted, client.postponed) == ([], [], [])
 
 
-def test_a_gang_is_not_requeued_because_it_has_lost_a_node(tmp_path):
+def test_a_coallocated_job_is_not_requeued_because_it_has_lost_a_node(tmp_path):
     """It goes on with the others, for Slurm as well; all of it comes back if all of it was lost."""
     run = run_of(tmp_path, "70", [(0, 0), (0, 1)], coallocate_min=True)
     files = Submission(tmp_path / ".hpc_elastic").array(0)

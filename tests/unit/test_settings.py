@@ -473,7 +473,7 @@ def test_what_else_a_node_has_may_be_asked_for_beside_its_gpus():
     assert settings.launcher.gpus_per_node == 1
 
 
-def test_the_array_of_a_gang_may_be_narrower_than_the_min_part():
+def test_the_array_of_a_coallocated_job_may_be_narrower_than_the_min_part():
     """array_parallelism limits the array, and the min part is not in it."""
     settings = resolve(slurm(nodes="2:4", array_parallelism=1, coallocate_min=True))
     assert settings.launcher.array_parallelism == 1

@@ -102,7 +102,7 @@ def test_the_run_fails_when_min_nodes_can_not_come_together_any_more():
 
 @pytest.mark.parametrize("word", ["NODE_FAIL", "PREEMPTED", "TIMEOUT", "PENDING", "COMPLETING"])
 def test_a_run_waits_for_tasks_that_may_come_again(word):
-    """What ended through no fault of its own is requeued or replaced; a gang comes as a whole."""
+    """What ended through no fault of its own is requeued or replaced; a job as a whole."""
     m = machine(min_nodes=3)
     m.join(A, 0.0)
     assert decisions(m.slurm_says(running(A, s1=word, s2=word, s3=word), 0.1, 0.2)) == []

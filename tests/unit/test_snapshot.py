@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import SubmissionError
-from hpc_elastic.launcher.prepare import link_snapshot, own_files, remap, take_snapshot
+from hpc_elastic.launcher.user_code import link_snapshot, own_files, remap, take_snapshot
 from hpc_elastic.run.directory import Entry
 
 

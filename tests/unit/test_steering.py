@@ -24,8 +24,10 @@ from hpc_elastic.checkpoint.store import Store
 from hpc_elastic.cli import main as main_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import ConfigError, RunDirectoryError
-from hpc_elastic.launcher import control, detach
-from hpc_elastic.launcher.control import changed
+from hpc_elastic.launcher import detach
+from hpc_elastic.launcher.cancel import to_cancel
+from hpc_elastic.launcher.resume import change_settings
+from hpc_elastic.launcher.run_handle import mark_cancelled
 from hpc_elastic.rendezvous.decision_log import DecisionLog
 from hpc_elastic.rendezvous.effects import Claim, PublishResult
 from hpc_elastic.rendezvous.follower_state import FollowerState
@@ -53,18 +55,20 @@ BEFORE = {
 
 def test_nodes_and_settings_of_the_launcher_may_be_changed():
     """All else stays as it was, but for what belongs to one submission only."""
-    now = changed(BEFORE, ["nodes=1:4", "launcher.partition=low", "+launcher.sbatch.nice=5"])
+    now = change_settings(
+        BEFORE, ["nodes=1:4", "launcher.partition=low", "+launcher.sbatch.nice=5"]
+    )
     assert (now.nodes.min, now.nodes.max) == (1, 4)
     assert now.launcher.partition == "low" and now.launcher.sbatch == {"nice": 5}
     assert now.launcher.time == "1:00:00" and now.launcher.wait
-    assert changed(BEFORE, []).nodes.max == 2
+    assert change_settings(BEFORE, []).nodes.max == 2
 
 
 @pytest.mark.parametrize(
     ("override", "key", "remedy"),
     [
         ("lr=0.2", "lr", "submit a new run"),
-        ("launcher=local", "launcher", "stays with its launcher"),
+        ("launcher=local", "launcher", "keeps its launcher"),
         ("ft=true", "ft", "when a run is submitted"),
         ("launcher.code_snapshot=true", "launcher.code_snapshot", "code of a run stays"),
         ("launcher.partiton=a", "launcher.partiton", "did you mean 'partition'"),
@@ -77,7 +81,7 @@ def test_nodes_and_settings_of_the_launcher_may_be_changed():
 def test_what_would_make_another_run_of_it_is_refused(override, key, remedy):
     """By its name, with what to do instead."""
     with pytest.raises(ConfigError) as e:
-        changed(BEFORE, [override])
+        change_settings(BEFORE, [override])
     assert e.value.key == key and remedy in str(e.value)
 
 
@@ -196,18 +200,18 @@ def test_who_is_cancelled_and_when():
     running, waits, ends = (
         TaskState(f"7_{i}", state) for i, state in enumerate(["RUNNING", "PENDING", "COMPLETING"])
     )
-    assert control.to_tell([running, waits, ends], {}, 0.0) == [running, waits]
-    assert control.to_tell([running, waits], {"7_0": 0.0, "7_1": 0.0}, 2.0) == [waits]
-    assert control.to_tell([running], {"7_0": 0.0}, 6.0) == [running]
+    assert to_cancel([running, waits, ends], {}, 0.0) == [running, waits]
+    assert to_cancel([running, waits], {"7_0": 0.0, "7_1": 0.0}, 2.0) == [waits]
+    assert to_cancel([running], {"7_0": 0.0}, 6.0) == [running]
 
 
 def test_a_mark_stays_the_first_one_s(tmp_path):
     """Who has cancelled the run can be told, also from a mark that was cut off by a full disk."""
     run = run_of(tmp_path, "7", [(0, 0), (0, 1)])
     assert run.cancellation() is None and not run.is_over
-    control.mark(run, print)
+    mark_cancelled(run, print)
     first = run.cancellation()
-    control.mark(run, print)
+    mark_cancelled(run, print)
     assert run.cancellation() == first and socket.gethostname() in first.by_whom and run.is_over
     run.cancelled.write_text("")
     assert run.cancellation().by_whom == ""
@@ -313,10 +317,10 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch, capsys):
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
     """The command looks at the file while the launcher appends to it."""
     file = tmp_path / "report"
-    detach.tell(file, {"launcher": "slurm"})
+    detach.append_report(file, {"launcher": "slurm"})
     with file.open("a") as f:
         f.write('{"launcher": "lo')
-    assert detach.told(file) == [{"launcher": "slurm"}]
+    assert detach.read_report(file) == [{"launcher": "slurm"}]
 
 
 def test_what_fails_in_the_background_is_told_in_front():

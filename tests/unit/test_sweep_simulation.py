@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.config.schema import NodeRange, RunSettings, SlurmSettings
-from hpc_elastic.launcher.plan import PlannedRun, make_plan
+from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.run.directory import Entry
 from simulation.sweep import Figures, SweepSimulation
 
 AIM_S = 20.0
@@ -14,7 +15,10 @@ AIM_S = 20.0
 def order(nodes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the tasks of a sweep as they stand in the queue."""
     settings = (RunSettings(NodeRange(low, high), 1, SlurmSettings()) for low, high in nodes)
-    runs = [PlannedRun(Path(f"/sweep/{n}"), s) for n, s in enumerate(settings)]
+    runs = [
+        RunRequest(Path(f"/sweep/{n}"), s, Entry("function", "f", "f.py"))
+        for n, s in enumerate(settings)
+    ]
     (array,) = make_plan(runs, Path("/sweep/.hpc_elastic"), max_array_size=1001).arrays
     return [(task.run, task.slot) for task in array.tasks]
 

@@ -19,7 +19,7 @@ ARRAY_TASK = {
     "SLURM_CPUS_ON_NODE": "8",
     "SLURM_STEP_ID": "0",
 }
-GANG_NODE = {
+JOB_NODE = {
     "SLURM_JOB_ID": "70",
     "SLURM_NODEID": "1",
     "SLURMD_NODENAME": "n2",
@@ -53,17 +53,17 @@ def test_an_array_task_finds_its_run_by_its_index(array):
     """And writes the job id down, for a script that was submitted by hand."""
     file = array()
     task = find_task(file, SlurmEnvironment(ARRAY_TASK))
-    assert (task.name, task.slot, task.attempt, task.in_gang) == ("70_1", 1, 0, False)
+    assert (task.name, task.slot, task.attempt, task.is_coallocated) == ("70_1", 1, 0, False)
     assert task.logs == task.run.path / "tasks" / "70_1" / "attempt-0"
     assert file.with_suffix(".jobid").read_text() == "70\n"
     assert not file.with_suffix(".nodes").exists()
 
 
-def test_a_node_of_a_gang_finds_its_run_by_its_id(array):
+def test_a_node_of_a_coallocated_job_finds_its_run_by_its_id(array):
     """And the first of them write down which nodes there are."""
-    file = array(gang=True)
-    task = find_task(file, SlurmEnvironment({**GANG_NODE, "SLURM_RESTART_COUNT": "2"}))
-    assert (task.name, task.slot, task.attempt, task.in_gang) == ("70.1", 1, 2, True)
+    file = array(coallocated=True)
+    task = find_task(file, SlurmEnvironment({**JOB_NODE, "SLURM_RESTART_COUNT": "2"}))
+    assert (task.name, task.slot, task.attempt, task.is_coallocated) == ("70.1", 1, 2, True)
     assert file.with_suffix(".jobid").read_text() == "70\n"
     nodes = json.loads(file.with_suffix(".nodes").read_text())
     assert nodes == {"attempt": 2, "hosts": ["n1", "n2", "n3"]}
@@ -79,18 +79,18 @@ def test_a_job_id_that_is_there_is_left_alone(array):
 
 
 @pytest.mark.parametrize(
-    ("gang", "variables", "why"),
+    ("coallocated", "variables", "why"),
     [
-        (False, GANG_NODE, "--array line"),
+        (False, JOB_NODE, "--array line"),
         (True, ARRAY_TASK, "without --array"),
         (False, {**ARRAY_TASK, "SLURM_ARRAY_TASK_ID": "2"}, "has 2 tasks, not 2"),
-        (True, {**GANG_NODE, "SLURM_NODEID": "7"}, "has 2 tasks, not 7"),
+        (True, {**JOB_NODE, "SLURM_NODEID": "7"}, "has 2 tasks, not 7"),
     ],
 )
-def test_a_process_that_is_no_task_of_the_array_is_told_why(array, gang, variables, why):
+def test_a_process_that_is_no_task_of_the_array_is_told_why(array, coallocated, variables, why):
     """A script that was changed by hand, or submitted otherwise."""
     with pytest.raises(HpcElasticError, match=why):
-        find_task(array(gang=gang), SlurmEnvironment(variables))
+        find_task(array(coallocated=coallocated), SlurmEnvironment(variables))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}"])
@@ -129,10 +129,10 @@ def test_a_malformed_variable_ends_the_task_with_a_clear_line(
 
 
 @pytest.mark.parametrize("name", ["SLURM_NODEID", "SLURM_STEP_NODELIST"])
-def test_a_gang_needs_its_node_ids(array, name):
+def test_a_coallocated_job_needs_its_node_ids(array, name):
     """Missing or malformed alike."""
     with pytest.raises(SlurmEnvironmentError, match=name):
-        find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, name: "n[1-"}))
+        find_task(array(coallocated=True), SlurmEnvironment({**JOB_NODE, name: "n[1-"}))
 
 
 def test_outside_of_slurm_the_task_says_so(array, monkeypatch, capsys):
@@ -142,7 +142,7 @@ def test_outside_of_slurm_the_task_says_so(array, monkeypatch, capsys):
     assert "SLURM_JOB_ID is not set" in capsys.readouterr().err
 
 
-def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
+def test_a_coallocated_job_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
     """The first node tells that it has ended; the next ones wait for that, and no others do."""
     asked = []
     monkeypatch.setattr(start_module.signal, "signal", lambda *args: None)
@@ -150,14 +150,14 @@ def test_a_gang_sees_to_its_end_once_its_run_has_ended(array, monkeypatch):
         start_module.scheduler, "cancel_if_orphaned", lambda *args: asked.append(args[:2])
     )
     tasks = [
-        find_task(array(gang=True), SlurmEnvironment({**GANG_NODE, "SLURM_NODEID": str(n)}))
+        find_task(array(coallocated=True), SlurmEnvironment({**JOB_NODE, "SLURM_NODEID": str(n)}))
         for n in range(2)
     ]
     for task in tasks:
         task.logs.mkdir(parents=True)
-        start_module._leave_gang(task)
+        start_module._leave_coallocated_job(task)
     assert (tasks[0].logs / "ended").exists() and not asked, "the run goes on"
     tasks[0].run.result.write_text("{}")
     for task in tasks:
-        start_module._leave_gang(task)
+        start_module._leave_coallocated_job(task)
     assert asked == [("70.1", tasks[0].logs)]

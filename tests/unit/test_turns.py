@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.errors import SlurmCommandError
-from hpc_elastic.launcher import control
+from hpc_elastic.launcher import cancel
 from hpc_elastic.run.directory import Entry, RunDir, RunSpec, Submission
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.sweep_queue import (
@@ -114,17 +114,19 @@ def test_nobody_gives_way_for_what_is_idle_or_does_not_suffice():
     assert waits_in_vain(too_large, 1, four(**busy)) is None
 
 
-def test_a_gang_counts_with_all_its_nodes():
+def test_a_coallocated_job_counts_with_all_its_nodes():
     """It is one job, and its nodes are a list."""
-    gang = QueuedRun("g", 3, {"8": TaskState("8", "RUNNING", node="n[1-3]")}, num_gang=3)
-    assert gang.nodes == ["n1", "n2", "n3"] and gang.lacks == 0
+    job = QueuedRun("g", 3, {"8": TaskState("8", "RUNNING", node="n[1-3]")}, num_coallocated=3)
+    assert job.nodes == ["n1", "n2", "n3"] and job.lacks == 0
     away = TaskState("8", "PENDING", "BeginTime", starts_in_s=AWAY)
-    waiting = QueuedRun("g", 3, {"8": away}, num_gang=3)
+    waiting = QueuedRun("g", 3, {"8": away}, num_coallocated=3)
     me = queued("a", 1, "n4")
     assert let_start([me, waiting], 0, four(n1="idle", n2="idle", n3="idle")) == ["8"]
     assert let_start([me, waiting], 0, four(n1="idle", n2="idle")) == []
     more = TaskState("9_0", "PENDING", "Dependency")
-    further = QueuedRun("g", 3, {"8": away, **{f"9_{n}": more for n in range(3)}}, num_gang=3)
+    further = QueuedRun(
+        "g", 3, {"8": away, **{f"9_{n}": more for n in range(3)}}, num_coallocated=3
+    )
     assert let_start([me, further], 0, four(n1="idle", n2="idle", n3="idle")) == ["8"]
 
 
@@ -306,12 +308,12 @@ def test_a_slurm_that_does_not_answer_is_said(two_runs):
 def test_a_run_that_is_cancelled_lets_others_start(two_runs, monkeypatch):
     """Nobody of it is left to do so."""
     client = FakeClient()
-    monkeypatch.setattr(control, "SlurmClient", lambda: client)
+    monkeypatch.setattr(cancel, "SlurmClient", lambda: client)
 
     class NoTasks:
-        def left(self):
+        def list_live_tasks(self):
             return {}
 
-    standing = control.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
-    assert control.cancel(standing, wait_s=1.0, warn=print, tasks=NoTasks()) == []
+    target = cancel.CancelTarget(two_runs[0], two_runs[0].load(), None, {})
+    assert cancel.cancel(target, wait_s=1.0, warn=print, scheduler=NoTasks()) == []
     assert client.started == ["7_2"]

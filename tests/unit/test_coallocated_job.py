@@ -1,4 +1,4 @@
-"""A gang: one job of several nodes, seen as its tasks; and who ends it when its script is gone."""
+"""A co-allocated job: the states of its tasks, and its end when its batch script is lost."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from hpc_elastic.slurm.environment import SlurmEnvironment
 from hpc_elastic.slurm.job_state import TaskState
 from hpc_elastic.slurm.scheduler import (
     NUM_RECORDERS,
-    GangNodes,
+    JobNodes,
     cancel_if_orphaned,
     mark_agent_ended,
-    read_gang_nodes,
-    record_gang_nodes,
+    read_job_nodes,
+    record_job_nodes,
     states_of,
 )
 
@@ -23,19 +23,19 @@ NAMES = ("8.0", "8.1", "8.2", "9_0")
 
 
 def job(state: str, node: str = "", restarts: int = 0) -> TaskState:
-    """The gang's line in the queue."""
+    """The job's line in the queue."""
     return TaskState("8", state, node=node, restarts=restarts)
 
 
-def seen(*listed: TaskState, given: GangNodes | None = None) -> dict[str, tuple[str, str]]:
+def seen(*listed: TaskState, given: JobNodes | None = None) -> dict[str, tuple[str, str]]:
     """State and node of each task."""
-    gangs = {} if given is None else {"8": given}
-    states = states_of(NAMES, {s.task: s for s in listed}, gangs)
+    jobs = {} if given is None else {"8": given}
+    states = states_of(NAMES, {s.task: s for s in listed}, jobs)
     assert all(state.task == name for name, state in states.items())
     return {name: (state.state, state.node) for name, state in states.items()}
 
 
-def test_each_node_of_a_gang_has_the_state_of_the_job():
+def test_each_node_of_a_coallocated_job_has_the_state_of_the_job():
     """Node i of the list is the node with the id i; other tasks are as squeue lists them."""
     assert seen(job("RUNNING", "n[1-3]"), TaskState("9_0", "PENDING")) == {
         "8.0": ("RUNNING", "n1"),
@@ -46,19 +46,19 @@ def test_each_node_of_a_gang_has_the_state_of_the_job():
 
 
 @pytest.mark.parametrize("nodes", ["", "(null)[", "n1"])
-def test_a_gang_without_known_nodes_still_has_a_state(nodes):
+def test_a_coallocated_job_without_known_nodes_still_has_a_state(nodes):
     """Pending it has none; a list that does not parse, or is too short, costs the names only."""
     assert {state for state, _ in seen(job("PENDING", nodes)).values()} == {"PENDING"}
 
 
-def test_a_gang_that_slurm_does_not_know_has_no_state():
+def test_a_coallocated_job_that_slurm_does_not_know_has_no_state():
     """It has been forgotten, or was never submitted."""
     assert seen(TaskState("9_0", "RUNNING")) == {"9_0": ("RUNNING", "")}
 
 
 def test_a_node_that_slurm_took_out_of_the_job_is_lost():
     """The others keep their ids, though the job's list is shorter now."""
-    given = GangNodes(0, ("n1", "n2", "n3"))
+    given = JobNodes(0, ("n1", "n2", "n3"))
     assert seen(job("RUNNING", "n[1,3]"), given=given) == {
         "8.0": ("RUNNING", "n1"),
         "8.1": ("NODE_FAIL", "n2"),
@@ -68,19 +68,19 @@ def test_a_node_that_slurm_took_out_of_the_job_is_lost():
 
 def test_a_job_that_ends_gives_its_nodes_back_one_by_one():
     """A node that it no longer has is not lost then."""
-    given = GangNodes(0, ("n1", "n2", "n3"))
+    given = JobNodes(0, ("n1", "n2", "n3"))
     assert {s for s, _ in seen(job("COMPLETING", "n3"), given=given).values()} == {"COMPLETING"}
 
 
 def test_what_was_recorded_of_an_earlier_attempt_does_not_count():
-    """A requeued gang gets other nodes."""
-    given = GangNodes(0, ("n1", "n2", "n3"))
+    """A requeued co-allocated job gets other nodes."""
+    given = JobNodes(0, ("n1", "n2", "n3"))
     now = seen(job("RUNNING", "n[4-6]", restarts=1), given=given)
     assert now["8.0"] == ("RUNNING", "n4")
 
 
 def environment(node_id: int, restarts: int = 0, nodes: str = "n[1-3]") -> SlurmEnvironment:
-    """What a node of the gang finds."""
+    """What a node of the job finds."""
     return SlurmEnvironment(
         {
             "SLURM_JOB_ID": "8",
@@ -92,15 +92,15 @@ def environment(node_id: int, restarts: int = 0, nodes: str = "n[1-3]") -> Slurm
     )
 
 
-def test_the_first_nodes_record_what_the_gang_was_given(tmp_path):
+def test_the_first_nodes_record_what_the_job_was_given(tmp_path):
     """Several, lest one be lost; not all, for the file is shared by thousands."""
     files = ArrayFiles(tmp_path / "array-0")
-    record_gang_nodes(files, environment(NUM_RECORDERS))
-    assert read_gang_nodes(files) is None
-    record_gang_nodes(files, environment(NUM_RECORDERS - 1))
-    assert read_gang_nodes(files) == GangNodes(0, ("n1", "n2", "n3"))
-    record_gang_nodes(files, environment(0, restarts=1, nodes="n[4-6]"))
-    assert read_gang_nodes(files) == GangNodes(1, ("n4", "n5", "n6"))
+    record_job_nodes(files, environment(NUM_RECORDERS))
+    assert read_job_nodes(files) is None
+    record_job_nodes(files, environment(NUM_RECORDERS - 1))
+    assert read_job_nodes(files) == JobNodes(0, ("n1", "n2", "n3"))
+    record_job_nodes(files, environment(0, restarts=1, nodes="n[4-6]"))
+    assert read_job_nodes(files) == JobNodes(1, ("n4", "n5", "n6"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"attempt": "x", "hosts": []}', '{"attempt"'])
@@ -108,13 +108,13 @@ def test_a_record_that_is_no_record_is_none(tmp_path, text):
     """The node names are then those that squeue gives."""
     files = ArrayFiles(tmp_path / "array-0")
     files.nodes.write_text(text)
-    assert read_gang_nodes(files) is None
+    assert read_job_nodes(files) is None
 
 
 def test_a_node_list_that_does_not_parse_is_refused(tmp_path):
     """With the variable's name and value."""
     with pytest.raises(SlurmEnvironmentError, match=r"SLURM_STEP_NODELIST is 'n\[1-'"):
-        record_gang_nodes(ArrayFiles(tmp_path / "array-0"), environment(0, nodes="n[1-"))
+        record_job_nodes(ArrayFiles(tmp_path / "array-0"), environment(0, nodes="n[1-"))
 
 
 class FakeClient:
@@ -131,7 +131,7 @@ class FakeClient:
             raise self.error
 
 
-def test_a_gang_whose_first_agent_has_ended_ends_by_itself(tmp_path):
+def test_a_coallocated_job_whose_first_agent_has_ended_ends_by_itself(tmp_path):
     """Its batch script was there to see it."""
     client = FakeClient()
     mark_agent_ended(tmp_path, environment(0))
@@ -139,7 +139,7 @@ def test_a_gang_whose_first_agent_has_ended_ends_by_itself(tmp_path):
     assert client.cancelled == []
 
 
-def test_a_gang_whose_first_agent_never_ends_is_cancelled(tmp_path):
+def test_a_coallocated_job_whose_first_agent_never_ends_is_cancelled(tmp_path):
     """Slurm would keep its nodes for as long as its time limit allows."""
     client = FakeClient()
     mark_agent_ended(tmp_path, environment(1))
@@ -147,7 +147,7 @@ def test_a_gang_whose_first_agent_never_ends_is_cancelled(tmp_path):
     assert client.cancelled == ["8"]
 
 
-def test_a_gang_that_can_not_be_cancelled_is_told(tmp_path, caplog):
+def test_a_coallocated_job_that_can_not_be_cancelled_is_told(tmp_path, caplog):
     """The run's result does not depend on it."""
     client = FakeClient(SlurmCommandError(["scancel"], 1, "no answer"))
     assert not cancel_if_orphaned("8.1", tmp_path / "never made", client, wait_s=0)
@@ -157,5 +157,5 @@ def test_a_gang_that_can_not_be_cancelled_is_told(tmp_path, caplog):
 def test_the_record_is_plain_json(tmp_path):
     """No pickle lies in the shared directory."""
     files = ArrayFiles(Path(tmp_path / "array-0"))
-    record_gang_nodes(files, environment(0))
+    record_job_nodes(files, environment(0))
     assert json.loads(files.nodes.read_text()) == {"attempt": 0, "hosts": ["n1", "n2", "n3"]}

@@ -1,0 +1,261 @@
+"""launcher=slurm: queries before a submission, what sbatch gets, and what it refuses."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import submitit
+
+from hpc_elastic.config.schema import LocalSettings, NodeRange, RunSettings, SlurmSettings
+from hpc_elastic.errors import ConfigError, SlurmCommandError, SubmissionError
+from hpc_elastic.launcher import prepare, slurm
+from hpc_elastic.launcher.batch_script import explain
+from hpc_elastic.launcher.plan import RunRequest, make_plan
+from hpc_elastic.run.directory import Entry
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.parsing import Partition, Preemption, parse_node_kinds
+
+ENTRY = Entry("function", "f", "f.py")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a rendered script in a folder with a blank in its name."""
+    path = tmp_path / "my sweep" / "array-0.sbatch"
+    path.parent.mkdir()
+    path.write_text("#!/bin/bash\n")
+    return path
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch):
+    """Put an sbatch into PATH that records its arguments, and then does what its text says."""
+
+    def install(text: str = "echo 4242") -> Path:
+        path = tmp_path / "bin" / "sbatch"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nenv >> {tmp_path}/env\n{text}\n'
+        )
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        return tmp_path / "calls"
+
+    return install
+
+
+def test_submitit_still_has_the_hook_of_executors():
+    """If this fails, submitit has changed: compare `slurm.ArrayExecutor` with it."""
+    base = slurm.ArrayExecutor.__mro__[1]
+    assert base.__abstractmethods__ == {"_internal_process_submissions"}
+
+
+def test_an_array_is_submitted_once_through_submitit(script, sbatch, monkeypatch):
+    """Slurm gets the script as it is; jobs have the ids of its tasks; no pickle, no pause."""
+    calls = sbatch("echo 4242")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("slept"))
+    jobs = slurm.ArrayExecutor(script, SlurmClient()).submit_array([print] * 800)
+    assert [job.job_id for job in jobs] == [f"4242_{i}" for i in range(800)]
+    assert all(isinstance(job, submitit.SlurmJob) for job in jobs)
+    assert calls.read_text() == f"--parsable {script}\n"
+    assert [path.name for path in script.parent.iterdir()] == [script.name]
+
+
+def test_the_job_id_is_written_beside_the_script(script, sbatch):
+    """Flags of one submission go before the script; a cluster's name after the id is cut off."""
+    calls = sbatch("echo '4242;cluster'")
+    assert slurm.submit_script(script, 1, SlurmClient(), ["--dependency=after:7"]) == "4242"
+    assert calls.read_text() == f"--parsable --dependency=after:7 {script}\n"
+    assert script.with_suffix(".jobid").read_text() == "4242\n"
+
+
+def test_a_job_around_the_launcher_is_hidden_from_sbatch(script, sbatch, tmp_path, monkeypatch):
+    """SLURM_MEM_PER_CPU of an salloc would contradict --mem; what the script has set is kept."""
+    sbatch()
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_CONF", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    slurm.submit_script(script, 1, SlurmClient())
+    names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
+    assert not names & {"SLURM_JOB_ID", "SLURM_MEM_PER_CPU"}
+    assert names >= {"SLURM_CONF", "CUDA_VISIBLE_DEVICES"}
+
+
+def test_a_refused_array_takes_the_earlier_ones_back(tmp_path, sbatch, monkeypatch):
+    """The error has the words of sbatch, and the key; nothing else is printed."""
+    sbatch(f'[ $(wc -l < {tmp_path}/calls) = 1 ] && echo 7 && exit; echo "Invalid qos" >&2; exit 1')
+    cancelled = []
+    monkeypatch.setattr(SlurmClient, "cancel", lambda self, ids: cancelled.append(ids))
+    launchers = [SlurmSettings(partition="a"), SlurmSettings(partition="b", qos="x")]
+    runs = [
+        RunRequest(tmp_path / str(n), RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
+        for n, launcher in enumerate(launchers)
+    ]
+    plan = make_plan(runs, tmp_path / ".hpc_elastic", max_array_size=9)
+    prepared = prepare.write(plan, "train")
+    with pytest.raises(ConfigError, match=r"launcher\.qos='x'.*Invalid qos"):
+        slurm.submit(plan, prepared.scripts)
+    assert cancelled == [["7"]]
+
+
+def test_without_slurm_the_error_says_where_to_go(script, tmp_path, monkeypatch):
+    """On a laptop, launcher=slurm points to launcher=local."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    client = SlurmClient()
+    with pytest.raises(SlurmCommandError) as failed:
+        slurm.submit_script(script, 1, client)
+    error = slurm.refusal(failed.value, SlurmSettings(), client)
+    assert isinstance(error, SubmissionError) and "launcher=local" in str(error)
+
+
+class OnePartition:
+    """Has one partition, of four nodes and half an hour; records what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+
+    def preemption(self, partition: str | None) -> Preemption:
+        """Return it."""
+        self.asked.append(partition)
+        short = Partition("short", num_nodes=4, max_time_s=1800.0)
+        return Preemption(partitions=(short,), grace_s=60, kill_wait_s=30)
+
+
+def with_minimum(least: int, **settings) -> list[RunRequest]:
+    """A run of at least this many nodes."""
+    checked = RunSettings(NodeRange(least, 8), 1, SlurmSettings(**settings))
+    return [RunRequest(Path("run"), checked, ENTRY)]
+
+
+def test_each_partition_is_queried_once():
+    """Of a sweep of many runs."""
+    client = OnePartition()
+    runs = [*with_minimum(1, partition="gpu"), *with_minimum(1), *with_minimum(2, partition="gpu")]
+    assert len(slurm.query_partitions(runs, client)) == 3
+    assert client.asked == ["gpu", None]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "preemption", "grace_s"),
+    [
+        (SlurmSettings(), Preemption(grace_s=60, kill_wait_s=30), (90, 30)),
+        (SlurmSettings(), Preemption(grace_s=0, kill_wait_s=30), (30, 30)),
+        (SlurmSettings(preempt_grace_s=20.0), Preemption(kill_wait_s=30), (20, 20)),
+        (LocalSettings(), None, (30, 30)),
+        (LocalSettings(preempt_grace_s=45.0), None, (45, 30)),
+    ],
+)
+def test_the_grace_of_a_run_is_frozen(tmp_path, launcher, preemption, grace_s):
+    """A given grace takes precedence; a cancelled task has no more time than a preempted one."""
+    run = RunRequest(tmp_path, RunSettings(NodeRange(1, 1), 1, launcher), ENTRY)
+    plan = make_plan([run], tmp_path, max_array_size=9)
+    spec = prepare.make_spec(plan, 0, entry=ENTRY, run_id="r", preemption=preemption)
+    assert (spec.preempt_grace_s, spec.kill_wait_s) == grace_s
+
+
+def test_a_minimum_that_the_partition_does_not_have_is_refused():
+    """It would hold all its nodes in silence. Tasks that share nodes may be more than nodes."""
+    slurm.query_partitions(with_minimum(4), OnePartition())
+    with pytest.raises(ConfigError, match=r"nodes=5: .* partition short has 4 nodes") as refused:
+        slurm.query_partitions(with_minimum(5), OnePartition())
+    assert "minimum of 4 or less" in str(refused.value)
+    slurm.query_partitions(with_minimum(5, gpus_per_node=1), OnePartition())
+    with pytest.raises(ConfigError, match="nodes=5"):
+        slurm.query_partitions(with_minimum(5, gpus_per_node=1, exclusive=True), OnePartition())
+
+
+def test_a_time_limit_above_the_partitions_is_noted_once(capsys):
+    """Slurm accepts the tasks, and they would wait for ever; a QOS may permit them."""
+    slurm.query_partitions(with_minimum(1, time="30"), OnePartition())
+    slurm.query_partitions(with_minimum(1), OnePartition())
+    assert capsys.readouterr().err == ""
+    runs = [*with_minimum(1, time="120"), *with_minimum(2, time="120")]
+    slurm.query_partitions(runs, OnePartition())
+    note = capsys.readouterr().err
+    assert note.count("launcher.time=120: partition short allows 30 min at most") == 1
+    assert "launcher.time=30 or less" in note
+
+
+@pytest.mark.parametrize(
+    ("stderr", "settings", "key"),
+    [
+        ("Invalid account or account/partition combination specified", {"account": "x"}, "account"),
+        ("Invalid qos specification", {"qos": "x"}, "qos"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", {"time": "9"}, "time"),
+        ("Invalid feature specification", {"constraint": "x"}, "constraint"),
+        ("Invalid generic resource (gres) specification", {"gpus_per_node": 9}, "gpus_per_node"),
+        ("Memory specification can not be satisfied", {"mem": "9T"}, "mem"),
+        ("Invalid node name specified", {"exclude": "x"}, "exclude"),
+    ],
+)
+def test_a_refused_setting_is_named(stderr, settings, key):
+    """Slurm does not say which flag it was; the error has the key and its value."""
+    error = explain(f"sbatch: error: {stderr}", SlurmSettings(**settings))
+    assert isinstance(error, ConfigError)
+    assert (error.key, error.value) == (f"launcher.{key}", settings[key])
+    assert stderr in str(error)
+
+
+AVAILABLE = "Batch job submission failed: Requested node configuration is not available"
+NODES = parse_node_kinds("gpu:a100:4(S:0,1),gpu:2,lustre:1|64|515000+\n(null)|128+|65536\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"gpus_per_node": 9}, "the nodes of partition gpu have at most 6 GPUs"),
+        ({"gpus_per_node": "a100:5"}, "the nodes of partition gpu have at most 4 a100 GPUs"),
+        ({"gpus_per_node": "h100:1"}, "the nodes of partition gpu have no h100 GPUs"),
+        ({"cpus_per_node": 200}, "the nodes of partition gpu have at most 128 CPUs"),
+        ({"mem": "900G"}, "the nodes of partition gpu have at most 515,000 MiB"),
+    ],
+)
+def test_what_no_node_has_is_named_with_what_there_is(settings, told):
+    """Slurm says one and the same of GPUs, CPUs and memory."""
+    error = explain(AVAILABLE, SlurmSettings(partition="gpu", **settings), ["gpu"], NODES)
+    ((key, value),) = settings.items()
+    assert isinstance(error, ConfigError)
+    assert (error.key, error.value) == (f"launcher.{key}", value)
+    assert f"{told}: ask for less, or name another partition" in str(error)
+    assert AVAILABLE in str(error)
+
+
+def test_what_no_node_has_together_is_named_together():
+    """Each alone would do."""
+    settings = SlurmSettings(gpus_per_node=6, cpus_per_node=128)
+    error = explain(AVAILABLE, settings, ["gpu"], NODES)
+    assert isinstance(error, SubmissionError)
+    assert "launcher.gpus_per_node=6, launcher.cpus_per_node=128" in str(error)
+
+
+def test_an_unknown_partition_is_told_with_those_that_exist():
+    """The near miss and the partitions of the cluster are in the message."""
+    stderr = "sbatch: error: invalid partition specified: gpuu\nsbatch: error: Batch job failed"
+    error = explain(stderr, SlurmSettings(partition="gpuu"), ["gpu", "cpu"])
+    assert str(error).startswith(
+        "launcher.partition='gpuu': no such partition (did you mean 'gpu'?); there are cpu, gpu"
+    )
+
+
+def test_a_refused_flag_is_named_by_its_key():
+    """A reservation is one of launcher.sbatch's flags."""
+    error = explain("Requested reservation is invalid", SlurmSettings(sbatch={"reservation": "x"}))
+    assert isinstance(error, ConfigError)
+    assert (error.key, error.value) == ("launcher.sbatch.reservation", "x")
+
+
+@pytest.mark.parametrize(
+    ("stderr", "remedy"),
+    [
+        ("Invalid job array specification", "MaxArraySize"),
+        ("Job violates accounting/QOS policy (job submit limit, ...)", "limits"),
+        ("Unable to contact slurm controller (connect failure)", "SLURM_CONF"),
+        ("Invalid time specification (pos=0): x Invalid --begin specification", "--begin"),
+        ("something new", "something new"),
+    ],
+)
+def test_other_refusals_are_told_as_they_are(stderr, remedy):
+    """Nothing is lost of what sbatch said, known or not."""
+    error = explain(stderr, SlurmSettings())
+    assert isinstance(error, SubmissionError)
+    assert remedy in str(error) and stderr in str(error)
